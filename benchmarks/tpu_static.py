@@ -218,7 +218,7 @@ def cost(kernels: list[Kernel], row: dict[str, Any], mask: Mask, length: int, pa
             # The kernel is compiled for this mask, or for one whose bodies include this one's.
             of_mask = tiles_of(MASKS[row["mask"]], kernel.block, kernel.unit, COMPILED_LENGTH, COMPILED_LENGTH, 0)[0]
             cycles = cycles._replace(tiles=tuple(cycles.tiles[of_mask.index(body)] for body in bodies))
-            least = [math.ceil(kernel.least * body.live) for body in bodies]
+            least = [math.ceil(kernel.least * body.computed) for body in bodies]
         else:
             # Without a mask, with one; tiles of a single kind use the first path.
             counts = [

@@ -46,7 +46,7 @@ def kernel_cycles(
     if compiled is not None and compiled != bodies:
         cycles = cycles._replace(tiles=_estimated(bodies, compiled, cycles.tiles))
     least = tile * matrix_cycles(problem.device_kind, products, block_q, block_kv, problem.head_dim, problem.value_dim)
-    cycles = cycles.at_least([math.ceil(least * body.live) for body in bodies])
+    cycles = cycles.at_least([math.ceil(least * body.computed) for body in bodies])
     tiles = local.batch * local.q_heads // tile
     turns = key_turns(config, local.kv_len) * local.batch * local.kv_heads if products == "backward" else 0
     return cycles.total(
@@ -101,9 +101,9 @@ def _estimated(bodies: tuple[Body, ...], known: tuple[Body, ...], cycles: tuple[
     """
     if len(known) == 1:
         return tuple(round(cycles[0] * body.work / known[0].work) for body in bodies)
-    shares = np.array([[body.live, body.masked] for body in known])
+    shares = np.array([[body.computed, body.masked] for body in known])
     factors, *_ = np.linalg.lstsq(shares, np.array(cycles, float), rcond=None)
-    return tuple(round(float(body.live * factors[0] + body.masked * max(factors[1], 0.0))) for body in bodies)
+    return tuple(round(float(body.computed * factors[0] + body.masked * max(factors[1], 0.0))) for body in bodies)
 
 
 def key_parts(config: OperationConfig, kv_len: int) -> int:

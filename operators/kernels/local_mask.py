@@ -92,11 +92,11 @@ class LocalMask:
         keys = Extent(first_key + self.k_start, last_key + self.k_start)
         blocks = Blocks(rows, Extent(rows.lo + along, rows.hi + along), keys, block_q, block_kv)
         some, every = (self.mask if known is None else And(dynamic)).block_bounds(blocks)
-        found = jnp.where(every & some, 2, jnp.where(some, 1, 0)).astype(jnp.int8)
-        if found.shape[1] > 1 and not self.heads_apart:  # an array with a plane for each head
-            found = jnp.asarray(_joined(found[:, None]))
-        found = jnp.broadcast_to(found, (*found.shape[:2], *blocks.shape))
-        return found if known is None else jnp.minimum(found, known)
+        kinds = jnp.where(every & some, 2, jnp.where(some, 1, 0)).astype(jnp.int8)
+        if kinds.shape[1] > 1 and not self.heads_apart:  # an array with a plane for each head
+            kinds = jnp.asarray(_joined(kinds[:, None]))
+        kinds = jnp.broadcast_to(kinds, (*kinds.shape[:2], *blocks.shape))
+        return kinds if known is None else jnp.minimum(kinds, known)
 
     def array(self, keys: slice | None = None) -> jax.Array | np.ndarray | None:
         """Return the mask of some or all keys as a bool array that broadcasts to [batch, heads, q, keys]; None if full."""
@@ -181,7 +181,7 @@ class Dropout:
     def keep(self, batch: Any, head: Any, row: Any, col: Any) -> jax.Array:
         """Return True where a weight is kept, for local indices of any shapes that broadcast together."""
         first, second = self.head_keys(batch, head)
-        return self.kept(first, second, shifted(row, self.q_start), shifted(col, self.k_start), self.probability)
+        return self.keep_mask(first, second, shifted(row, self.q_start), shifted(col, self.k_start), self.probability)
 
     def head_keys(self, batch: Any, head: Any) -> tuple[jax.Array, jax.Array]:
         """One key per head, uint32: computed on few elements, so that only one draw per weight is left."""
@@ -194,7 +194,7 @@ class Dropout:
         return threefry(first, second, batch, head)
 
     @staticmethod
-    def kept(first: Any, second: Any, row: Any, col: Any, probability: float) -> jax.Array:
+    def keep_mask(first: Any, second: Any, row: Any, col: Any, probability: float) -> jax.Array:
         """`keep` for a head's key and for rows and keys of the whole problem; also used inside kernels."""
         row, col = (jnp.asarray(index).astype(jnp.uint32) for index in (row, col))
         bits = threefry(first, second, row, col)[0]

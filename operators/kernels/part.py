@@ -49,7 +49,7 @@ class PartKernel(Protocol):
         """(output in the layout, lse [batch, heads, q]) of only these keys; rows that see none give 0 and -inf."""
         ...
 
-    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
+    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, results: Results) -> Operands:
         """These keys' share of the gradients."""
         ...
 
@@ -78,11 +78,11 @@ def attend_part(
 
 
 def differentiate_part(
-    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced, made: Results
+    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced, results: Results
 ) -> Operands:
     """`kernel.differentiate`, traced once."""
     with _named_mesh():
-        return _differentiate_once(kernel, static_part, operands, traced, made)
+        return _differentiate_once(kernel, static_part, operands, traced, results)
 
 
 # jax caches the traces of a jitted function by its static arguments and the shapes of the others. So a kernel is traced
@@ -96,9 +96,9 @@ def _attend_once(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _differentiate_once(
-    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced, made: Results
+    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced, results: Results
 ) -> Operands:
-    return kernel.differentiate(static_part, operands, traced, made)
+    return kernel.differentiate(static_part, operands, traced, results)
 
 
 def _named_mesh() -> AbstractContextManager[None]:
@@ -113,15 +113,15 @@ def _attend(static: _PartStatic, operands: Operands, traced: Traced) -> tuple[ja
 
 
 def _attend_forward(static: _PartStatic, operands: Operands, traced: Traced) -> tuple[Any, Any]:
-    made = attend_part(static.kernel, static.static_part, operands, traced)
-    output, lse = (checkpoint_name(x, name) for x, name in zip(made, static.kernel.names, strict=True))
+    results = attend_part(static.kernel, static.static_part, operands, traced)
+    output, lse = (checkpoint_name(x, name) for x, name in zip(results, static.kernel.names, strict=True))
     return (output, lse), (operands, traced, output, lse)
 
 
 def _attend_backward(static: _PartStatic, residuals: Any, cotangents: Any) -> tuple[Operands, Traced]:
     operands, traced, output, lse = residuals
-    made = Results(output, lse, *cotangents)
-    gradients = differentiate_part(static.kernel, static.static_part, operands, traced, made)
+    results = Results(output, lse, *cotangents)
+    gradients = differentiate_part(static.kernel, static.static_part, operands, traced, results)
     return gradients, no_gradients(traced)
 
 

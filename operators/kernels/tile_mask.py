@@ -39,18 +39,18 @@ def traced_numbers(mask: LocalMask, dropout: Dropout | None, seen: Seen | None) 
 
     'dropout' is the seed and where the device's rows and heads begin: a head's key is computed from them where it is needed.
     """
-    given = {"q_start": mask.q_start, "k_start": mask.k_start, "query_offset": mask.query_offset}
-    found = {
+    places = {"q_start": mask.q_start, "k_start": mask.k_start, "query_offset": mask.query_offset}
+    numbers = {
         name: jnp.asarray(number, jnp.int32).reshape(-1)
-        for name, number in given.items()
+        for name, number in places.items()
         if number is not None and not isinstance(number, int)
     }
     if dropout is not None:
         starts = (jnp.asarray(x, jnp.int32).reshape(1) for x in (dropout.batch_start, dropout.head_start))
-        found["dropout"] = jnp.concatenate([lax.bitcast_convert_type(dropout.seed, jnp.int32), *starts])
+        numbers["dropout"] = jnp.concatenate([lax.bitcast_convert_type(dropout.seed, jnp.int32), *starts])
     if seen is not None and seen.clean is not None:
-        found["clean"] = seen.clean.astype(jnp.int32).reshape(1)
-    return found
+        numbers["clean"] = seen.clean.astype(jnp.int32).reshape(1)
+    return numbers
 
 
 class TileMask:

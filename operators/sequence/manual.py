@@ -75,15 +75,15 @@ def whole_leaves(
     manual = problem.manual_sequence
     if not manual:
         return leaves
-    found = []
+    gathered = []
     for index, (x, leaf) in enumerate(zip(leaves, problem.leaves, strict=True)):
         inside = placement.spec(f"leaf{index}")
         for axis, dim in enumerate(leaf.dims):
             if dim in ("q", "kv"):
                 gone = tuple(a for a in manual[dim == "kv"] if a not in axes_at(inside, axis))
                 x = lax.all_gather(x, gone, axis=axis, tiled=True) if gone else x
-        found.append(x)
-    return tuple(found)
+        gathered.append(x)
+    return tuple(gathered)
 
 
 def share_of_heads(x: jax.Array, problem: AttentionProblem, placement: Placement) -> jax.Array:

@@ -58,8 +58,8 @@ class _Around:
     def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
         return _forward(self, static_part, operands, traced)
 
-    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
-        return _backward(self, static_part, operands, traced, made)
+    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, results: Results) -> Operands:
+        return _backward(self, static_part, operands, traced, results)
 
 
 def ring_attention(
@@ -107,34 +107,36 @@ def _forward(around: _Around, whole: StaticPart, operands: Operands, traced: Tra
         output, lse = attend_part(around.kernel, static_part, _of_pair(around, operands, pair, keys), here)
         return output.astype(lse.dtype), lse
 
-    def more(found: tuple[jax.Array, jax.Array], pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
-        output, lse = found
+    def more(partial: tuple[jax.Array, jax.Array], pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
+        output, lse = partial
         for pair in pairs:
             before = _piece(output, pair.query, ring, rows), _piece(lse, pair.query, ring, 2)
             both, both_lse = merge_parts([before, attend(pair, keys, distance)], layout)
             output, lse = _put(output, both, pair.query, ring, rows), _put(lse, both_lse, pair.query, ring, 2)
         return output, lse
 
-    def work(keys: _Keys, found: Any, distance: Any, by: int) -> Any:
+    def work(keys: _Keys, partial: Any, distance: Any, by: int) -> Any:
         del by  # only keys travel
-        return more(found, _pairs(ring, distance), keys, distance)
+        return more(partial, _pairs(ring, distance), keys, distance)
 
     keys, first = (operands.key, operands.value), _first_pairs(ring)
     begun = [attend(pair, keys, 0) for pair in first[: ring.pieces]]
     output, lse = (jnp.concatenate(x, axis) for x, axis in zip(zip(*begun, strict=True), (rows, 2), strict=True))
-    found = more((output, lse), first[ring.pieces :], keys, 0)
-    output, lse = _along(ring, ring.steps, work, keys, found)
+    partial = more((output, lse), first[ring.pieces :], keys, 0)
+    output, lse = _along(ring, ring.steps, work, keys, partial)
     return output.astype(operands.query.dtype), lse
 
 
-def _backward(around: _Around, whole: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
+def _backward(
+    around: _Around, whole: StaticPart, operands: Operands, traced: Traced, whole_results: Results
+) -> Operands:
     layout, ring = around.layout, around.ring
     rows = layout.index("t")
-    output, lse, d_output, d_lse = made
+    output, lse, d_output, d_lse = whole_results
     d_output = d_output.astype(output.dtype)
 
-    def more(found: Any, pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
-        d_query, d_key, d_value = found
+    def more(gradients: Any, pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
+        d_query, d_key, d_value = gradients
         for pair in pairs:
             static_part, here = _seen(around, whole, traced, pair, distance)
             part = _of_pair(around, operands, pair, keys)
@@ -146,8 +148,8 @@ def _backward(around: _Around, whole: StaticPart, operands: Operands, traced: Tr
             d_value = _added(d_value, share.value, pair.keys, ring, rows)
         return d_query, d_key, d_value
 
-    def work(keys: _Keys, found: Any, distance: Any, by: int) -> Any:
-        d_query, d_key, d_value = found
+    def work(keys: _Keys, gradients: Any, distance: Any, by: int) -> Any:
+        d_query, d_key, d_value = gradients
         d_key, d_value = _moved((d_key, d_value), ring, by)
         return more((d_query, d_key, d_value), _pairs(ring, distance), keys, distance)
 
@@ -155,14 +157,14 @@ def _backward(around: _Around, whole: StaticPart, operands: Operands, traced: Tr
     # and keeps every part for them. (XLA:CPU ignores the barrier.)
     key, value, d_output = lax.optimization_barrier((operands.key, operands.value, d_output))
     wide = [jnp.zeros(x.shape, wider(x.dtype, jnp.float32)) for x in (operands.query, key, value)]
-    found = more(wide, _first_pairs(ring), (key, value), 0)
+    gradients = more(wide, _first_pairs(ring), (key, value), 0)
     steps = (0, *reversed(ring.steps[1:]))
-    d_query, d_key, d_value = _along(ring, steps, work, (key, value), found)
+    d_query, d_key, d_value = _along(ring, steps, work, (key, value), gradients)
     d_key, d_value = _moved((d_key.astype(key.dtype), d_value.astype(value.dtype)), ring, -steps[-1])  # back home
     return Operands(d_query.astype(operands.query.dtype), d_key, d_value, None, None)
 
 
-def _along(ring: Ring, steps: tuple[int, ...], work: Any, keys: _Keys, found: Any) -> Any:
+def _along(ring: Ring, steps: tuple[int, ...], work: Any, keys: _Keys, carry_value: Any) -> Any:
     """Fold over the steps after the first: work(keys, found, distance, how far they moved to get here).
 
     In a loop the next step's keys are sent before the work on the current ones, and don't wait for it.
@@ -171,18 +173,18 @@ def _along(ring: Ring, steps: tuple[int, ...], work: Any, keys: _Keys, found: An
     alike = loop_from(steps) if ring.scan else None
     for distance, by in zip(steps[1:] if alike is None else steps[1 : alike + 1], moves, strict=False):
         keys = _moved(keys, ring, by)
-        found = work(keys, found, distance, by)
+        carry_value = work(keys, carry_value, distance, by)
     if alike is None:
-        return found
+        return carry_value
 
     def step(carry: Any, distance: Any) -> Any:
-        keys, found = carry
-        return (_moved(keys, ring, by), work(keys, found, distance, by)), None
+        keys, carry_value = carry
+        return (_moved(keys, ring, by), work(keys, carry_value, distance, by)), None
 
     by = moves[-1]
-    carry = _moved(keys, ring, by), found
-    (keys, found), _ = lax.scan(step, carry, jnp.asarray(steps[alike + 1 : -1], jnp.int32))
-    return work(keys, found, steps[-1], by)
+    carry = _moved(keys, ring, by), carry_value
+    (keys, carry_value), _ = lax.scan(step, carry, jnp.asarray(steps[alike + 1 : -1], jnp.int32))
+    return work(keys, carry_value, steps[-1], by)
 
 
 def _of_pair(around: _Around, operands: Operands, pair: _Pair, keys: _Keys) -> Operands:

@@ -49,12 +49,12 @@ def resolve_attnops(problem: AttentionProblem, placement: Placement, config: Spl
     vmem, scalars = vmem_of(problem.device_kind), ScalarMemory(problem, placement)
     needs: list[tuple[int, SplashConfig]] = []
     errors: list[ConfigError] = []
-    for way in _ways(problem, placement, config):
+    for candidate in _ways(problem, placement, config):
         try:
-            if isinstance(way, ConfigError):
-                raise way
-            scalars.check(way)  # slow if there are many tiles, so not checked for every config
-            needs.append((vmem_need(problem, placement, way), way))
+            if isinstance(candidate, ConfigError):
+                raise candidate
+            scalars.check(candidate)  # slow if there are many tiles, so not checked for every config
+            needs.append((vmem_need(problem, placement, candidate), candidate))
         except ConfigError as error:
             errors.append(error)
             continue
@@ -63,7 +63,7 @@ def resolve_attnops(problem: AttentionProblem, placement: Placement, config: Spl
     else:
         if not needs:
             raise errors[-1]  # that of the largest blocks
-        needs.append(min(needs, key=lambda one: one[0]))  # the plan notes that it doesn't fit
+        needs.append(min(needs, key=lambda needed: needed[0]))  # the plan notes that it doesn't fit
     need, resolved = needs[-1]
     if config.is_set("vmem_limit_bytes") or need <= vmem.default:
         return resolved
@@ -81,17 +81,17 @@ def _ways(
         first = (_WIDE, *first)
         forward = _WIDE if has_full_tiles(problem, placement) else begin
     for sizes in (first, *((size,) for size in (*_SIZES[::-1], *_LARGE) if size > begin)):
-        found = []
-        for most, fused in itertools.product(sizes, _backward_ways(config)):
+        candidates = []
+        for max_size, fused in itertools.product(sizes, _backward_ways(config)):
             if sizes is first:
-                largest = _Most(most, min(most, forward), min(most, _SIZES[0]), True)
+                largest = _Most(max_size, min(max_size, forward), min(max_size, _SIZES[0]), True)
             else:
-                largest = _Most(most, most, most, False)
+                largest = _Most(max_size, max_size, max_size, False)
             try:
-                found.append(_with_blocks(problem, placement, config, largest, fused))
+                candidates.append(_with_blocks(problem, placement, config, largest, fused))
             except ConfigError as error:
                 yield error
-        yield from sorted(found, key=lambda way: forward_cost(problem, placement, way))
+        yield from sorted(candidates, key=lambda candidate: forward_cost(problem, placement, candidate))
 
 
 def _most_for(problem: AttentionProblem) -> int:
@@ -107,19 +107,19 @@ def _backward_ways(config: SplashConfig) -> tuple[bool, ...]:
         return (bool(config.use_fused_bwd_kernel),)
     if config.block_kv_dkv_sums is not None:
         return (True,)
-    apart = any(config.is_set(name) for name in DQ.sizes)
-    return (False,) if apart else (True, False)
+    separate = any(config.is_set(name) for name in DQ.sizes)
+    return (False,) if separate else (True, False)
 
 
 def _with_blocks(
     problem: AttentionProblem, placement: Placement, config: SplashConfig, largest: _Most, fused: bool
 ) -> SplashConfig:
-    most, most_forward = largest.size, largest.forward
-    way = way_of_tiles(problem, config)
+    max_size, max_forward = largest.size, largest.forward
+    pipelining = way_of_tiles(problem, config)
     q_len, kv_len = placement.local.q_len, placement.local.kv_len
     sizes = BlockSizes(config)
     # Blocks that a declared inner block divides.
-    sizes.fill("block_q", choose_block(q_len, most_forward, math.lcm(LANES, config.block_q_compute or 1)))
+    sizes.fill("block_q", choose_block(q_len, max_forward, math.lcm(LANES, config.block_q_compute or 1)))
     sizes.fill("heads_per_tile", heads_together(problem, placement, sizes["block_q"])[-1], 1)
     inner = math.lcm(LANES, config.block_kv_compute_in or 1)
     outer = math.lcm(inner, config.block_kv_compute or 1)
@@ -127,11 +127,11 @@ def _with_blocks(
     sizes.fill("block_kv", _block_of_keys(problem, placement, largest, (sizes["block_q"], rows), outer, "forward"))
     block = sizes["block_q"], sizes["block_kv"]
     declared = config.block_q_compute, config.block_kv_compute
-    units = _units_for_mask(problem, placement, block, way.units, declared)
-    keys = max(_COMPUTE // 2, block[1] // 2) if way.transposed else most  # at least a few units, to overlap
+    units = _units_for_mask(problem, placement, block, pipelining.units, declared)
+    keys = max(_COMPUTE // 2, block[1] // 2) if pipelining.transposed else max_size  # at least a few units, to overlap
     sizes.fill_inner("block_q_compute", "block_q", units.queries)
     sizes.fill_inner("block_kv_compute", "block_kv", min(units.keys, keys), inner)
-    sizes.fill_inner("block_kv_compute_in", "block_kv_compute", _COMPUTE_IN.get(problem.device_kind, most))
+    sizes.fill_inner("block_kv_compute_in", "block_kv_compute", _COMPUTE_IN.get(problem.device_kind, max_size))
     sizes.fill("products_ahead", units.ahead, 0)
     unit = math.lcm(LANES, config.block_q_dkv_compute or 1)
     same = config.is_set("block_q") and unit == LANES
@@ -142,23 +142,25 @@ def _with_blocks(
     sizes.fill("block_kv_dkv", keys if sums is None else dividing_block(sums, keys, unit))
     block = sizes["block_q_dkv"], sizes["block_kv_dkv"]
     declared = config.block_q_dkv_compute, config.block_kv_dkv_compute
-    units = _units_for_mask(problem, placement, block, way.units_dkv if fused else way.units_apart, declared)
+    units = _units_for_mask(
+        problem, placement, block, pipelining.units_dkv if fused else pipelining.units_apart, declared
+    )
     sizes.fill("products_ahead_dkv", units.ahead, 0)
-    sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", min(units.keys, most))
+    sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", min(units.keys, max_size))
     sizes.fill_inner("block_q_dkv_compute", "block_q_dkv", units.queries)
     if not fused:
         sizes.fill("block_q_dq", sizes["block_q_dkv"])
         # Large blocks only if there would be too many small ones: a step of this pass has few products.
-        keys = most if most in _LARGE else min(_COMPUTE, most)
+        keys = max_size if max_size in _LARGE else min(_COMPUTE, max_size)
         sizes.fill("block_kv_dq", choose_block(kv_len, keys, math.lcm(LANES, config.block_kv_dq_compute or 1)))
-        sizes.fill_inner("block_kv_dq_compute", "block_kv_dq", min(_COMPUTE, most))
+        sizes.fill_inner("block_kv_dq_compute", "block_kv_dq", min(_COMPUTE, max_size))
     switches = {
         "use_fused_bwd_kernel": fused,
-        "transposed_tiles": way.transposed,
-        "sum_by_product": _sums_by_product(problem, config, way),
+        "transposed_tiles": pipelining.transposed,
+        "sum_by_product": _sums_by_product(problem, config, pipelining),
         "stationary_weights": _stationary_weights(problem, config),
     }
-    resolved = config.with_fields(sizes.found | switches)
+    resolved = config.with_fields(sizes.values | switches)
     assert isinstance(resolved, SplashConfig)
     if not fused or config.is_set("block_kv_dkv_sums"):
         return resolved
@@ -173,9 +175,9 @@ def _block_of_keys(
     rows: queries of a block, and of all heads that share a tile.
     """
     kv_len = placement.local.kv_len
-    most = largest.forward if part == "forward" else largest.size
-    block = rows[0], choose_block(kv_len, most, unit)
-    if not largest.bounded or most != _WIDE:
+    max_size = largest.forward if part == "forward" else largest.size
+    block = rows[0], choose_block(kv_len, max_size, unit)
+    if not largest.bounded or max_size != _WIDE:
         return block[1]
     short = is_short_tile(problem, placement, block, part, rows[1] // rows[0])
     return block[1] if short else choose_block(kv_len, _WIDE // 2, unit)
@@ -204,7 +206,9 @@ def _units_for_mask(
     """Of the units that agree with what is declared the cheapest in these blocks of queries and keys: what small ones leave out
     of the mask, against what they cost.
     """
-    agreeing = [unit for unit in units if all(n in (None, own) for n, own in zip(declared, unit[:2], strict=True))]
+    agreeing = [
+        unit for unit in units if all(n in (None, compute) for n, compute in zip(declared, unit[:2], strict=True))
+    ]
 
     def cost(unit: Units) -> float:
         size = dividing_block(block[0], unit.queries), dividing_block(block[1], unit.keys)
@@ -221,10 +225,10 @@ def _with_sums(problem: AttentionProblem, placement: Placement, config: SplashCo
         blocks = math.ceil(placement.local.kv_len / block)
         for parts in range(1, min(_PARTS, blocks) + 1):
             sums = None if parts == 1 else math.ceil(blocks / parts) * block
-            found = config.with_fields({"block_kv_dkv": block, "block_kv_dkv_sums": sums})
-            assert isinstance(found, SplashConfig)
-            if counted_vmem(problem, placement, found, backward=True) * ROOM <= vmem_room(problem, config):
-                return found
+            candidate = config.with_fields({"block_kv_dkv": block, "block_kv_dkv_sums": sums})
+            assert isinstance(candidate, SplashConfig)
+            if counted_vmem(problem, placement, candidate, backward=True) * ROOM <= vmem_room(problem, config):
+                return candidate
     return config
 
 

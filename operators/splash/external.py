@@ -101,9 +101,9 @@ def resolve_external(problem: AttentionProblem, placement: Placement, config: Sp
         sizes.fill(f"block_kv_{suffix}", sizes["block_kv"] if fits else choose_block(kv_len, cap, compute or LANES))
     sizes.fill_inner("block_kv_compute", "block_kv", cap)
     sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", cap)
-    resolved = config.with_fields(sizes.found | {"use_fused_bwd_kernel": fused})
+    resolved = config.with_fields(sizes.values | {"use_fused_bwd_kernel": fused})
     for name, length in (("q", q_len), ("kv", kv_len)):
-        blocks = {n: s for n, s in sizes.found.items() if n.startswith(f"block_{name}") and not n.endswith("compute")}
+        blocks = {n: s for n, s in sizes.values.items() if n.startswith(f"block_{name}") and not n.endswith("compute")}
         shared = math.lcm(*blocks.values())
         padded = math.ceil(length / shared) * shared
         if padded >= 2 * max(max(blocks.values()), math.ceil(length / LANES) * LANES):

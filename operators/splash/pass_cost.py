@@ -120,10 +120,10 @@ def has_full_tiles(problem: AttentionProblem, placement: Placement) -> bool:
     return _full_tiles(problem.mask, (q, kv), *_seen(problem, placement, (q, kv)))
 
 
-def _most_live(problem: AttentionProblem, placement: Placement, block: tuple[int, int]) -> float:
+def _max_computed(problem: AttentionProblem, placement: Placement, block: tuple[int, int]) -> float:
     """The largest share of a tile that a body computes in the smallest units."""
     bodies = _bodies(problem.mask, block, *_seen(problem, placement, block))
-    return max((body.live for body, _ in bodies), default=0.0)
+    return max((body.computed for body, _ in bodies), default=0.0)
 
 
 def _seen(
@@ -138,5 +138,5 @@ def is_short_tile(
     problem: AttentionProblem, placement: Placement, block: tuple[int, int], part: str, heads: int = 1
 ) -> bool:
     """Whether the largest body of a tile, of so many heads, computes few enough weights in the smallest units."""
-    live = 1.0 if "mask_function" in problem.features else _most_live(problem, placement, block)
-    return heads * live * math.prod(block) <= _CODE[part]
+    visible = 1.0 if "mask_function" in problem.features else _max_computed(problem, placement, block)
+    return heads * visible * math.prod(block) <= _CODE[part]

@@ -57,9 +57,9 @@ SIZED = FORWARD, FUSED, DQ
 INSIDE = (
     *(
         (inner, outer)
-        for one in SIZED
-        for chain in (one.queries, one.keys)
+        for pass_fields in SIZED
+        for chain in (pass_fields.queries, pass_fields.keys)
         for outer, inner in itertools.pairwise(chain)
     ),
-    *((one.keys[0], one.sums) for one in SIZED if one.sums is not None),
+    *((pass_fields.keys[0], pass_fields.sums) for pass_fields in SIZED if pass_fields.sums is not None),
 )

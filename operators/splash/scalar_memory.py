@@ -50,43 +50,47 @@ class ScalarMemory:
 
     def check(self, config: SplashConfig) -> None:
         """Errors: ConfigError for blocks whose numbers don't fit in a visit's word, or words that don't fit in scalar memory."""
-        for one in _passes(config):
-            self._check_blocks(config, one)
-        for one in _passes(config):
-            self._check_words(config, one)
+        for pass_fields in _passes(config):
+            self._check_blocks(config, pass_fields)
+        for pass_fields in _passes(config):
+            self._check_words(config, pass_fields)
 
     def words(self, config: SplashConfig) -> dict[str, int]:
         """The name of each kernel of a resolved config -> words of scalar memory, as far as its mask's lists are known."""
-        found = {}
-        for one in _passes(config):
+        words_by_kernel = {}
+        for pass_fields in _passes(config):
             visits = self._lists(config) * self._visits(
-                *_blocks(config, one), outer_axis(one.products), self._keys(config, one)
+                *_blocks(config, pass_fields), outer_axis(pass_fields.products), self._keys(config, pass_fields)
             )
-            found[f"attnops_splash_{one.products}"] = visits + sum(self._numbers(one).values())
-        return found
+            words_by_kernel[f"attnops_splash_{pass_fields.products}"] = visits + sum(
+                self._numbers(pass_fields).values()
+            )
+        return words_by_kernel
 
-    def _keys(self, config: SplashConfig, one: PassFields) -> int:
+    def _keys(self, config: SplashConfig, pass_fields: PassFields) -> int:
         """The keys that a pass takes at a time."""
-        sums: int | None = None if one.sums is None else getattr(config, one.sums)
+        sums: int | None = None if pass_fields.sums is None else getattr(config, pass_fields.sums)
         return sums or self.known.kv_len
 
-    def _check_blocks(self, config: SplashConfig, one: PassFields) -> None:
+    def _check_blocks(self, config: SplashConfig, pass_fields: PassFields) -> None:
         from .kernel.schedule import MOST_KV_BLOCKS, MOST_Q_BLOCKS
 
         lengths = (self.known.q_len, MOST_Q_BLOCKS), (self.known.kv_len, MOST_KV_BLOCKS)
-        for name, block, (length, most) in zip(one.blocks, _blocks(config, one), lengths, strict=True):
+        for name, block, (length, max_count) in zip(
+            pass_fields.blocks, _blocks(config, pass_fields), lengths, strict=True
+        ):
             count = math.ceil(length / block)
-            if count > most:
+            if count > max_count:
                 raise ConfigError(
-                    f"SplashConfig: {name}={block} cuts {length} rows into {count} blocks; wanted at most {most}: "
-                    f"{name}={math.ceil(length / most / LANES) * LANES} or more."
+                    f"SplashConfig: {name}={block} cuts {length} rows into {count} blocks; wanted at most {max_count}: "
+                    f"{name}={math.ceil(length / max_count / LANES) * LANES} or more."
                 )
 
-    def _check_words(self, config: SplashConfig, one: PassFields) -> None:
+    def _check_words(self, config: SplashConfig, pass_fields: PassFields) -> None:
         from .kernel.schedule import MOST_WORDS, fewest_steps
 
-        (block_q, block_kv), keys = _blocks(config, one), self._keys(config, one)
-        numbers = {name: count for name, count in self._numbers(one).items() if count}
+        (block_q, block_kv), keys = _blocks(config, pass_fields), self._keys(config, pass_fields)
+        numbers = {name: count for name, count in self._numbers(pass_fields).items() if count}
         room = MOST_WORDS - sum(numbers.values())
         tiles = math.ceil(self.known.q_len / block_q) * math.ceil(keys / block_kv)
         lists = self._lists(config)
@@ -96,14 +100,16 @@ class ScalarMemory:
         samples = keys >= self.known.kv_len and not self.of_blocks
         at_least = fewest_steps(self.known, block_q, block_kv) if samples else 0
         exact = lists * at_least <= room
-        visits = lists * (self._visits(block_q, block_kv, outer_axis(one.products), keys) if exact else at_least)
+        visits = lists * (
+            self._visits(block_q, block_kv, outer_axis(pass_fields.products), keys) if exact else at_least
+        )
         if visits <= room:
             return
         beside = "".join(f", beside {count} words of {name}" for name, count in numbers.items())
         rows = f" for {self.rows} batch rows" if self.rows > 1 else ""
         rows += f" and {lists // self.rows} tiles of heads that see blocks of their own" if lists > self.rows else ""
         raise ConfigError(
-            f"SplashConfig: {one.queries[0]}={block_q}, {one.keys[0]}={block_kv} make {visits} visits{rows}"
+            f"SplashConfig: {pass_fields.queries[0]}={block_q}, {pass_fields.keys[0]}={block_kv} make {visits} visits{rows}"
             f"{'' if exact else ' or more'}, whose list scalar memory can't hold{beside}; wanted at most {max(room, 0)}: larger "
             f"blocks{', or fewer batch rows a device,' if self.rows > 1 or room < 0 else ''} make fewer."
         )
@@ -114,9 +120,11 @@ class ScalarMemory:
         kv_tile = max(1, (config.heads_per_tile or 1) * kv_heads // q_heads)
         return self.rows * (kv_heads // kv_tile if self.heads_apart else 1)
 
-    def _numbers(self, one: PassFields) -> dict[str, int]:
+    def _numbers(self, pass_fields: PassFields) -> dict[str, int]:
         """Everything except the list: only the forward pass reads sinks."""
-        return {name: 0 if name == "sinks" and one is not FORWARD else count for name, count in self.numbers.items()}
+        return {
+            name: 0 if name == "sinks" and pass_fields is not FORWARD else count for name, count in self.numbers.items()
+        }
 
     def _visits(self, block_q: int, block_kv: int, slow: str, keys: int) -> int:
         """The longest list of a batch row, for all keys or for a part of them."""
@@ -124,15 +132,15 @@ class ScalarMemory:
 
         if (block_q, block_kv) not in self._live:
             self._live[block_q, block_kv] = live_tiles(self.known, block_q, block_kv)
-        live, blocks = self._live[block_q, block_kv], math.ceil(keys / block_kv)
-        parts = range(0, live.shape[1], blocks)
-        return max(most_steps(live, slow, slice(first, first + blocks)) for first in parts)
+        visible, blocks = self._live[block_q, block_kv], math.ceil(keys / block_kv)
+        parts = range(0, visible.shape[1], blocks)
+        return max(most_steps(visible, slow, slice(first, first + blocks)) for first in parts)
 
 
 def _passes(config: SplashConfig) -> tuple[PassFields, ...]:
     return *passes_of(config, False), *passes_of(config, True)
 
 
-def _blocks(config: SplashConfig, one: PassFields) -> tuple[int, int]:
-    blocks = pass_blocks(config, one)
+def _blocks(config: SplashConfig, pass_fields: PassFields) -> tuple[int, int]:
+    blocks = pass_blocks(config, pass_fields)
     return blocks.block_q, blocks.block_kv

@@ -14,7 +14,12 @@ from .pass_fields import DQ, INSIDE, SIZED
 __all__ = ["LACKING", "LANES", "SplashConfig"]
 
 LANES = 128
-_BLOCKS = tuple(name for one in SIZED for name in (*one.queries, *one.keys, one.sums) if name is not None)
+_BLOCKS = tuple(
+    name
+    for pass_fields in SIZED
+    for name in (*pass_fields.queries, *pass_fields.keys, pass_fields.sums)
+    if name is not None
+)
 # What a kernel doesn't support.
 _ATTNOPS_ONLY = (
     "block_q_compute", "block_kv_compute_in", "transposed_tiles", "products_ahead", "heads_per_tile", "block_q_dkv_compute",
@@ -107,8 +112,8 @@ class SplashConfig(OperationConfig):
     def _together(self) -> Self:
         for inner, outer in INSIDE:
             size, block = getattr(self, inner), getattr(self, outer)
-            own = any(outer in one.blocks for one in SIZED)  # others' None isn't 128
-            block = LANES if block is None and own and self.is_set(outer) else block
+            has_sizes = any(outer in pass_fields.blocks for pass_fields in SIZED)  # others' None isn't 128
+            block = LANES if block is None and has_sizes and self.is_set(outer) else block
             if size is not None and block is not None and block % size:
                 raise ValueError(f"{outer}={block} is not a multiple of {inner}={size}")
         if self.q_layout == "seq_minor" and (self.block_q or LANES) % LANES:

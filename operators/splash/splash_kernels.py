@@ -222,7 +222,7 @@ class SplashKernels(_SplashConfigured):
         sizes = self.read(config)
         large = None if sizes.interpret else too_much_vmem(problem, placement, sizes)
         of_tiles = tile_note(problem, sizes), layout_note(problem, placement, sizes), large
-        return (*super().notes(problem, placement, config), *(one for one in of_tiles if one is not None))
+        return (*super().notes(problem, placement, config), *(item for item in of_tiles if item is not None))
 
 
 SPLASH, _EXTERNAL = SplashKernels(), ExternalSplash()

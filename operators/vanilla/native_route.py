@@ -76,15 +76,15 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
     # If keys stay split, a part takes the same route as the whole: whole logits would copy it.
     seen = problem.kv_len if placement.sequence.strategy == "split_kv" else local.kv_len
     # The decode route cuts the keys into a known number of pieces.
-    most = _DECODE_ROWS if problem.platform == "cpu" else _ACCELERATOR_ROWS
-    few = not is_symbolic(seen) and surely(lambda: rows <= most and seen >= _DECODE_KEYS)
+    max_rows = _DECODE_ROWS if problem.platform == "cpu" else _ACCELERATOR_ROWS
+    few = not is_symbolic(seen) and surely(lambda: rows <= max_rows and seen >= _DECODE_KEYS)
     if declared == "decode_rows" or (declared is None and _in_place(problem, local, seen, few)):
         few_rows = local.q_heads // local.kv_heads * local.q_len
         why = f"{few_rows} query rows a KV head, at most {_ROWS_A_HEAD}, see {local.batch} x {seen} keys on a CPU"
         block = _block_of_rows(local, getattr(ours, "block_kv", None))
         return NativeRoute("decode_rows", "declared" if declared else why, blocks[0], block, *blocks[2:])
     if declared == "decode" or (declared is None and few):
-        why = "declared" if declared else f"{rows} query rows over all heads, at most {most}, see {seen} keys"
+        why = "declared" if declared else f"{rows} query rows over all heads, at most {max_rows}, see {seen} keys"
         piece = max(_DECODE_KEYS, math.ceil(local.kv_len / _PIECES))
         piece = min(getattr(ours, "block_kv", None) or piece, local.kv_len)
         return NativeRoute("decode", why, blocks[0], piece, *blocks[2:])
@@ -129,9 +129,9 @@ def _block_of_rows(local: LocalShape, declared: int | None) -> int:
     """Keys in a block on the route decode_rows: a multiple of 8, unless there are fewer."""
     if local.kv_len < 8:
         return local.kv_len
-    most = declared or max(_LEAST_BLOCK, _BLOCK_CELLS // (local.q_heads * local.q_len))
+    max_block = declared or max(_LEAST_BLOCK, _BLOCK_CELLS // (local.q_heads * local.q_len))
     # Two blocks at least: what a loop does once, XLA takes out of the loop, and fuses it with what comes after.
-    return max(8, min(most, _MOST_BLOCK, local.kv_len // 2) // 8 * 8)
+    return max(8, min(max_block, _MOST_BLOCK, local.kv_len // 2) // 8 * 8)
 
 
 def _blocks(
@@ -157,22 +157,22 @@ def _blocks(
         if placement.sequence.ring_axes:
             # At least two blocks, because a single one isn't skipped where nothing is visible.
             most_q, most_kv = (
-                min(most, max(_RING_BLOCK, math.ceil(length / 2)))
-                for most, length in ((most_q, local.q_len), (most_kv, local.kv_len))
+                min(max_block, max(_RING_BLOCK, math.ceil(length / 2)))
+                for max_block, length in ((most_q, local.q_len), (most_kv, local.kv_len))
             )
     if heads_apart(problem):
         heads = 1  # the visible blocks of a group's heads are merged, but not those of different groups
     fitted = []
-    for axis, length, declared, most in (
+    for axis, length, declared, max_block in (
         ("q", local.q_len, block_q, most_q),
         ("kv", local.kv_len, block_kv, most_kv),
     ):
         if is_symbolic(length):
-            fitted.append(declared or most)
+            fitted.append(declared or max_block)
             continue
-        of_mask = most if declared else fitted_block(problem.mask, axis, most, length, _MASK_BLOCK)
+        of_mask = max_block if declared else fitted_block(problem.mask, axis, max_block, length, _MASK_BLOCK)
         # Keep sizes that the mask's blocks suggest: balanced sizes would cross block boundaries.
-        fitted.append(_balanced(length, declared or most) if of_mask == most else min(of_mask, length))
+        fitted.append(_balanced(length, declared or max_block) if of_mask == max_block else min(of_mask, length))
     sizes = fitted[0], fitted[1]
     return *sizes, heads, *sizes
 
@@ -193,13 +193,13 @@ def _itemsize(dtype: str) -> int:
     return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[dtype]
 
 
-def _divisor(number: int, most: int) -> int:
-    """The largest divisor of a number that is at most `most`, and at least 1."""
-    return next(n for n in range(max(1, min(number, most)), 0, -1) if number % n == 0)
+def _divisor(number: int, max_divisor: int) -> int:
+    """The largest divisor of a number that is at most `max_divisor`, and at least 1."""
+    return next(n for n in range(max(1, min(number, max_divisor)), 0, -1) if number % n == 0)
 
 
-def _balanced(length: int, most: int, unit: int = 8) -> int:
-    """A block of at most about `most` that cuts a length into equal blocks with the least padding."""
-    count = math.ceil(length / most)
+def _balanced(length: int, max_block: int, unit: int = 8) -> int:
+    """A block of at most about `max_block` that cuts a length into equal blocks with the least padding."""
+    count = math.ceil(length / max_block)
     block = math.ceil(length / count)
     return block if count == 1 else math.ceil(block / unit) * unit

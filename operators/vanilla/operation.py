@@ -145,9 +145,9 @@ class NativeAttention(Implementation[VanillaConfig]):
             itertools.product(*sizes),
             key=lambda pair: sum(abs(math.log2(n / c)) for n, c in zip(pair, chosen.values(), strict=True)),
         )
-        ways = dict.fromkeys((tuple(chosen.values()), *pairs))
+        options = dict.fromkeys((tuple(chosen.values()), *pairs))
         part = "backward" if problem.mode == "__train__" else "forward"
-        return {part: tuple({n: s for n, s in zip(chosen, way, strict=True) if n in free} for way in ways)}
+        return {part: tuple({n: s for n, s in zip(chosen, option, strict=True) if n in free} for option in options)}
 
 
 NATIVE = NativeAttention()

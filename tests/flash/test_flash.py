@@ -40,7 +40,7 @@ def _visited(table: Visits, row: int, part: int, parts: int) -> list[tuple[int, 
         return carry
 
     with jax.disable_jit():
-        table.each(jnp.asarray(array), 0, 0, row, part, parts, visit, jnp.zeros(()))
+        table.fold_tiles(jnp.asarray(array), 0, 0, row, part, parts, visit, jnp.zeros(()))
     return found
 
 

@@ -249,7 +249,7 @@ def test_tiles_of_many_kinds_share_three_bodies() -> None:
     bodies = _bodies(mask, 8192, 1024, (128, 128))
     assert len(bodies) == 3
     whole = mask.live_blocks(128, 128, q_len=8192, kv_len=8192)
-    computed = sum(count * round(body.live * 64) for body, count in bodies.items())
+    computed = sum(count * round(body.computed * 64) for body, count in bodies.items())
     assert (whole > 0).sum() <= computed < 64 * sum(bodies.values())
 
 

@@ -72,7 +72,7 @@ class QueryGradient(_BackwardKernel):
 
         usual, instead = zeroing(refs, visit)
         start = self._zeros(sizes.block_q, dim)
-        sums = self.table.each(refs["visits"], batch, head, q_block, 0, 1, usual, start, instead)
+        sums = self.table.fold_tiles(refs["visits"], batch, head, q_block, 0, 1, usual, start, instead)
         arrays.put_tile(refs["d_query"], batch, head, rows, dim, [acc * self.logits.scale for acc in sums])
 
 
@@ -86,8 +86,8 @@ class KeyGradients(_BackwardKernel):
         kv_block, kv_head, batch = (pl.program_id(axis) for axis in range(3))
         keys = Along(kv_block * sizes.block_kv, sizes.block_kv, static_part.kv_len)
         seen = seen_rows(refs, batch, kv_head, keys)
-        key = arrays.tile(refs["key"], batch, kv_head, keys, dim, wanted=seen)
-        value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, wanted=seen)
+        key = arrays.tile(refs["key"], batch, kv_head, keys, dim, keep=seen)
+        value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, keep=seen)
 
         def of_head(number: Any, sums: Any) -> Any:
             head = kv_head * self.group + number
@@ -104,7 +104,7 @@ class KeyGradients(_BackwardKernel):
                 d_key = tuple(acc + product([d_x], [part], 1, 0) for acc, part in zip(d_key, query, strict=True))
                 return d_key, d_value
 
-            return self.table.each(refs["visits"], batch, head, kv_block, 0, 1, visit, sums)
+            return self.table.fold_tiles(refs["visits"], batch, head, kv_block, 0, 1, visit, sums)
 
         sums = self._zeros(sizes.block_kv, dim), self._zeros(sizes.block_kv, value_dim)
         d_key, d_value = lax.fori_loop(0, self.group, of_head, sums) if self.group > 1 else of_head(0, sums)

@@ -64,13 +64,13 @@ class FlashPart:
         words = block_words(mask, sizes.block_q, sizes.block_kv, mask.q_len, tables)
         return self._forward(static_part, operands, traced, table, words, _seen(self, operands, mask), None)
 
-    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
+    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, results: Results) -> Operands:
         """See PartKernel."""
-        output, lse, d_output, d_lse = made
-        given, dtype = operands, operands.query.dtype
-        key = dequantised(given.key, given.key_scale, self.layout, dtype)
-        value = dequantised(given.value, given.value_scale, self.layout, dtype)
-        operands = given._replace(key=key, value=value, key_scale=None, value_scale=None)
+        output, lse, d_output, d_lse = results
+        declared, dtype = operands, operands.query.dtype
+        key = dequantised(declared.key, declared.key_scale, self.layout, dtype)
+        value = dequantised(declared.value, declared.value_scale, self.layout, dtype)
+        operands = declared._replace(key=key, value=value, key_scale=None, value_scale=None)
         product = output.astype(jnp.float32) * d_output.astype(jnp.float32)
         delta = product.sum(-1)
         delta = (delta.swapaxes(1, 2) if self.layout == "bthd" else delta) - d_lse
@@ -80,7 +80,10 @@ class FlashPart:
         d_key, d_value = work.of_keys()
         (d_key, d_key_scale), (d_value, d_value_scale) = (
             self._of_quantised(x, scale, gradient)
-            for x, scale, gradient in ((given.key, given.key_scale, d_key), (given.value, given.value_scale, d_value))
+            for x, scale, gradient in (
+                (declared.key, declared.key_scale, d_key),
+                (declared.value, declared.value_scale, d_value),
+            )
         )
         d_sinks = d_bias = None
         if operands.sinks is not None:
@@ -88,28 +91,28 @@ class FlashPart:
                 (0, 2)
             )
         if operands.bias is not None:
-            d_bias = self._of_bias(static_part, operands, traced, made)
+            d_bias = self._of_bias(static_part, operands, traced, results)
         return Operands(work.of_query(), d_key, d_value, d_bias, d_sinks, d_key_scale, d_value_scale)
 
     def _of_quantised(self, x: jax.Array, scale: jax.Array | None, gradient: jax.Array) -> tuple[Any, Any]:
         if self.layout == "bhtd":
             return quantised_gradients(x, scale, gradient)
-        made, d_scale = quantised_gradients(x.swapaxes(1, 2), scale, gradient.swapaxes(1, 2))
-        return made.swapaxes(1, 2), d_scale
+        d_x, d_scale = quantised_gradients(x.swapaxes(1, 2), scale, gradient.swapaxes(1, 2))
+        return d_x.swapaxes(1, 2), d_scale
 
-    def _of_bias(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> jax.Array:
+    def _of_bias(self, static_part: StaticPart, operands: Operands, traced: Traced, results: Results) -> jax.Array:
         if self.layout == "bthd":
             operands = operands._replace(
                 query=operands.query.swapaxes(1, 2),
                 key=operands.key.swapaxes(1, 2),
                 value=operands.value.swapaxes(1, 2),
             )
-            made = made._replace(output=made.output.swapaxes(1, 2), d_output=made.d_output.swapaxes(1, 2))
+            results = results._replace(output=results.output.swapaxes(1, 2), d_output=results.d_output.swapaxes(1, 2))
         return bias_gradient(
             static_part,
             operands,
             traced,
-            made,
+            results,
             scale=self.scale,
             soft_cap=self.soft_cap,
             platform=self.platform,
@@ -159,8 +162,8 @@ class FlashPart:
             period,
             self.sizes.steps,
         )
-        made = arrays.run("attnops_flash_forward", kernel, (q_blocks * splits, heads, batch))
-        output, lse = _first(made["output"], tuple(shape)), _first(made["lse"], tuple(parts))
+        outputs = arrays.run("attnops_flash_forward", kernel, (q_blocks * splits, heads, batch))
+        output, lse = _first(outputs["output"], tuple(shape)), _first(outputs["lse"], tuple(parts))
         if splits == 1:
             return output, lse
         output, lse = (x.reshape(splits, batch, *x.shape[1:]) for x in (output, lse))
@@ -182,8 +185,8 @@ class FlashPart:
         rows, tables, block_kv = (kv_heads, group, q_len), _tables(mask, kv_heads), self.sizes.forward.block_kv
         table = visits(mask, q_len, block_kv, "q", tables)
         words = tuple(
-            held and held._replace(words=_folded_words(held.words, *rows))
-            for held in block_words(mask, q_len, block_kv, q_len, tables)
+            leaf_words and leaf_words._replace(words=_folded_words(leaf_words.words, *rows))
+            for leaf_words in block_words(mask, q_len, block_kv, q_len, tables)
         )
         leaves = tuple(_folded(jnp.asarray(leaf.array), leaf.dims, *rows) for leaf in mask.mask.split()[1])
         bias = operands.bias
@@ -273,8 +276,8 @@ class _Backward:
         time, head = (self.part.layout.index(dim) for dim in "th")
         arrays.output("d_query", query.shape, query.dtype, {time: sizes.block_q}, dim=3)
         grid = (-(-query.shape[time] // sizes.block_q), query.shape[head], query.shape[0])
-        made = arrays.run("attnops_flash_dq", QueryGradient(arrays, *rest), grid)
-        return _first(made["d_query"], query.shape)
+        outputs = arrays.run("attnops_flash_dq", QueryGradient(arrays, *rest), grid)
+        return _first(outputs["d_query"], query.shape)
 
     def of_keys(self) -> tuple[jax.Array, jax.Array]:
         """The gradients of key and value."""
@@ -284,8 +287,8 @@ class _Backward:
         for name, x in (("d_key", key), ("d_value", value)):
             arrays.output(name, x.shape, x.dtype, {time: sizes.block_kv}, dim=3)
         grid = (-(-key.shape[time] // sizes.block_kv), key.shape[head], key.shape[0])
-        made = arrays.run("attnops_flash_dkv", KeyGradients(arrays, *rest), grid)
-        return _first(made["d_key"], key.shape), _first(made["d_value"], value.shape)
+        outputs = arrays.run("attnops_flash_dkv", KeyGradients(arrays, *rest), grid)
+        return _first(outputs["d_key"], key.shape), _first(outputs["d_value"], value.shape)
 
     def _prepare(self, sizes: TileSizes, slow: str) -> tuple[Arrays, tuple[Any, ...]]:
         part, operands = self.part, self.operands

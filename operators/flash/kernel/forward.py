@@ -85,8 +85,8 @@ class ForwardKernel:
             sums, total = tuple(acc * shrink for acc in sums), total * shrink
             p, keep = logits.exp2(x, factor, shift[:, None]), tile.keep()
             parts = keys.parts(self.steps.products)
-            kept = [None] * len(parts) if keep is None else _columns(keep, len(parts))
-            for some, weights, left in zip(parts, _columns(p, len(parts)), kept, strict=True):
+            keep_parts = [None] * len(parts) if keep is None else _columns(keep, len(parts))
+            for some, weights, left in zip(parts, _columns(p, len(parts)), keep_parts, strict=True):
                 total = total + self._summed(weights)
                 weights = tile.dropped(weights, left).astype(query[0].dtype)
                 sums = tuple(
@@ -107,13 +107,13 @@ class ForwardKernel:
         usual, instead = zeroing(refs, visit)
         carry = self._start(refs, first_head, rows, split)
         block = 0 if self.period is not None else q_block
-        sums, peak, total = self.table.each(
+        sums, peak, total = self.table.fold_tiles(
             refs["visits"], batch, head, block, split, self.splits, usual, carry, instead
         )
         total = total.sum(axis=1)
-        live = total > 0
-        safe = jnp.where(live, total, 1.0)
-        lse = jnp.where(live, (peak + jnp.log2(safe)) * LN2, -jnp.inf)
+        visible = total > 0
+        safe = jnp.where(visible, total, 1.0)
+        lse = jnp.where(visible, (peak + jnp.log2(safe)) * LN2, -jnp.inf)
         # The table has no negative numbers, which the compiler doesn't know: it computes the output's addresses here. Those of
         # the query are the same, and would take registers in the loops. So would one division for each number of the output.
         nothing, part = jnp.minimum(refs["visits"][0, 0, 0, 1], 0), (1.0 / safe)[:, None]
@@ -147,8 +147,10 @@ class ForwardKernel:
         return weights.reshape(rows, keys // lanes, lanes).sum(axis=1) if lanes > 1 else weights.sum(axis=1)[:, None]
 
     @staticmethod
-    def _stored(tile: list[jax.Array], dtype: str, wanted: Any) -> list[jax.Array]:
-        return [from_bits(x, dtype, wanted) if dtype.startswith("float8") else x.astype(wanted) for x in tile]
+    def _stored(tile: list[jax.Array], dtype: str, target_dtype: Any) -> list[jax.Array]:
+        return [
+            from_bits(x, dtype, target_dtype) if dtype.startswith("float8") else x.astype(target_dtype) for x in tile
+        ]
 
 
 def _columns(x: jax.Array, number: int) -> list[jax.Array]:

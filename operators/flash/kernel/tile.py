@@ -91,9 +91,9 @@ def add_arrays(
         else:
             along = {axis: block[dim] for axis, dim in enumerate(leaf.dims) if dim in block}
             arrays.add(f"leaf{number}", x.astype(jnp.int32), along)
-    for number, held in enumerate(words):
-        if held is not None:
-            arrays.add(f"words{number}", held.words, {4: block["q"]})
+    for number, leaf_words in enumerate(words):
+        if leaf_words is not None:
+            arrays.add(f"words{number}", leaf_words.words, {4: block["q"]})
     if bias is not None:
         arrays.add("bias", bias, _by_blocks(bias, arrays))
 
@@ -172,8 +172,8 @@ class Tile(TileMask):
             return None
         key = self._dropout_key(self._heads())
         rows, keys = self._global_rows(self._local_rows()), self._global_keys(self._local_keys())
-        kept = Dropout.kept(*key, rows, keys, self.static_part.dropout)
-        return jnp.broadcast_to(kept, self.shape)
+        mask = Dropout.keep_mask(*key, rows, keys, self.static_part.dropout)
+        return jnp.broadcast_to(mask, self.shape)
 
     def of_rows(self, x: jax.Array) -> jax.Array:
         """One number per query row, in a shape that broadcasts to the tile."""

@@ -34,7 +34,7 @@ class Visits:
     some_partial: bool
     some_full: bool
 
-    def each(
+    def fold_tiles(
         self,
         ref: Any,
         batch: Any,
@@ -58,13 +58,13 @@ class Visits:
             low, high = total * part // parts, total * (part + 1) // parts
             of_full, of_partial = (jnp.maximum(low - partial, 0), high - partial), (low, jnp.minimum(high, partial))
         if self.some_full:
-            carry = full_tiles.each(*of_full, visit, carry, False)
+            carry = full_tiles.fold_tiles(*of_full, visit, carry, False)
         if self.some_partial:
             start, end = of_partial
             middle = end if instead is None else jnp.where(instead[0], start, end)
-            carry = masked_tiles.each(start, middle, visit, carry, True)
+            carry = masked_tiles.fold_tiles(start, middle, visit, carry, True)
             if instead is not None:  # a loop of its own: a choice in the loop would cost time in each turn
-                carry = masked_tiles.each(middle, end, instead[1], carry, True)
+                carry = masked_tiles.fold_tiles(middle, end, instead[1], carry, True)
         return carry
 
     def _tiles(self, entry: Callable[[Any], Any]) -> tuple[Any, Any, _Run, _Run]:
@@ -86,7 +86,7 @@ class _Run(NamedTuple):
     first: Any
     tile: Callable[[Any], Any] = lambda place: place
 
-    def each(self, start: Any, end: Any, visit: Callable[[Any, Any, bool], Any], carry: Any, masked: bool) -> Any:
+    def fold_tiles(self, start: Any, end: Any, visit: Callable[[Any, Any, bool], Any], carry: Any, masked: bool) -> Any:
         """visit(tile, carry, masked) for the tiles from the start-th to the end-th."""
 
         def turn(place: Any, carry: Any) -> Any:

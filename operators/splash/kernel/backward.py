@@ -91,7 +91,7 @@ def backward_kernel(
         return x.T if stationary_weights else x
 
     # A kv head's guards are nested in those of a query block: this shows the static clock what is done once per head.
-    @pl.when(tile.says(FIRST) if of_query else first)
+    @pl.when(tile.has_flag(FIRST) if of_query else first)
     def _start() -> None:
         if "d_query_before" in refs:
             for number in range(len(heads)):
@@ -116,8 +116,8 @@ def backward_kernel(
             d_out = rows_of(refs["d_output"], (unit.number,), unit.queries, 0)
             return *tile.weigh(products, unit), tile_product(value, d_out, 1 - v_time, 1)
 
-        def accumulate(unit: Unit, made: tuple[jax.Array, Any, jax.Array]) -> None:
-            (x, capped, d_p), kv_head = made, unit.head[0]
+        def accumulate(unit: Unit, products: tuple[jax.Array, Any, jax.Array]) -> None:
+            (x, capped, d_p), kv_head = products, unit.head[0]
             query, d_out = query_of(unit), rows_of(refs["d_output"], (unit.number,), unit.queries, 0)
             p = logits.exp(x - refs["lse"][unit.number, :, unit.queries])
             keep = tile.keep(dropout[unit.number], unit)
@@ -189,7 +189,7 @@ def backward_kernel(
                 out[head] = (turned(sums[head]) * scale).astype(out.dtype)
 
     # A list made on the device may end in visits without flags; there the last query block is written twice.
-    @pl.when((tile.says(LAST) | last) if of_query else last)
+    @pl.when((tile.has_flag(LAST) | last) if of_query else last)
     def _end() -> None:
         if of_query:
             query_done()
@@ -204,7 +204,7 @@ def _ends(tile: Tile, frame: Frame, fused: bool) -> tuple[Any, Any]:
     of_group = frame.heads.group // frame.heads.group_tile
     group_tile = tile.step.group_tile
     if not fused:
-        return tile.says(FIRST) & (group_tile == 0), tile.says(LAST) & (group_tile == of_group - 1)
+        return tile.has_flag(FIRST) & (group_tile == 0), tile.has_flag(LAST) & (group_tile == of_group - 1)
     visit, count = pl.program_id(3), pl.num_programs(3)  # the fused pass goes by query block
     return (visit == 0) & (group_tile == 0), (visit == count - 1) & (group_tile == of_group - 1)
 

@@ -23,10 +23,10 @@ _MOST = 1 << 18  # weights of a unit in squares; for larger ones the compiler ta
 
 
 class Band(NamedTuple):
-    """Keys from `row + least` to `row + most`, both visible; None for no bound on that side."""
+    """Keys from `row + min_distance` to `row + max_distance`, both visible; None for no bound on that side."""
 
-    least: int | None = None
-    most: int | None = None
+    min_distance: int | None = None
+    max_distance: int | None = None
 
     def hide(self, x: jax.Array, distance: int, across: bool) -> jax.Array:
         """-inf for the keys of a unit outside the band. distance: its first row less its first key. across: x is [keys, rows].
@@ -53,11 +53,14 @@ class Band(NamedTuple):
 
     def _cut(self, distance: int, rows: int, keys: int) -> Band | None:
         """The bounds that cut a square, relative to its own first row and key; None if the square is hidden."""
-        least, most = (None if bound is None else bound + distance for bound in self)
-        if (least is not None and least > keys - 1) or (most is not None and most < 1 - rows):
+        min_distance, max_distance = (None if bound is None else bound + distance for bound in self)
+        if (min_distance is not None and min_distance > keys - 1) or (
+            max_distance is not None and max_distance < 1 - rows
+        ):
             return None
         return Band(
-            None if least is None or least <= 1 - rows else least, None if most is None or most >= keys - 1 else most
+            None if min_distance is None or min_distance <= 1 - rows else min_distance,
+            None if max_distance is None or max_distance >= keys - 1 else max_distance,
         )
 
 
@@ -66,9 +69,9 @@ EVERYTHING = Band()
 
 def band_of(mask: Mask) -> tuple[Band, Mask]:
     """(the band of a mask's causal and window conjuncts, the And of the others). A part without an offset is among the others."""
-    own = [part for part in mask.conjuncts() if is_band(part) and part.offset is not None]
+    bounded = [part for part in mask.conjuncts() if is_band(part) and part.offset is not None]
     others = [part for part in mask.conjuncts() if not is_band(part) or part.offset is None]
-    return Band(*key_bounds(own, 0)), And(others)
+    return Band(*key_bounds(bounded, 0)), And(others)
 
 
 def _parts(length: int, size: int) -> list[slice]:
@@ -82,6 +85,6 @@ def _hide(square: jax.Array, band: Band | None, across: bool) -> jax.Array:
         return square
     keys, rows = (lax.broadcasted_iota(jnp.int32, square.shape, axis) for axis in ((0, 1) if across else (1, 0)))
     ahead = keys - rows
-    tests = [] if band.least is None else [ahead >= band.least]
-    tests += [] if band.most is None else [ahead <= band.most]
+    tests = [] if band.min_distance is None else [ahead >= band.min_distance]
+    tests += [] if band.max_distance is None else [ahead <= band.max_distance]
     return jnp.where(functools.reduce(jnp.logical_and, tests), square, -jnp.inf)

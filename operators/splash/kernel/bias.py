@@ -44,7 +44,7 @@ def bias_kernel(
     gradient = refs["d_bias"]
 
     # Not where a list that is shorter than the others stays at its last tile.
-    @pl.when(frame.begins_sum() & tile.says(FIRST | LAST | BODY))
+    @pl.when(frame.begins_sum() & tile.has_flag(FIRST | LAST | BODY))
     def _start() -> None:
         gradient[...] = jnp.zeros_like(gradient)
 

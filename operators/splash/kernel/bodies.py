@@ -36,7 +36,7 @@ class Body:
         return self.kinds[query * len(self.kinds) // block_q][key * len(self.kinds[0]) // block_kv]
 
     @property
-    def live(self) -> float:
+    def computed(self) -> float:
         """The fraction of the tile that is computed."""
         return float((np.asarray(self.kinds) > 0).mean())
 
@@ -67,19 +67,19 @@ def cells(kinds: Any, blocks: tuple[int, int], of_block: tuple[int, int]) -> Any
         kinds = xp.pad(kinds, [*rest, (0, short[0]), (0, 0)], mode="edge")
         kinds = xp.pad(kinds, [*rest, (0, 0), (0, short[1])])
     shape = kinds.shape[:-2]
-    apart = kinds.reshape(*shape, blocks[0], of_block[0], blocks[1], of_block[1])
-    return apart.swapaxes(-3, -2)
+    by_block = kinds.reshape(*shape, blocks[0], of_block[0], blocks[1], of_block[1])
+    return by_block.swapaxes(-3, -2)
 
 
 def bodies_of(tiles: np.ndarray) -> tuple[tuple[Body, ...], np.ndarray]:
     """(bodies, the number of each tile's, from 1, and 0 for a dead one) for tiles [..., units of queries, units of keys]."""
     flat = np.ascontiguousarray(tiles.reshape(-1, *tiles.shape[-2:]).astype(np.int8))
     as_bytes = flat.reshape(len(flat), -1).view(np.dtype((np.void, flat[0].size)))[:, 0]
-    found, place, counts = np.unique(as_bytes, return_inverse=True, return_counts=True)
-    kinds = found.view(np.int8).reshape(len(found), *flat.shape[1:])
-    live = [i for i in np.argsort(-counts, kind="stable") if kinds[i].any()]
-    bodies, of_kind = few_bodies(Counter({kinds[i].tobytes(): int(counts[i]) for i in live}), kinds.shape[1:])
-    numbers = np.array([of_kind.get(one.tobytes(), 0) for one in kinds], np.int8)
+    distinct, place, counts = np.unique(as_bytes, return_inverse=True, return_counts=True)
+    kinds = distinct.view(np.int8).reshape(len(distinct), *flat.shape[1:])
+    visible = [i for i in np.argsort(-counts, kind="stable") if kinds[i].any()]
+    bodies, of_kind = few_bodies(Counter({kinds[i].tobytes(): int(counts[i]) for i in visible}), kinds.shape[1:])
+    numbers = np.array([of_kind.get(tile_kinds.tobytes(), 0) for tile_kinds in kinds], np.int8)
     return bodies, numbers[place].reshape(tiles.shape[:-2])
 
 

@@ -111,7 +111,7 @@ def forward_kernel(
     of_keys = 0 if transposed else 1  # the axis along which a tile has its keys
     value_dim = weighted.shape[1 if transposed else 2]
 
-    @pl.when(tile.says(FIRST))
+    @pl.when(tile.has_flag(FIRST))
     def _start() -> None:
         weighted[...] = jnp.zeros_like(weighted)
         if "sinks" not in refs:
@@ -142,8 +142,8 @@ def forward_kernel(
             new_peak = peaks[at] = jnp.maximum(old_peak, x.max(axis=of_keys, keepdims=True))
             return x, old_peak, new_peak
 
-        def accumulate(unit: Unit, made: tuple[jax.Array, jax.Array, jax.Array]) -> None:
-            x, old_peak, new_peak = made
+        def accumulate(unit: Unit, products: tuple[jax.Array, jax.Array, jax.Array]) -> None:
+            x, old_peak, new_peak = products
             shrink = logits.exp(old_peak - new_peak)
             step = row_sum = None
             for part in unit.parts(compute_in):
@@ -180,12 +180,12 @@ def forward_kernel(
     for number in range(1, len(frame.visits.bodies) + 1):
         pl.when(tile.body == number)(functools.partial(visit, number))
 
-    @pl.when(tile.says(LAST))
+    @pl.when(tile.has_flag(LAST))
     def _end() -> None:
         for number in range(len(heads)):
             row_total = total[number]
-            dead = row_total == 0
-            safe = jnp.where(dead, 1.0, row_total)
+            empty = row_total == 0
+            safe = jnp.where(empty, 1.0, row_total)
             out = weighted[number]
             if normalised:
                 out = out / numbers.beside(safe, value_dim)
@@ -194,7 +194,7 @@ def forward_kernel(
             at = (slice(None), slice(number * value_dim, (number + 1) * value_dim)) if tokens_first else number
             refs["output"][at] = (out.T if transposed else out).astype(refs["output"].dtype)
             log = jnp.log2(safe) if logits.base2 else jnp.log(safe)
-            lse = jnp.where(dead, -jnp.inf, (peak[number] + log) * (1 / logits.unit))
+            lse = jnp.where(empty, -jnp.inf, (peak[number] + log) * (1 / logits.unit))
             refs["lse"][number] = numbers.lane(lse)
 
 

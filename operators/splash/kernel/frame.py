@@ -245,8 +245,8 @@ class Frame:
                 flags={"XLA_TPU_FORCE_LP_LLO_SCHEDULER": True} if scheduler else None,
             ),
             input_output_aliases={
-                len(self.scalars) + list(self.inputs).index(given): list(self.outputs).index(made)
-                for given, made in self.aliased.items()
+                len(self.scalars) + list(self.inputs).index(source): list(self.outputs).index(target)
+                for source, target in self.aliased.items()
             },
             cost_estimate=cost,
             interpret=interpret,
@@ -257,10 +257,10 @@ class Frame:
         with jax.enable_x64(False):
             covered = self.visits.covered
             if isinstance(covered, int):
-                made = call(covered)(*arrays)
+                results = call(covered)(*arrays)
             else:
-                made = mapped_grid(lambda n, *arrays: call(n)(*arrays), len(self.scalars))(covered, *arrays)
-        return dict(zip(self.outputs, made, strict=True))
+                results = mapped_grid(lambda n, *arrays: call(n)(*arrays), len(self.scalars))(covered, *arrays)
+        return dict(zip(self.outputs, results, strict=True))
 
     def cost(self, dims: int) -> pl.CostEstimate:
         """The work of the live tiles; `dims` is the summed depth of a weight's products."""

@@ -85,7 +85,7 @@ class TileSchedule(NamedTuple):
         if not isinstance(self.words, np.ndarray):
             return self.length
         counts = np.bincount(body_of(self.words), minlength=len(self.bodies) + 1)[1:]
-        return sum(count * body.live for count, body in zip(counts, self.bodies, strict=True)) / self.tables
+        return sum(count * body.computed for count, body in zip(counts, self.bodies, strict=True)) / self.tables
 
 
 def q_block_of(word: Any) -> Any:
@@ -127,14 +127,14 @@ def tile_schedule(
     q_block, kv_block = q_block[None, :, kv_blocks], kv_block[None, :, kv_blocks]
     if slow == "kv":
         numbers, q_block, kv_block = numbers.swapaxes(1, 2), q_block.swapaxes(1, 2), kv_block.swapaxes(1, 2)
-    live = numbers > 0
-    visited = live | (~live.any(-1, keepdims=True) & (np.arange(numbers.shape[-1]) == 0)[None, None])
+    visible = numbers > 0
+    visited = visible | (~visible.any(-1, keepdims=True) & (np.arange(numbers.shape[-1]) == 0)[None, None])
     rank = visited.cumsum(-1)
     first, last = visited & (rank == 1), visited & (rank == rank[..., -1:])
     ends = first.astype(np.int32) * FIRST + last.astype(np.int32) * LAST
     words = (((q_block << _KV_BITS) | kv_block) << 4) + ends + numbers.astype(np.int32) * (BODY & -BODY)
     if isinstance(numbers, np.ndarray):
-        lists = [own[here].astype(np.int32) for own, here in zip(words, visited, strict=True)]
+        lists = [of_row[here].astype(np.int32) for of_row, here in zip(words, visited, strict=True)]
         length = max(map(len, lists))
         listed = np.concatenate([np.concatenate([x, np.repeat(_ended(x[-1:]), length - len(x))]) for x in lists])
         distances = _distances(mask, numbers, q_block * block_q - kv_block * block_kv, len(bodies))
@@ -143,12 +143,16 @@ def tile_schedule(
     return _sorted_on_device(words.astype(jnp.int32), visited, length, tables, bodies)
 
 
-def _distances(mask: LocalMask, numbers: np.ndarray, apart: np.ndarray, bodies: int) -> tuple[int | None, ...]:
+def _distances(mask: LocalMask, numbers: np.ndarray, tile_distances: np.ndarray, bodies: int) -> tuple[int | None, ...]:
     """TileSchedule's, for the number of each tile's body, and each tile's first local row less its first local key."""
     if not isinstance(mask.q_start, int) or not isinstance(mask.k_start, int):
         return (None,) * bodies
-    found = [np.unique(np.broadcast_to(apart, numbers.shape)[numbers == number]) for number in range(1, bodies + 1)]
-    return tuple(int(one[0]) + mask.q_start - mask.k_start if len(one) == 1 else None for one in found)
+    values = [
+        np.unique(np.broadcast_to(tile_distances, numbers.shape)[numbers == number]) for number in range(1, bodies + 1)
+    ]
+    return tuple(
+        int(distances[0]) + mask.q_start - mask.k_start if len(distances) == 1 else None for distances in values
+    )
 
 
 def tile_bodies(
@@ -200,12 +204,12 @@ def _bodies_at_run_time(
     at 0. A tile uses that body if it hides and shows as much.
     """
     bodies = run_time_bodies(mask, unit, blocks, units.shape[-2:])
-    live, number = (units > 0).any((-1, -2)), jnp.asarray(len(bodies))
+    visible, number = (units > 0).any((-1, -2)), jnp.asarray(len(bodies))
     for place, body in reversed(list(enumerate(bodies[:-1], 1))):
         kinds = np.asarray(body.kinds)[None, None, None, None]
         fits = ((units == 0) | (kinds > 0)) & ((units == 2) | (kinds < 2))
         number = jnp.where(fits.all((-1, -2)), place, number)
-    return bodies, jnp.where(live, number, 0)
+    return bodies, jnp.where(visible, number, 0)
 
 
 def run_time_bodies(
@@ -229,7 +233,7 @@ def _edge(mask: LocalMask, unit: tuple[int, int], blocks: tuple[int, int], of_bl
     at_edge = [
         (gain, body) for gain, body in zip(saved, bodies, strict=True) if len(body.kinds) > 1 or len(body.kinds[0]) > 1
     ]
-    return max(at_edge, key=lambda one: one[0])[1] if at_edge else None
+    return max(at_edge, key=lambda gained: gained[0])[1] if at_edge else None
 
 
 def _ended(word: Any) -> Any:
@@ -261,10 +265,10 @@ def live_tiles(known: Known, block_q: int, block_kv: int) -> np.ndarray:
     return outer.live_blocks(block_q, block_kv, q_len=known.q_len, kv_len=known.kv_len, **static_part) > 0  # type: ignore[arg-type]
 
 
-def most_steps(live: np.ndarray, slow: str, kv_blocks: slice = slice(None)) -> int:
+def most_steps(visible: np.ndarray, slow: str, kv_blocks: slice = slice(None)) -> int:
     """The most visits of a list; exact if the whole mask is static and has row intervals."""
     # A block of the slow axis has as many visits as live tiles, and one if there are none.
-    return int(np.maximum(live[:, kv_blocks].sum(axis=1 if slow == "q" else 0), 1).sum())
+    return int(np.maximum(visible[:, kv_blocks].sum(axis=1 if slow == "q" else 0), 1).sum())
 
 
 def fewest_steps(known: Known, block_q: int, block_kv: int) -> int:
@@ -278,8 +282,8 @@ def fewest_steps(known: Known, block_q: int, block_kv: int) -> int:
     if intervals is None:  # blocks that differ between heads
         return int(np.maximum(live_tiles(known, block_q, block_kv).sum(axis=1), 1).sum())
     lo, hi = (np.maximum(x - k_start, 0) for x in intervals)
-    found, done = 0, np.zeros(len(rows), np.int64)
+    steps, done = 0, np.zeros(len(rows), np.int64)
     for first, end in zip(lo // block_kv, np.where(lo < hi, -(-hi // block_kv), 0), strict=True):
-        found += int(np.maximum(end - np.maximum(first, done), 0).sum())
+        steps += int(np.maximum(end - np.maximum(first, done), 0).sum())
         done = np.maximum(done, end)
-    return found
+    return steps

@@ -64,12 +64,12 @@ class SplashPart:
         """See PartKernel."""
         return _forward(self, self._logits(static_part), operands, traced)
 
-    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
+    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, results: Results) -> Operands:
         """See PartKernel."""
         run: Callable[..., Operands] = functools.partial(_backward, self, self._logits(static_part))
         if self.blocks.dq is None:
             run = mapped_pass(run)
-        return _of_quantised(operands, run(_dequantised(operands), traced, made))
+        return _of_quantised(operands, run(_dequantised(operands), traced, results))
 
     def _logits(self, static_part: StaticPart) -> Logits:
         return Logits(self.scale, self.soft_cap, static_part, self.blocks.use_base2_exp)
@@ -188,14 +188,14 @@ def _forward(part: SplashPart, logits: Logits, operands: Operands, traced: Trace
         sum_by_product=blocks.sum_by_product,
         tokens_first=tokens_first,
     )
-    made = work.run("attnops_splash_forward", kernel, 3, work.dim + work.value_dim)
-    output = made["output"]
+    outputs = work.run("attnops_splash_forward", kernel, 3, work.dim + work.value_dim)
+    output = outputs["output"]
     if tokens_first:
         output = output.reshape(*output.shape[:2], work.frame.heads.q_heads, work.value_dim).swapaxes(1, 2)
     if not normalised:
-        output = (output / made["divisor"].swapaxes(-1, -2)).astype(operands.query.dtype)
+        output = (output / outputs["divisor"].swapaxes(-1, -2)).astype(operands.query.dtype)
     rows = slice(logits.static_part.q_len)
-    return output[:, :, rows], made["lse"][:, :, 0, rows]
+    return output[:, :, rows], outputs["lse"][:, :, 0, rows]
 
 
 def _backward(part: SplashPart, logits: Logits, operands: Operands, traced: Traced, results: Results) -> Operands:
@@ -246,9 +246,9 @@ def _backward(part: SplashPart, logits: Logits, operands: Operands, traced: Trac
 
     if blocks.dq is None:
         fused = functools.partial(make, sizes=blocks.dkv, of_query=True, of_keys=True)
-        made = _in_parts(fused, blocks, logits.static_part.kv_len)
+        gradients = _in_parts(fused, blocks, logits.static_part.kv_len)
     else:
-        made = make("dkv", blocks.dkv, False, True) | make("dq", blocks.dq, True, False)
+        gradients = make("dkv", blocks.dkv, False, True) | make("dq", blocks.dq, True, False)
     d_sinks = None
     if operands.sinks is not None:
         d_sinks = -(jnp.exp(operands.sinks[None, :, None] - shift / logits.unit) * delta).sum((0, 2))
@@ -256,9 +256,9 @@ def _backward(part: SplashPart, logits: Logits, operands: Operands, traced: Trac
     if operands.bias is not None:
         d_bias = _bias_gradient(part, logits, operands, traced, results, shift, delta)
     return Operands(
-        made["d_query"][:, :, : logits.static_part.q_len],
-        made["d_key"][:, :, : logits.static_part.kv_len],
-        made["d_value"][:, :, : logits.static_part.kv_len],
+        gradients["d_query"][:, :, : logits.static_part.q_len],
+        gradients["d_key"][:, :, : logits.static_part.kv_len],
+        gradients["d_value"][:, :, : logits.static_part.kv_len],
         d_bias,
         d_sinks,
     )
@@ -303,17 +303,17 @@ def _bias_gradient(
         compute=unit,
         layouts=blocks.layouts,
     )
-    made = work.run("attnops_splash_dbias", kernel, order.index("visit"), work.dim + work.value_dim)
-    gradient = visited_bias(made["d_bias"], frame)
+    outputs = work.run("attnops_splash_dbias", kernel, order.index("visit"), work.dim + work.value_dim)
+    gradient = visited_bias(outputs["d_bias"], frame)
     return gradient.reshape(*bias.shape[:2], *gradient.shape[3:])[:, :, :q_len, :kv_len].astype(bias.dtype)
 
 
 def _in_parts(make: Callable[..., dict[str, jax.Array]], blocks: SplashBlocks, kv_len: int) -> dict[str, jax.Array]:
     """The fused backward pass over parts of the keys, one after another: VMEM holds the sums of one part at a time."""
     part = blocks.block_kv_dkv_sums or kv_len
-    made = None
+    gradients = None
     for start in range(0, kv_len, part):
         name = "backward" if start == 0 else f"backward_{start}"
-        made = make(name, keys=slice(start, start + part), before=made)
-    assert made is not None
-    return made
+        gradients = make(name, keys=slice(start, start + part), before=gradients)
+    assert gradients is not None
+    return gradients

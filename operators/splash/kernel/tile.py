@@ -80,11 +80,11 @@ def add_to_frame(
             # As bytes: a bool array would take four bytes per weight.
             array = _by_group(array.astype(jnp.int8), frame)
             frame.inputs[f"leaf{number}"] = Input(array, frame.dense_block(array.shape), "both")
-    for number, held in enumerate(words):
-        if held is not None:
-            batch, heads, *rest = held.words.shape
+    for number, leaf_words in enumerate(words):
+        if leaf_words is not None:
+            batch, heads, *rest = leaf_words.words.shape
             split = (1, 1) if heads == 1 else (frame.heads.kv_heads, frame.heads.group)
-            array = held.words.reshape(batch, *split, *rest)
+            array = leaf_words.words.reshape(batch, *split, *rest)
             frame.inputs[f"words{number}"] = Input(array, frame.words_block(array.shape), "both")
     if bias is not None:
         bias = _by_group(bias if bias.dtype in (jnp.float32, jnp.bfloat16) else bias.astype(jnp.float32), frame)
@@ -129,7 +129,7 @@ class Tile(TileMask):
         self._distance: int | None = None
         self._band, self._others = EVERYTHING, logits.static_part.mask
 
-    def says(self, flag: int) -> Any:
+    def has_flag(self, flag: int) -> Any:
         """Whether the visit's word has a flag."""
         return (self.step.word & flag) != 0
 
@@ -217,8 +217,8 @@ class Tile(TileMask):
     def _kept(self, x: jax.Array, head: Any, keys: Any, seq_minor: int) -> jax.Array:
         """A head's keys or values, with zeros for those that no query sees."""
         row = self._seen_row(head, keys)
-        kept = row if seq_minor else columns(row, x.shape[1])
-        return jnp.where(kept != 0, x, jnp.zeros((), x.dtype))
+        seen = row if seq_minor else columns(row, x.shape[1])
+        return jnp.where(seen != 0, x, jnp.zeros((), x.dtype))
 
     def _seen_row(self, head: Any, keys: Any) -> jax.Array:
         """Which keys a query sees, int32 [1, keys]."""
@@ -254,7 +254,7 @@ class Tile(TileMask):
         if key is None:
             return None
         rows, cols = self._indices(unit)
-        return Dropout.kept(*key, self._global_rows(rows), self._global_keys(cols), self.static_part.dropout)
+        return Dropout.keep_mask(*key, self._global_rows(rows), self._global_keys(cols), self.static_part.dropout)
 
     def head(self, head: tuple[int, int]) -> Any:
         """The query head's number."""

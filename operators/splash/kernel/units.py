@@ -56,8 +56,8 @@ def pipelined(units: list[Unit], ahead: int, first: Callable[[Unit], Any], secon
         waiting.append((unit, first(unit)))
         if len(waiting) > ahead:
             second(*waiting.popleft())
-    for one in waiting:
-        second(*one)
+    for entry in waiting:
+        second(*entry)
 
 
 def rows_of(ref: Any, head: tuple[int, ...], rows: slice, seq_minor: int) -> Any:

@@ -71,11 +71,11 @@ def forward_parts(shape: Shape, blocks: SplashBlocks, *, at_most: bool = False) 
 def _forward_tile(shape: Shape, blocks: SplashBlocks) -> int:
     """Bytes that the compiler takes for the logits and weights of a tile: of one unit, or of the two or three that overlap."""
     unit, tile = math.prod(blocks.forward.unit), math.prod(blocks.forward[:2])
-    most = 2 if blocks.transposed_tiles or tile <= _OVERLAPPED**2 else 3
-    at_once = max(1, min(most, tile // unit // 2))
-    held = _spilled("forward", at_once * unit, shape.itemsize, alone=unit == tile)
+    max_units = 2 if blocks.transposed_tiles or tile <= _OVERLAPPED**2 else 3
+    at_once = max(1, min(max_units, tile // unit // 2))
+    spilled = _spilled("forward", at_once * unit, shape.itemsize, alone=unit == tile)
     # On a v4 the compiler begins with the products of all units if the head dim is wider than a register.
-    return max(held, 4 * tile) if shape.device_kind == "TPU v4" and shape.dim > _LANES and unit < tile else held
+    return max(spilled, 4 * tile) if shape.device_kind == "TPU v4" and shape.dim > _LANES and unit < tile else spilled
 
 
 def _whole_forward_tile(shape: Shape, blocks: SplashBlocks) -> int:
@@ -91,8 +91,8 @@ def _whole_forward_tile(shape: Shape, blocks: SplashBlocks) -> int:
 
 def _spilled(what: str, weights: int, itemsize: int, alone: bool) -> int:
     """Bytes for so many weights of units that are worked on at once, or of one that is alone in its tile."""
-    held = int(weights * _SPILLED[what][itemsize == 4])
-    return max(0, held - _REGISTERS) if alone else held
+    bytes_ = int(weights * _SPILLED[what][itemsize == 4])
+    return max(0, bytes_ - _REGISTERS) if alone else bytes_
 
 
 def backward_parts(shape: Shape, blocks: SplashBlocks, *, at_most: bool = False) -> dict[str, dict[str, int]]:

@@ -62,9 +62,9 @@ class BlockwisePart(Ways):
         """See PartKernel."""
         return _forward(self._static(static_part), operands, traced)
 
-    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
+    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, results: Results) -> Operands:
         """See PartKernel."""
-        return _backward(self._static(static_part), operands, traced, made)
+        return _backward(self._static(static_part), operands, traced, results)
 
     def _static(self, static_part: StaticPart) -> _BlockwiseStatic:
         return _BlockwiseStatic(**vars(self), static_part=static_part)
@@ -74,7 +74,7 @@ def bias_gradient(
     static_part: StaticPart,
     operands: Operands,
     traced: Traced,
-    made: Results,
+    results: Results,
     *,
     scale: float,
     soft_cap: float | None,
@@ -86,7 +86,7 @@ def bias_gradient(
     If the compiler drops unused results, this costs nothing unless it is used.
     """
     static = _BlockwiseStatic("bhtd", scale, soft_cap, np.dtype(np.float32), platform, blocking, blocking, static_part)
-    gradient = _backward(static, operands, traced, made).bias
+    gradient = _backward(static, operands, traced, results).bias
     assert gradient is not None
     return gradient
 
@@ -118,7 +118,7 @@ class _BlockPass:
         operands: Operands,
         traced: Traced,
         *,
-        apart: bool = True,
+        separate_full: bool = True,
         sums: bool = False,
     ) -> None:
         self.static, self.blocking, self.operands = static, blocking, operands
@@ -139,13 +139,13 @@ class _BlockPass:
         self.dtype = np.dtype(static.softmax_dtype)
         self.compute = compute_dtype(query.dtype, self.dtype, static.platform)
         staged = self.batch * self.kv_heads * self.kv_padded * (self.dim + self.value_dim)
-        each = self.compute.itemsize + sums * self.dtype.itemsize
-        together = surely(lambda: staged * each <= _STAGED_TOGETHER)
-        self.stages, self.slots = (1, self.batch * self.groups) if together else (self.batch * self.groups, 1)
+        row_bytes = self.compute.itemsize + sums * self.dtype.itemsize
+        all_staged = surely(lambda: staged * row_bytes <= _STAGED_TOGETHER)
+        self.stages, self.slots = (1, self.batch * self.groups) if all_staged else (self.batch * self.groups, 1)
         mask, dropout = join_static(static.static_part, traced)
         tables = self.groups if mask.heads_apart else 1
         self.source = TileSource(mask, dropout, blocking.block_q, blocking.block_kv, tables=tables)
-        self.table = tile_table(mask, blocking.block_q, blocking.block_kv, tables=tables, apart=apart)
+        self.table = tile_table(mask, blocking.block_q, blocking.block_kv, tables=tables, separate_full=separate_full)
         self.bias = None if operands.bias is None else self.source.pad(operands.bias)
         self.seen = seen_keys(mask, self.kv_heads, operands.of_keys)
         self.axes = varying(operands)
@@ -315,8 +315,8 @@ class _BlockPass:
         """Weights, or their gradients, after dropout."""
         if keep is None:
             return x
-        kept = where(keep, self.spread(x), 0) / (1.0 - self.static.static_part.dropout)
-        return kept.reshape(x.shape).astype(x.dtype)
+        masked = where(keep, self.spread(x), 0) / (1.0 - self.static.static_part.dropout)
+        return masked.reshape(x.shape).astype(x.dtype)
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
@@ -390,12 +390,12 @@ def _first_row_sums(work: _BlockPass, group: Any) -> tuple[jax.Array, jax.Array]
 # -- backward ----------------------------------------------------------------------------------------------------------
 
 
-def _backward(static: _BlockwiseStatic, operands: Operands, traced: Traced, made: Results) -> Operands:
-    output, lse, d_output, d_lse = made
+def _backward(static: _BlockwiseStatic, operands: Operands, traced: Traced, results: Results) -> Operands:
+    output, lse, d_output, d_lse = results
     # In the forward pass XLA:CPU reads and writes a masked tile once more before the row's greatest logit is found. Here the
     # mask is part of the exponential, so masked and unmasked tiles need no separate loops of five products each.
-    apart = not is_arithmetic(static.static_part.mask)
-    work = _BlockPass(static, static.backward, operands, traced, apart=apart, sums=True)
+    separate_full = not is_arithmetic(static.static_part.mask)
+    work = _BlockPass(static, static.backward, operands, traced, separate_full=separate_full, sums=True)
     heads, blocks, size = work.blocking.heads, work.kv_blocks, work.blocking.block_kv
     time, head = work.time, work.head
     # For all rows at once: in the loop the output's rows would be copied first.

@@ -46,15 +46,15 @@ class _Sums(NamedTuple):
 
 
 def decode_rows_forward(
-    ways: Ways, operands: Operands, mask: LocalMask, dropout: Dropout | None, block_kv: int
+    method: Ways, operands: Operands, mask: LocalMask, dropout: Dropout | None, block_kv: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output in the layout, lse [batch, heads, q]); not differentiable by itself.
 
     block_kv: at most all keys, and a multiple of 8 unless there are fewer.
     """
     query, key, value, bias, sinks, *_ = operands
-    layout, scale, soft_cap = ways.layout, ways.scale, ways.soft_cap
-    softmax_dtype, platform = ways.softmax_dtype, ways.platform
+    layout, scale, soft_cap = method.layout, method.scale, method.soft_cap
+    softmax_dtype, platform = method.softmax_dtype, method.platform
     head, time = layout.index("h"), layout.index("t") - 1  # time: within a batch row
     batch, heads, kv_heads = query.shape[0], query.shape[head], key.shape[head]
     q_len, group, dim, value_dim = mask.q_len, heads // kv_heads, query.shape[-1], value.shape[-1]
@@ -66,7 +66,7 @@ def decode_rows_forward(
     if soft_cap is None:
         all_rows = all_rows * scale
     source = TileSource(mask, dropout, q_len, block_kv, in_place=True)
-    table = tile_table(mask, q_len, block_kv, apart=False)
+    table = tile_table(mask, q_len, block_kv, separate_full=False)
     hides = mask.hides_keys and not isinstance(mask.mask, Full)
     axes = varying((query, key, value, bias, sinks))
 
@@ -96,12 +96,12 @@ def decode_rows_forward(
         terms = []
         for lane in range(0, dim, lanes):
             width = min(lanes, dim - lane)
-            own = lax.slice_in_dim(by_row, lane, lane + width, axis=2)
+            query_lane = lax.slice_in_dim(by_row, lane, lane + width, axis=2)
             if keys.dtype == compute:
                 part = tokens(keys, row, first, block_kv, lane, width)
             else:
                 part = lax.slice_in_dim(whole, lane, lane + width, axis=2)
-            term = jnp.expand_dims(part, 2) * jnp.expand_dims(own, time)
+            term = jnp.expand_dims(part, 2) * jnp.expand_dims(query_lane, time)
             terms.append(
                 term if width == lanes else lax.pad(term, compute.type(0), [*[(0, 0, 0)] * 3, (0, lanes - width, 0)])
             )

@@ -50,8 +50,8 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
         """A column for the rows of a kv head, [rows, 128]."""
         if index is None:
             return None
-        one = refs["columns"][index, pl.ds(head * group, group), :]
-        return jnp.broadcast_to(one[:, None, :], (group, block, LANES)).reshape(rows, LANES)
+        of_head = refs["columns"][index, pl.ds(head * group, group), :]
+        return jnp.broadcast_to(of_head[:, None, :], (group, block, LANES)).reshape(rows, LANES)
 
     def query_copy(number: Any) -> Any:
         start = pl.multiple_of(refs["words"][number * FIELDS + 1], align)
@@ -153,8 +153,8 @@ def each_head(geometry: Geometry, step: Any) -> None:
 
 def row_of(rows: jax.Array, head: Any) -> jax.Array:
     """One row [1, keys] of [kv_heads, keys]."""
-    own = lax.broadcasted_iota(jnp.int32, rows.shape, 0) == head
-    return jnp.where(own, rows, 0.0).sum(axis=0, keepdims=True)
+    on_head = lax.broadcasted_iota(jnp.int32, rows.shape, 0) == head
+    return jnp.where(on_head, rows, 0.0).sum(axis=0, keepdims=True)
 
 
 def attend_chunks(
@@ -179,6 +179,6 @@ def attend_chunks(
     }
     specs = [anywhere, pl.BlockSpec((None, geometry.kv_heads, lse_rows, LANES), lambda number, *_: (number, 0, 0, 0))]
     scratch = chunk_scratch(geometry, options)
-    made = call("attnops_paged_chunks", kernel, geometry, options, scalars, inputs, outputs, specs, scratch, count)
+    results = call("attnops_paged_chunks", kernel, geometry, options, scalars, inputs, outputs, specs, scratch, count)
     rows = geometry.group * options.queries_per_block
-    return made["output"], made["lse"].reshape(units, geometry.kv_heads, lse_rows * LANES)[..., :rows]
+    return results["output"], results["lse"].reshape(units, geometry.kv_heads, lse_rows * LANES)[..., :rows]

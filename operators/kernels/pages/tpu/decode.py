@@ -29,12 +29,12 @@ __all__ = ["decode", "windows"]
 def windows(geometry: Geometry) -> list[tuple[slice, list[tuple[int, int]]]]:
     """Whole registers of query heads: (rows, [(kv head, its first row among them)])."""
     tile = sublanes(geometry.compute_dtype)
-    found = []
+    head_windows = []
     for low in range(0, geometry.heads, tile):
         high = min(low + tile, geometry.heads)
         kv_heads = range(low // geometry.group, (high - 1) // geometry.group + 1)
-        found.append((slice(low, high), [(j, j * geometry.group - low) for j in kv_heads]))
-    return found
+        head_windows.append((slice(low, high), [(j, j * geometry.group - low) for j in kv_heads]))
+    return head_windows
 
 
 def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
@@ -86,9 +86,9 @@ def _all_at_once(
     lane = lax.broadcasted_iota(jnp.int32, (1, raw.shape[1]), 1)
     head = lane - divided(lane, kv_heads) * kv_heads
     head = jnp.where(seen_keys(options, there, place, unit.position), head, -1)
-    own = head == divided(lax.broadcasted_iota(jnp.int32, raw.shape, 0), geometry.group)
+    own_head = head == divided(lax.broadcasted_iota(jnp.int32, raw.shape, 0), geometry.group)
     scale = None if columns.key_scale is None else spread(refs["columns"][columns.key_scale], raw.shape[1])
-    p, peak, total, shrink = add(sums, jnp.where(own, weigh(options, raw, scale), -jnp.inf))
+    p, peak, total, shrink = add(sums, jnp.where(own_head, weigh(options, raw, scale), -jnp.inf))
     step = tile_product(p.astype(geometry.compute_dtype), pages.flat(True, slot), 1, 0)
     return Sums(peak, total, sums.weighted * spread(shrink, step.shape[1]) + step)
 
@@ -136,14 +136,14 @@ def _head_by_head(
 
 def _by_head(geometry: Geometry, of_head: Any) -> jax.Array:
     """of_head(rows, kv head), each for the rows of its own query heads: [heads, ...]."""
-    found = []
+    head_outputs = []
     for rows, kv_heads in windows(geometry):
         whole = of_head(rows, kv_heads[0][0])
         for head, start in kv_heads[1:]:
             row = lax.broadcasted_iota(jnp.int32, whole.shape, 0)
             whole = jnp.where(row >= start, of_head(rows, head), whole)
-        found.append(whole)
-    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
+        head_outputs.append(whole)
+    return head_outputs[0] if len(head_outputs) == 1 else jnp.concatenate(head_outputs, axis=0)
 
 
 def decode(
@@ -162,12 +162,12 @@ def decode(
     }
     anywhere = pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
     where = [f"{name}_pages" for name in geometry.streams()]
-    given = {name: f"{name}_before" if options.writes else name for name in where}
-    inputs |= {given[name]: (arrays[name], anywhere) for name in where}
+    source = {name: f"{name}_before" if options.writes else name for name in where}
+    inputs |= {source[name]: (arrays[name], anywhere) for name in where}
     if options.writes:
         for name in geometry.streams():
-            own = arrays[f"{name}_row"]
-            inputs[f"{name}_row"] = own, pl.BlockSpec((None, *own.shape[1:]), row)
+            row_array = arrays[f"{name}_row"]
+            inputs[f"{name}_row"] = row_array, pl.BlockSpec((None, *row_array.shape[1:]), row)
     if "columns" in arrays:
         shape = arrays["columns"].shape
         inputs["columns"] = arrays["columns"], pl.BlockSpec(shape, lambda *_: (0, 0, 0))
@@ -180,8 +180,8 @@ def decode(
     if options.writes:
         outputs |= {name: (arrays[name].shape, arrays[name].dtype) for name in where}
         specs += [anywhere] * len(where)
-        scratch, same = write_scratch(geometry), {given[name]: name for name in where}
+        scratch, same = write_scratch(geometry), {source[name]: name for name in where}
     name = "attnops_paged_decode"
-    made = call(name, kernel, geometry, options, scalars, inputs, outputs, specs, scratch, count, same)
-    lse = made["lse"].reshape(geometry.tokens, lse_rows * LANES)[:, :heads]
-    return made["output"], lse, {name: made[name] for name in same.values()}
+    results = call(name, kernel, geometry, options, scalars, inputs, outputs, specs, scratch, count, same)
+    lse = results["lse"].reshape(geometry.tokens, lse_rows * LANES)[:, :heads]
+    return results["output"], lse, {name: results[name] for name in same.values()}

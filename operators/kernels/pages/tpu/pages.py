@@ -21,11 +21,11 @@ __all__ = ["Pages", "page_scratch", "walk", "whole_word"]
 
 def page_scratch(geometry: Geometry, options: Options) -> dict[str, Any]:
     """A ring of buffers, each for a block of pages of every stream, and the kernel's place in it."""
-    found: dict[str, Any] = {
+    scratch: dict[str, Any] = {
         f"{name}_buffer": pltpu.VMEM((options.buffers, options.pages_per_block, *shape), dtype)
         for name, (shape, dtype) in geometry.streams().items()
     }
-    return found | {
+    return scratch | {
         "arrived": pltpu.SemaphoreType.DMA((options.buffers, len(geometry.streams()))),
         "here": pltpu.SMEM((1,), jnp.int32),  # the slot visited next
         "front": pltpu.SMEM((3,), jnp.int32),  # the block to fetch next: unit, first page, slot
@@ -80,11 +80,11 @@ class Pages:
 
         @pl.when(jnp.logical_not(whole))
         def _some() -> None:
-            def one(i: Any, _: None) -> None:
-                live, page = self._page(unit, first + i)
-                pl.when(live)(lambda: fetch(i, page))
+            def fetch_page(i: Any, _: None) -> None:
+                valid, page = self._page(unit, first + i)
+                pl.when(valid)(lambda: fetch(i, page))
 
-            lax.fori_loop(np.int32(0), np.int32(self.block), one, None)
+            lax.fori_loop(np.int32(0), np.int32(self.block), fetch_page, None)
 
     def wait(self, slot: Any, unit: Unit, first: Any) -> Any:
         """Wait until a block has arrived; returns a word with a bit for each page that was fetched.
@@ -100,24 +100,24 @@ class Pages:
                 buffer = self.refs[f"{name}_buffer"].at[slot]
                 pltpu.make_async_copy(buffer, buffer, self.refs["arrived"].at[slot, stream]).wait()
 
-        def one(i: Any, word: Any) -> Any:
-            live, page = self._page(unit, first + i)
+        def wait_page(i: Any, word: Any) -> Any:
+            valid, page = self._page(unit, first + i)
 
-            @pl.when(live)
+            @pl.when(valid)
             def _arrive() -> None:
                 for stream in range(len(self.names)):
                     self._copy(slot, i, stream, page).wait()
 
-            @pl.when(jnp.logical_not(live))
+            @pl.when(jnp.logical_not(valid))
             def _clear() -> None:
                 buffer = self.refs[f"{self.last}_buffer"]
                 buffer[slot, i] = jnp.zeros(buffer.shape[2:], buffer.dtype)
 
-            return word | lax.shift_left(live.astype(jnp.int32), i)
+            return word | lax.shift_left(valid.astype(jnp.int32), i)
 
         # A whole block needs no check of single pages.
         some = jnp.where(whole, np.int32(0), np.int32(self.block))
-        word = lax.fori_loop(np.int32(0), some, one, np.int32(0))
+        word = lax.fori_loop(np.int32(0), some, wait_page, np.int32(0))
         if self.writer is not None:  # before values past the end are cleared: a tile is written as it was fetched
             self._write(self.writer, slot, unit, first)
         tail = lax.rem(unit.keys, np.int32(page))
@@ -127,8 +127,8 @@ class Pages:
         def _clear() -> None:
             buffer = self.refs[f"{self.last}_buffer"]
             axis = 0 if self.geometry.layout == "split" else 1
-            held = buffer[slot, last]
-            wide = held if held.dtype == jnp.float32 else held.astype(jnp.float32)
+            last_page = buffer[slot, last]
+            wide = last_page if last_page.dtype == jnp.float32 else last_page.astype(jnp.float32)
             inside = lax.broadcasted_iota(jnp.int32, wide.shape, axis) < tail
             buffer[slot, last] = jnp.where(inside, wide, 0.0).astype(buffer.dtype)
 
@@ -136,9 +136,9 @@ class Pages:
 
     def _write(self, writer: Writer, slot: Any, unit: Unit, first: Any) -> None:
         at = lax.div(unit.position, np.int32(self.geometry.page))
-        live, page = self._page(unit, at)
+        valid, page = self._page(unit, at)
 
-        @pl.when(live & (at >= first) & (at < first + np.int32(self.block)))
+        @pl.when(valid & (at >= first) & (at < first + np.int32(self.block)))
         def _own() -> None:
             writer.row(slot, at - first, unit, page)
 
@@ -167,38 +167,38 @@ class Pages:
         """
         geometry, size = self.geometry, self.block
         page, kv_heads = geometry.page, geometry.kv_heads
-        held = self.refs[f"{name}_buffer"][slot]
-        held = jnp.where(jnp.abs(held) < jnp.inf, held, 0.0)  # an unused slot must not reach another's sum
+        scales = self.refs[f"{name}_buffer"][slot]
+        scales = jnp.where(jnp.abs(scales) < jnp.inf, scales, 0.0)  # an unused slot must not reach another's sum
         dot = functools.partial(lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         if geometry.layout == "split":
-            held = held.reshape(size * page, kv_heads)
+            scales = scales.reshape(size * page, kv_heads)
             here, there = (lax.broadcasted_iota(jnp.int32, (kv_heads, kv_heads), axis) for axis in (0, 1))
-            turned = dot(jnp.where(here == there, 1.0, 0.0), held, (((1,), (1,)), ((), ())))
-            return jnp.where(valid, turned, 0.0)
-        held = held.reshape(size * kv_heads, page)
+            transposed = dot(jnp.where(here == there, 1.0, 0.0), scales, (((1,), (1,)), ((), ())))
+            return jnp.where(valid, transposed, 0.0)
+        scales = scales.reshape(size * kv_heads, page)
         lane = lax.broadcasted_iota(jnp.int32, (page, size * page), 1)
         spot = lax.broadcasted_iota(jnp.int32, (page, size * page), 0)
         spread = jnp.zeros((page, size * page), jnp.float32)
         for i in range(size):
             spread = jnp.where(lane == spot + i * page, 1.0, spread)
-        wide = dot(held, spread, (((1,), (0,)), ((), ())))
+        wide = dot(scales, spread, (((1,), (0,)), ((), ())))
         lanes = lax.broadcasted_iota(jnp.int32, (kv_heads, size * page), 1)
         rows = jnp.zeros((kv_heads, size * page), jnp.float32)
         for i in range(size):
-            own = (lanes >= i * page) & (lanes < (i + 1) * page)
-            rows = jnp.where(own, wide[i * kv_heads : (i + 1) * kv_heads], rows)
+            of_page = (lanes >= i * page) & (lanes < (i + 1) * page)
+            rows = jnp.where(of_page, wide[i * kv_heads : (i + 1) * kv_heads], rows)
         return jnp.where(valid, rows, 0.0)
 
     def flat(self, of_values: bool, slot: Any) -> jax.Array:
         """All kv heads' keys (or values) in the layout "split", in place: [keys * kv_heads, dim]."""
-        held = self.refs[f"{self.last if of_values else 'key'}_buffer"][slot]
-        return as_factor(held.reshape(-1, held.shape[-1]), self.geometry.compute_dtype)
+        values = self.refs[f"{self.last if of_values else 'key'}_buffer"][slot]
+        return as_factor(values.reshape(-1, values.shape[-1]), self.geometry.compute_dtype)
 
     def _rows(self, name: str, slot: Any, head: Any, lanes: tuple[int, int]) -> jax.Array:
         buffer, lane = self.refs[f"{name}_buffer"], slice(*lanes)
         split = self.geometry.layout == "split"
-        held = buffer[slot, :, :, head, lane] if split else buffer[slot, :, head, :, lane]
-        rows = held.reshape(self.block * self.geometry.page, lanes[1] - lanes[0])
+        values = buffer[slot, :, :, head, lane] if split else buffer[slot, :, head, :, lane]
+        rows = values.reshape(self.block * self.geometry.page, lanes[1] - lanes[0])
         return as_factor(rows, self.geometry.compute_dtype)
 
     def _copy(self, slot: Any, i: Any, stream: int, page: Any) -> Any:

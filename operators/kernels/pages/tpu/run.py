@@ -36,10 +36,10 @@ def call(
     scratch = scratch | page_scratch(geometry, options)
     names = (*scalars, *inputs, *outputs, *scratch)
     arrays = [*scalars.values(), *(x for x, _ in inputs.values())]
-    given, made_by = [*scalars, *inputs], list(outputs)
+    input_names, made_by = [*scalars, *inputs], list(outputs)
     axes = varying(arrays)
     arrays = [vary(x, axes) for x in arrays]
-    made = pl.pallas_call(
+    results = pl.pallas_call(
         lambda *refs: body(dict(zip(names, refs, strict=True)), geometry, options),
         out_shape=[varying_as(arrays[0], s, d) for s, d in outputs.values()],
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -54,8 +54,8 @@ def call(
             vmem_limit_bytes=options.vmem_limit_bytes,
             disable_bounds_checks=True,  # a third of what a copy costs to start; ids are checked in pages.py
         ),
-        input_output_aliases={given.index(a): made_by.index(b) for a, b in (same or {}).items()},
+        input_output_aliases={input_names.index(a): made_by.index(b) for a, b in (same or {}).items()},
         interpret=options.interpret,
         name=name,
     )(*arrays)
-    return dict(zip(outputs, made, strict=True))
+    return dict(zip(outputs, results, strict=True))

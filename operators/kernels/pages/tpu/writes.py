@@ -45,11 +45,11 @@ def row_block(geometry: Geometry, name: str) -> tuple[int, int]:
 def write_scratch(geometry: Geometry) -> dict[str, Any]:
     """Two copies of what is being written, by even and by odd units."""
     streams = geometry.streams()
-    found: dict[str, Any] = {
+    scratch: dict[str, Any] = {
         f"{name}_written": pltpu.VMEM((2, *written_shape(geometry, name)), dtype)
         for name, (_, dtype) in streams.items()
     }
-    return found | {
+    return scratch | {
         "leaving": pltpu.SemaphoreType.DMA((2, len(streams))),
         "left": pltpu.SMEM((2, 3), jnp.int32),  # for each copy: whether it is being written, its page and first row
     }
@@ -84,24 +84,24 @@ class Writer:
 
     def _merge(self, name: str, slot: Any, place: Any, at: Any) -> None:
         geometry, buffer = self.geometry, self.refs[f"{name}_buffer"]
-        written, own = self.refs[f"{name}_written"], self.refs[f"{name}_row"][...]
+        written, row = self.refs[f"{name}_written"], self.refs[f"{name}_row"][...]
         if name not in _SCALES and geometry.layout == "split":
-            buffer[slot, place, at] = own
-            written[self.half, 0] = own
+            buffer[slot, place, at] = row
+            written[self.half, 0] = row
             return
         index: tuple[Any, ...] = (slot, place)
         if name in _SCALES:
             axis, spot = (0, at) if geometry.layout == "split" else (1, at)
             shape = written.shape[1:]
             if geometry.layout != "split":
-                own = jnp.tile(own, (1, -(-shape[1] // LANES)))[:, : shape[1]]
+                row = jnp.tile(row, (1, -(-shape[1] // LANES)))[:, : shape[1]]
         else:
             axis, shape = 1, written.shape[1:]
             first = self._first(name, at)
-            index, spot, own = (slot, place, slice(None), pl.ds(first, shape[1])), at - first, own[:, None, :]
-        held = buffer[index]
+            index, spot, row = (slot, place, slice(None), pl.ds(first, shape[1])), at - first, row[:, None, :]
+        tile = buffer[index]
         here = lax.broadcasted_iota(jnp.int32, shape, axis) == spot
-        merged = jnp.where(here, _wide(own), _wide(held)).astype(buffer.dtype)
+        merged = jnp.where(here, _wide(row), _wide(tile)).astype(buffer.dtype)
         buffer[index] = merged
         written[self.half] = merged
 
@@ -114,7 +114,7 @@ class Writer:
 
     def _copies(self, half: Any) -> list[Any]:
         page, at = self.refs["left"][half, 1], self.refs["left"][half, 2]
-        found = []
+        copies = []
         for stream, name in enumerate(self.geometry.streams()):
             target = self.refs[f"{name}_pages"].at[page]
             if name not in _SCALES:
@@ -122,8 +122,8 @@ class Writer:
                 split = self.geometry.layout == "split"
                 target = target.at[pl.ds(at, 1)] if split else target.at[:, pl.ds(self._first(name, at), rows)]
             gone = self.refs["leaving"].at[half, stream]
-            found.append(pltpu.make_async_copy(self.refs[f"{name}_written"].at[half], target, gone))
-        return found
+            copies.append(pltpu.make_async_copy(self.refs[f"{name}_written"].at[half], target, gone))
+        return copies
 
     def _wait(self, half: Any) -> None:
         @pl.when(self.refs["left"][half, 0] == 1)
