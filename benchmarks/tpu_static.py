@@ -43,7 +43,7 @@ from attnops import Causal, Full, Mask, OperationMetadata, OperationRegistry, Sl
 from attnops.compat import abstract_device
 from attnops.operators.splash.candidates import BACKWARD as BACKWARD_FIELDS
 from attnops.operators.splash.candidates import FORWARD
-from attnops.operators.splash.kernel.bodies import WHOLE
+from attnops.operators.splash.kernel.variants import WHOLE
 from attnops.verify import tile_counts
 from attnops.verify.generations import abstract_target, products_a_cycle
 from attnops.verify.static_clock import TileCycles, kernels_in, regions, tile_cycles

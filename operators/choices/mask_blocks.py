@@ -11,12 +11,12 @@ from ...masks import Blocks, ChosenBlocks, Full, Mask, Slot
 from ...planning import AttentionProblem, Placement
 from ...planning.notes import has_note, note
 
-__all__ = ["block_remarks", "fitted_block", "has_blocks", "heads_apart"]
+__all__ = ["block_remarks", "fitted_block", "has_blocks", "heads_differ"]
 
-_MOST_TILES = 1 << 21  # the most tiles to count for a note
+_MAX_TILES = 1 << 21  # the most tiles to count for a note
 
 
-def heads_apart(problem: AttentionProblem) -> bool:
+def heads_differ(problem: AttentionProblem) -> bool:
     """Whether heads have different blocks."""
     static = any(isinstance(atom, Blocks) and atom.heads > 1 for atom in problem.mask.atoms())
     return static or any("q_blocks" in leaf.dims and leaf.shape[1] > 1 for leaf in problem.leaves)
@@ -67,7 +67,7 @@ def block_remarks(
         notes.append(note("blocks.rounded", blocks=cut, tile=tile))
     heads_per_table = placement.local.q_heads // tables
     shared = has_note(problem.notes, "blocks.shared") and heads_per_table <= problem.q_heads // problem.kv_heads
-    if heads_apart(problem) and heads_per_table > 1 and not shared:
+    if heads_differ(problem) and heads_per_table > 1 and not shared:
         notes.append(note("blocks.together", heads=heads_per_table))
     return tuple(notes)
 
@@ -99,7 +99,7 @@ def _counted(
         return None
     heads = max(leaf.heads for leaf in leaves)
     of = "tiles"
-    if heads * math.ceil(problem.q_len / block_q) * math.ceil(problem.kv_len / block_kv) > _MOST_TILES:
+    if heads * math.ceil(problem.q_len / block_q) * math.ceil(problem.kv_len / block_kv) > _MAX_TILES:
         # If there are many tiles, those in one block of the mask are counted as one.
         block_q, block_kv = (
             size * max(1, max(getattr(leaf, f"block_{axis}") for leaf in leaves) // size)

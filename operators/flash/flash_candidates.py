@@ -22,8 +22,8 @@ _BACKWARD = FIELDS["dkv"], FIELDS["dq"]
 FLASH_SHIPPED = ShippedTable(Path(__file__).with_name("shipped.json"), FIELDS["forward"])
 # A size's neighbours: half, the same, twice. Stages: one fewer, the same, one more.
 _FACTORS = (0.5, 1, 2)
-_LEAST = {"block_q": 16, "block_kv": 16, "num_warps": 1, "num_stages": 1, "kv_splits": 1}
-_MOST = {"block_q": 256, "block_kv": 256, "num_warps": 16, "num_stages": 4, "kv_splits": 256}
+_MIN = {"block_q": 16, "block_kv": 16, "num_warps": 1, "num_stages": 1, "kv_splits": 1}
+_MAX = {"block_q": 256, "block_kv": 256, "num_warps": 16, "num_stages": 4, "kv_splits": 256}
 
 
 def flash_tuned_fields(
@@ -53,8 +53,9 @@ def flash_candidates(
             fields = [name for name in group if name in free]
             near = [_near(name, chosen_sizes[name]) for name in fields]
             pairs = sorted(
-                itertools.product(*near), key=lambda option, o=chosen_sizes, f=fields: _far(option, [o[n] for n in f])
-            )  # type: ignore[misc]
+                itertools.product(*near),
+                key=lambda option, o=chosen_sizes, f=fields: _far(option, [o[n] for n in f]),  # type: ignore[misc]
+            )
             around.append([chosen_sizes | dict(zip(fields, option, strict=True)) for option in pairs])
         options = [option for row in itertools.zip_longest(*around) for option in row if option is not None]
         candidates[part] = tuple(_distinct(problem, placement, config, [chosen_sizes, *options]))
@@ -64,7 +65,7 @@ def flash_candidates(
 def _near(name: str, size: int) -> list[int]:
     base = name.removesuffix("_dkv").removesuffix("_dq")
     around = [size - 1, size, size + 1] if base == "num_stages" else [int(size * factor) for factor in _FACTORS]
-    return [n for n in around if _LEAST[base] <= n <= max(size, _MOST[base])]
+    return [n for n in around if _MIN[base] <= n <= max(size, _MAX[base])]
 
 
 def _far(sizes: tuple[int, ...], chosen: list[int]) -> float:

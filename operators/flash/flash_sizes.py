@@ -13,7 +13,7 @@ from .flash_config import FlashAttention2Config
 from .kernel.flash_sizes import TileSizes, TileSteps
 from .pass_fields import FIELDS
 
-__all__ = ["least_shared_bytes", "resolve_flash", "sizes_of", "steps_note", "steps_of", "unknown_gpu"]
+__all__ = ["min_shared_bytes", "resolve_flash", "sizes_of", "steps_note", "steps_of", "unknown_gpu"]
 
 
 _DIMS = (64, 128, 256)
@@ -62,13 +62,13 @@ _WIDE = {
 # each product would take tensor memory, and at 256 registers.
 _HOPPER_STEPS = dict.fromkeys(_DIMS, TileSteps(1, 4, 8))
 _STEPS = {64: TileSteps(2, 1, 8), 128: TileSteps(2, 1, 1), 256: TileSteps()}
-_LEAST_SOFTMAX, _LEAST_PRODUCT = 32, 16  # keys
+_MIN_SOFTMAX, _MIN_PRODUCT = 32, 16  # keys
 _ROWS_OF_WARP = 16
 _FOLDED_ROWS = 64  # the most queries, over all heads that share a kv head, that become the rows of one tile
-_LEAST_TILE = 32
+_MIN_TILE = 32
 _PLACES = 2**31
 _SPLIT_KEYS = 256  # the fewest keys per part
-_MOST_SPLITS = 64
+_MAX_SPLITS = 64
 _SOME_CORES = 108
 
 
@@ -117,7 +117,7 @@ def _splits(problem: AttentionProblem, placement: Placement, programs: int) -> i
     cores = _SOME_CORES if gpu is None else gpu.cores
     if 2 * programs > cores:
         return 1
-    max_splits = min(_MOST_SPLITS, placement.local.kv_len // _SPLIT_KEYS)
+    max_splits = min(_MAX_SPLITS, placement.local.kv_len // _SPLIT_KEYS)
     return max(1, min(max_splits, cores // programs))
 
 
@@ -135,7 +135,7 @@ def _check_places(problem: AttentionProblem, placement: Placement) -> None:
             )
 
 
-def least_shared_bytes(problem: AttentionProblem, config: FlashAttention2Config) -> dict[str, int]:
+def min_shared_bytes(problem: AttentionProblem, config: FlashAttention2Config) -> dict[str, int]:
     """The least shared memory, in bytes, that each pass of a filled config takes: the tiles being loaded at once.
 
     These are the tiles that the loop runs over: keys and values, or queries and their gradients. On Ampere it is one tile fewer
@@ -155,7 +155,7 @@ def _check_shared(problem: AttentionProblem, config: FlashAttention2Config) -> N
     max_bytes = 0 if gpu is None else gpu.shared_bytes_a_block
     if gpu is None or config.interpret or problem.runtime_dtype == "float32" or problem.quantised:
         return
-    for pass_, min_bytes in least_shared_bytes(problem, config).items():
+    for pass_, min_bytes in min_shared_bytes(problem, config).items():
         if min_bytes > max_bytes:
             block_q, block_kv, _, stages = FIELDS[pass_]
             block = block_q if pass_ == "dkv" else block_kv
@@ -205,7 +205,7 @@ def _of_mask(problem: AttentionProblem, size: TileSizes, *, folded: bool) -> Til
     """Tiles that lie in one block of the mask, unless its blocks are smaller than a tile can be."""
     blocks = {}
     for axis, max_size, length in (("q", size.block_q, problem.q_len), ("kv", size.block_kv, problem.kv_len)):
-        fitted = fitted_block(problem.mask, axis, max_size, length, _LEAST_TILE)
+        fitted = fitted_block(problem.mask, axis, max_size, length, _MIN_TILE)
         blocks[f"block_{axis}"] = max_size if folded and axis == "q" else 1 << (fitted.bit_length() - 1)
     return size._replace(**blocks)
 
@@ -220,8 +220,8 @@ def steps_of(problem: AttentionProblem, config: FlashAttention2Config) -> TileSt
     if size.block_q < rows or problem.quantised or _architecture(problem) == "blackwell":
         return TileSteps()
     softmaxes, products, lanes = (_HOPPER_STEPS if hopper else _STEPS)[dim]
-    softmaxes = max(1, min(softmaxes, size.block_kv // _LEAST_SOFTMAX))
-    return TileSteps(softmaxes, min(products, size.block_kv // softmaxes // _LEAST_PRODUCT), lanes)
+    softmaxes = max(1, min(softmaxes, size.block_kv // _MIN_SOFTMAX))
+    return TileSteps(softmaxes, min(products, size.block_kv // softmaxes // _MIN_PRODUCT), lanes)
 
 
 def steps_note(problem: AttentionProblem, config: FlashAttention2Config) -> str | None:

@@ -44,15 +44,15 @@ class LocalMask:
         return is_symbolic(self.q_len) or is_symbolic(self.kv_len)
 
     @property
-    def heads_apart(self) -> bool:
+    def heads_differ(self) -> bool:
         """Whether heads have different blocks."""
         return any(getattr(atom, "heads", 1) > 1 for atom in self.mask.atoms())
 
     def kinds(self, block_q: int, block_kv: int) -> np.ndarray | jax.Array:
-        """0 dead, 1 partial, 2 full, int8 [batch | 1, q blocks, kv blocks]; a NumPy array if nothing in it is traced.
+        """0 empty, 1 partial, 2 full, int8 [batch | 1, q blocks, kv blocks]; a NumPy array if nothing in it is traced.
 
-        Exact for a static mask; otherwise dead and full are certain. What lies beyond the ends doesn't count. If heads have
-        different blocks, dead and full mean so for all of them.
+        Exact for a static mask; otherwise empty and full are certain. What lies beyond the ends doesn't count. If heads have
+        different blocks, empty and full mean so for all of them.
         """
         return self.kinds_of_heads(block_q, block_kv, 1)[:, 0]
 
@@ -93,7 +93,7 @@ class LocalMask:
         blocks = Blocks(rows, Extent(rows.lo + along, rows.hi + along), keys, block_q, block_kv)
         some, every = (self.mask if known is None else And(dynamic)).block_bounds(blocks)
         kinds = jnp.where(every & some, 2, jnp.where(some, 1, 0)).astype(jnp.int8)
-        if kinds.shape[1] > 1 and not self.heads_apart:  # an array with a plane for each head
+        if kinds.shape[1] > 1 and not self.heads_differ:  # an array with a plane for each head
             kinds = jnp.asarray(_joined(kinds[:, None]))
         kinds = jnp.broadcast_to(kinds, (*kinds.shape[:2], *blocks.shape))
         return kinds if known is None else jnp.minimum(kinds, known)
@@ -143,7 +143,7 @@ def _ends(size: int, block: int, axis: int) -> tuple[Any, Any]:
 
 
 def _joined(kinds: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-    """Kinds [batch, tables, heads, q, kv] merged over heads: dead and full where all of them are."""
+    """Kinds [batch, tables, heads, q, kv] merged over heads: empty and full where all of them are."""
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
     return xp.where(kinds.min(2) == 2, 2, xp.minimum(kinds.max(2), 1)).astype(np.int8)
 

@@ -12,8 +12,8 @@ from jax import lax
 
 from ...masks import Full, Mask
 from ...symbolic import surely
-from .answer import Answer
 from .block_words import BlockWords, block_words, is_blocks
+from .evaluated_leaf import EvaluatedLeaf
 from .local_mask import Dropout, LocalMask
 from .primitives import cut, cut_along, length, numbers, shifted
 
@@ -36,7 +36,7 @@ class TileTable(NamedTuple):
     some_full: bool
     neighbours: bool
 
-    def visits(self, batch: Any, group: Any, q_block: Any) -> tuple[Any, tuple[Any, Any], Callable[[Any], Any]]:
+    def tile_range(self, batch: Any, group: Any, q_block: Any) -> tuple[Any, tuple[Any, Any], Callable[[Any], Any]]:
         """The kv blocks of a query block: n of the first, n after the partial ones and after all, and the block for each n."""
         table = self.table
         begin: Any
@@ -56,13 +56,13 @@ class TileTable(NamedTuple):
 
 # Leaves whose test is a few operations on numbers of rows and of keys, which are fused into the work on a logit anyway.
 _ARITHMETIC = frozenset({"causal", "sliding_window", "chunked", "prefix", "segment_ids", "kv_lengths", "positions"})
-_MOST_LEAVES = 4
+_MAX_LEAVES = 4
 
 
 def is_arithmetic(mask: Mask) -> bool:
     """Whether a tile's mask costs next to nothing: no user function, no plane to read, few parts."""
     atoms = list(mask.atoms())
-    return len(atoms) <= _MOST_LEAVES and all(atom.kind in _ARITHMETIC for atom in atoms)
+    return len(atoms) <= _MAX_LEAVES and all(atom.kind in _ARITHMETIC for atom in atoms)
 
 
 def tile_table(
@@ -215,7 +215,7 @@ class TileSource:
 
     def _cut_atom(self, atom: Mask, tile: TilePosition) -> Mask:
         if isinstance(atom, _Words):
-            return Answer(self._seen_blocks(atom.block_words, tile))
+            return EvaluatedLeaf(self._seen_blocks(atom.block_words, tile))
         arrays = [
             self._cut(x, dims, tile, atom.kind == "dense_mask")
             for x, (_, _, dims) in zip(atom.arrays(), atom.parts, strict=True)
@@ -254,10 +254,10 @@ class TileSource:
             "q": (tile.q_block * self.block_q, self.block_q),
             "kv": (self.first_key(tile.kv_block), self.block_kv),
         }
-        static_part = [
+        static_args = [
             (0, 1) if broadcasts and size == 1 else where[dim] for dim, size in zip(dims, array.shape, strict=True)
         ]
-        return tuple(start for start, _ in static_part), tuple(size for _, size in static_part)
+        return tuple(start for start, _ in static_args), tuple(size for _, size in static_args)
 
 
 class _Words(Mask):

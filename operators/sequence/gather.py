@@ -13,10 +13,10 @@ from ...sharding import ATTENTION
 from ..call.local import LocalOutput
 from ..call.sharded_operands import ShardedOperands
 
-__all__ = ["bring_together", "split_output"]
+__all__ = ["gather_sequence", "split_output"]
 
 
-def bring_together(operands: ShardedOperands, placement: Placement, layout: str) -> ShardedOperands:
+def gather_sequence(operands: ShardedOperands, placement: Placement, layout: str) -> ShardedOperands:
     """All keys for these queries, or longer parts of the sequence for fewer heads.
 
     Operands without a sequence, or with all of it, were split by heads before. The gradient of keys gathered

@@ -12,7 +12,7 @@ from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
 from ..choices.shipped import ShippedTable
 from . import pass_fields
-from .block_choice import heads_together, resolve_attnops
+from .block_choice import packed_heads, resolve_attnops
 from .pass_cost import tile_cost
 from .splash_config import LANES, SplashConfig
 from .vmem_count import fits
@@ -97,7 +97,7 @@ def _forward(problem: AttentionProblem, placement: Placement, config: SplashConf
     assert isinstance(first, SplashConfig)
 
     def inside(block_kv: int) -> Iterator[dict[str, Any]]:
-        yield {}  # the units that the heuristic takes in these blocks
+        yield {}  # the compute blocks that the heuristic takes in these blocks
         for by_product, inner, compute in itertools.product(sums, (1, 2), _COMPUTE):
             if block_kv % compute == 0 and (compute // inner) % LANES == 0:
                 option = {"block_kv_compute": compute, "block_kv_compute_in": compute // inner}
@@ -106,7 +106,7 @@ def _forward(problem: AttentionProblem, placement: Placement, config: SplashConf
             yield {"transposed_tiles": False}
             for ahead in (2, 3, 6):
                 yield {"products_ahead": ahead}
-        for heads in heads_together(problem, placement, first.block_q or 0)[:-1]:
+        for heads in packed_heads(problem, placement, first.block_q or 0)[:-1]:
             yield {"heads_per_tile": heads}
 
     pairs = _pairs(problem, placement, config, "")

@@ -90,8 +90,8 @@ def resolve_external(problem: AttentionProblem, placement: Placement, config: Sp
     sizes = BlockSizes(config)
     sizes.fill("block_q", choose_block(q_len, cap))
     # One unit for both passes, so that their blocks can be equal.
-    unit = math.lcm(LANES, config.block_kv_compute or 1, config.block_kv_dkv_compute or 1)
-    sizes.fill("block_kv", choose_block(kv_len, cap, unit))
+    multiple = math.lcm(LANES, config.block_kv_compute or 1, config.block_kv_dkv_compute or 1)
+    sizes.fill("block_kv", choose_block(kv_len, cap, multiple))
     # Other passes use the forward pass's blocks, so that one padded length serves all.
     backward_q = sizes["block_q"] if sizes["block_q"] % LANES == 0 else choose_block(q_len, cap)
     for suffix in ("dkv",) if fused else ("dkv", "dq"):

@@ -30,8 +30,8 @@ def pass_blocks(config: SplashConfig, pass_fields: PassFields) -> PassBlocks:
 
     block_q, block_kv = (size(fields, 0) or LANES for fields in (pass_fields.queries, pass_fields.keys))
     compute_q, compute_kv = size(pass_fields.queries, 1) or block_q, size(pass_fields.keys, 1) or block_kv
-    ahead = 0 if pass_fields.ahead is None else getattr(config, pass_fields.ahead) or 0
-    return PassBlocks(block_q, block_kv, compute_q, compute_kv, ahead)
+    pipeline_depth = 0 if pass_fields.pipeline_depth is None else getattr(config, pass_fields.pipeline_depth) or 0
+    return PassBlocks(block_q, block_kv, compute_q, compute_kv, pipeline_depth)
 
 
 def blocks_of(config: SplashConfig, kind: type[_Blocks]) -> _Blocks:
@@ -63,5 +63,5 @@ def _pass_sizes(config: SplashConfig, pass_fields: PassFields) -> PassSizes:
         kernel=f"attnops_splash_{pass_fields.products}",
         compute_q=blocks.compute_q,
         compute_kv=blocks.compute_kv,
-        pipelined=bool(blocks.ahead) and pass_fields is not DKV,
+        pipelined=bool(blocks.pipeline_depth) and pass_fields is not DKV,
     )

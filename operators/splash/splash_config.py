@@ -98,13 +98,13 @@ class SplashConfig(OperationConfig):
             return None
         # The other kernels' forward passes have queries in sublanes; their backward passes, and all of attnops', in lanes.
         in_sublanes = info.field_name == "block_q" and info.data.get("kernel") in ("jax", "tokamax")
-        unit = 8 if in_sublanes else LANES
+        multiple = 8 if in_sublanes else LANES
         if not is_whole(value, 1):
-            raise ValueError(f"{info.field_name}={shown(value)} is not a positive integer (a multiple of {unit})")
-        if value % unit:
-            near = sorted({max(unit, value // unit * unit), (value // unit + 1) * unit})
+            raise ValueError(f"{info.field_name}={shown(value)} is not a positive integer (a multiple of {multiple})")
+        if value % multiple:
+            near = sorted({max(multiple, value // multiple * multiple), (value // multiple + 1) * multiple})
             raise ValueError(
-                f"{info.field_name}={value} is not a multiple of {unit}; nearest: {', '.join(map(str, near))}"
+                f"{info.field_name}={value} is not a multiple of {multiple}; nearest: {', '.join(map(str, near))}"
             )
         return value
 

@@ -170,9 +170,9 @@ class Tiles:
         return page if shard is None else lax.div(page - shard + (stride - 1), stride)
 
     def slots(self, seq: jax.Array, first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(ids, live), both [..., n], of n pages of sequences `seq` from `first` on.
+        """(ids, mapped), both [..., n], of n pages of sequences `seq` from `first` on.
 
-        A slot that isn't live, beyond `end` or with an id out of range, gets the id of one that is, so that nothing else is
+        A slot that isn't mapped, beyond `end` or with an id out of range, gets the id of one that is, so that nothing else is
         read for it.
         """
         at = counted(first, self.static.pages_a_block)

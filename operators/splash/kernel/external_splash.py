@@ -174,7 +174,7 @@ def _pad(x: Array, length: int) -> Array:
 def block_kinds(
     mask: Mask, q_len: int, kv_len: int, q_padded: int, kv_padded: int, shards: int, block_q: int, block_kv: int
 ) -> np.ndarray:
-    """0 dead, 1 partial, 2 full: int8 [shards, q blocks, kv blocks]. A block with padding in it is never full."""
+    """0 empty, 1 partial, 2 full: int8 [shards, q blocks, kv blocks]. A block with padding in it is never full."""
     q_blocks, kv_blocks = q_padded // block_q, kv_padded // block_kv
     kinds = np.zeros((shards, q_blocks, kv_blocks), np.int8)
     for shard in range(shards):

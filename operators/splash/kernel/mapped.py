@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...kernels.operands import Operands, Traced
+from ...kernels.operands import DynamicArgs, Operands
 
 __all__ = ["mapped_grid", "mapped_pass"]
 
-Pass = Callable[..., Operands]  # of Operands, Traced, and arrays with the batch first
+Pass = Callable[..., Operands]  # of Operands, DynamicArgs, and arrays with the batch first
 
 
 def mapped_pass(run: Pass) -> Pass:
@@ -24,9 +24,11 @@ def mapped_pass(run: Pass) -> Pass:
     call = jax.custom_batching.custom_vmap(run)
 
     @call.def_vmap
-    def rule(size: int, mapped: Any, operands: Operands, traced: Traced, *rest: jax.Array) -> tuple[Operands, Any]:
-        arguments, is_mapped = (operands, traced, *rest), jax.tree.leaves(mapped)
-        if operands.bias is None and operands.sinks is None and not jax.tree.leaves(traced):
+    def rule(
+        size: int, mapped: Any, operands: Operands, dynamic: DynamicArgs, *rest: jax.Array
+    ) -> tuple[Operands, Any]:
+        arguments, is_mapped = (operands, dynamic, *rest), jax.tree.leaves(mapped)
+        if operands.bias is None and operands.sinks is None and not jax.tree.leaves(dynamic):
             results = _as_rows(call, size, is_mapped, arguments)
         else:
             results = _in_turn(call, is_mapped, arguments)

@@ -16,10 +16,10 @@ class PassBlocks(NamedTuple):
     block_kv: int
     compute_q: int
     compute_kv: int
-    ahead: int = 0
+    pipeline_depth: int = 0
 
     @property
-    def unit(self) -> tuple[int, int]:
+    def subtile(self) -> tuple[int, int]:
         """The queries and keys of one product."""
         return self.compute_q, self.compute_kv
 

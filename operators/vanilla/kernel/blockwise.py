@@ -20,32 +20,32 @@ import numpy as np
 from jax import lax
 
 from ....symbolic import surely
+from ...kernels.blocking import Blocking, BlockwiseMethod
 from ...kernels.derivatives import twice_forward_only
 from ...kernels.lse import LN2, LOG2E, divisor_and_lse, subtracted
-from ...kernels.operands import Operands, Results, StaticPart, Traced, join_static
-from ...kernels.part import residual_names
+from ...kernels.operands import DynamicArgs, Operands, Results, StaticArgs, join_static
+from ...kernels.partial_attention import residual_names
 from ...kernels.primitives import cut, cut_along, dot, fold, loop, put, row_dots, split_index, summed, where
 from ...kernels.seen_keys import seen_keys
 from ...kernels.tiles import TilePosition, TileSource, is_arithmetic, tile_table
 from ...kernels.varying import vary, varying
-from ...kernels.ways import Blocking, Ways
 from .cpu_tuning import as_bits, compute_dtype, exp2, from_bits, held_in_loop
 from .decode import decode_forward
 from .decode_rows import decode_rows_forward
 
-__all__ = ["BlockwisePart", "bias_gradient"]
+__all__ = ["PartialBlockwise", "bias_gradient"]
 
 
 @dataclass(frozen=True)
-class _BlockwiseStatic(Ways):
+class _BlockwiseStatic(BlockwiseMethod):
     """Everything known at trace time."""
 
-    static_part: StaticPart
+    static_args: StaticArgs
 
 
 @dataclass(frozen=True)
-class BlockwisePart(Ways):
-    """Blockwise attention as a PartKernel.
+class PartialBlockwise(BlockwiseMethod):
+    """Blockwise attention as a PartialAttention.
 
     Query, key, value in `layout` (bthd or bhtd); bias broadcasts to [batch, heads, q, kv]; sinks [heads], in the softmax dtype,
     as the lse. Fully masked rows give output 0, lse -inf (or that of the sink) and zero gradients.
@@ -55,25 +55,27 @@ class BlockwisePart(Ways):
 
     @property
     def names(self) -> tuple[str, str]:
-        """See PartKernel."""
+        """See PartialAttention."""
         return residual_names()
 
-    def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-        """See PartKernel."""
-        return _forward(self._static(static_part), operands, traced)
+    def attend(self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs) -> tuple[jax.Array, jax.Array]:
+        """See PartialAttention."""
+        return _forward(self._static(static_args), operands, dynamic)
 
-    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, results: Results) -> Operands:
-        """See PartKernel."""
-        return _backward(self._static(static_part), operands, traced, results)
+    def differentiate(
+        self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results
+    ) -> Operands:
+        """See PartialAttention."""
+        return _backward(self._static(static_args), operands, dynamic, results)
 
-    def _static(self, static_part: StaticPart) -> _BlockwiseStatic:
-        return _BlockwiseStatic(**vars(self), static_part=static_part)
+    def _static(self, static_args: StaticArgs) -> _BlockwiseStatic:
+        return _BlockwiseStatic(**vars(self), static_args=static_args)
 
 
 def bias_gradient(
-    static_part: StaticPart,
+    static_args: StaticArgs,
     operands: Operands,
-    traced: Traced,
+    dynamic: DynamicArgs,
     results: Results,
     *,
     scale: float,
@@ -85,8 +87,8 @@ def bias_gradient(
 
     If the compiler drops unused results, this costs nothing unless it is used.
     """
-    static = _BlockwiseStatic("bhtd", scale, soft_cap, np.dtype(np.float32), platform, blocking, blocking, static_part)
-    gradient = _backward(static, operands, traced, results).bias
+    static = _BlockwiseStatic("bhtd", scale, soft_cap, np.dtype(np.float32), platform, blocking, blocking, static_args)
+    gradient = _backward(static, operands, dynamic, results).bias
     assert gradient is not None
     return gradient
 
@@ -116,7 +118,7 @@ class _BlockPass:
         static: _BlockwiseStatic,
         blocking: Blocking,
         operands: Operands,
-        traced: Traced,
+        dynamic: DynamicArgs,
         *,
         separate_full: bool = True,
         sums: bool = False,
@@ -132,8 +134,8 @@ class _BlockPass:
         self.groups = self.kv_heads // blocking.heads
         self.tile_heads = blocking.heads * self.group
         self.rows = self.group * blocking.block_q  # per kv head
-        self.q_blocks = -(-static.static_part.q_len // blocking.block_q)
-        self.kv_blocks = -(-static.static_part.kv_len // blocking.block_kv)
+        self.q_blocks = -(-static.static_args.q_len // blocking.block_q)
+        self.kv_blocks = -(-static.static_args.kv_len // blocking.block_kv)
         self.q_padded = self.q_blocks * blocking.block_q
         self.kv_padded = self.kv_blocks * blocking.block_kv
         self.dtype = np.dtype(static.softmax_dtype)
@@ -142,8 +144,8 @@ class _BlockPass:
         row_bytes = self.compute.itemsize + sums * self.dtype.itemsize
         all_staged = surely(lambda: staged * row_bytes <= _STAGED_TOGETHER)
         self.stages, self.slots = (1, self.batch * self.groups) if all_staged else (self.batch * self.groups, 1)
-        mask, dropout = join_static(static.static_part, traced)
-        tables = self.groups if mask.heads_apart else 1
+        mask, dropout = join_static(static.static_args, dynamic)
+        tables = self.groups if mask.heads_differ else 1
         self.source = TileSource(mask, dropout, blocking.block_q, blocking.block_kv, tables=tables)
         self.table = tile_table(mask, blocking.block_q, blocking.block_kv, tables=tables, separate_full=separate_full)
         self.bias = None if operands.bias is None else self.source.pad(operands.bias)
@@ -174,7 +176,7 @@ class _BlockPass:
         if self.kv_blocks == 1:  # its mask is enough: no loop, even if it is known only at run time
             known = plan.some_partial or plan.some_full
             return step(0, carry, plan.some_partial) if known else carry
-        first, ends, block = plan.visits(at.batch, at.group, at.q_block)
+        first, ends, block = plan.tile_range(at.batch, at.group, at.q_block)
 
         def visit(begin: Any, end: Any, masked: bool, carry: Any) -> Any:
             carry = loop(begin, end, lambda n, c: step(block(n), c, masked), carry)
@@ -315,19 +317,19 @@ class _BlockPass:
         """Weights, or their gradients, after dropout."""
         if keep is None:
             return x
-        masked = where(keep, self.spread(x), 0) / (1.0 - self.static.static_part.dropout)
+        masked = where(keep, self.spread(x), 0) / (1.0 - self.static.static_args.dropout)
         return masked.reshape(x.shape).astype(x.dtype)
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
 
 
-def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+def _forward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs) -> tuple[jax.Array, jax.Array]:
     if not isinstance(static.forward, Blocking):
-        mask, dropout = join_static(static.static_part, traced)
+        mask, dropout = join_static(static.static_args, dynamic)
         of_few_queries = decode_rows_forward if static.forward.in_place else decode_forward
         return of_few_queries(static, operands, mask, dropout, static.forward.block_kv)
-    work = _BlockPass(static, static.forward, operands, traced)
+    work = _BlockPass(static, static.forward, operands, dynamic)
     heads, rows = work.blocking.heads, work.rows
     query = work.padded_queries(operands.query)
 
@@ -368,8 +370,8 @@ def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tu
     output = as_bits(work.full(shape, 0, operands.query.dtype), static.platform)
     lse = work.full((work.batch, work.heads, work.q_padded), 0, work.dtype)
     output, lse = work.each_stage(of_stage, (output, lse))
-    output = from_bits(_first(output, static.static_part.q_len, work.time), operands.query.dtype)
-    return output, _first(lse, static.static_part.q_len, 2)
+    output = from_bits(_first(output, static.static_args.q_len, work.time), operands.query.dtype)
+    return output, _first(lse, static.static_args.q_len, 2)
 
 
 def _first(x: jax.Array, length: int, axis: int) -> jax.Array:
@@ -390,19 +392,19 @@ def _first_row_sums(work: _BlockPass, group: Any) -> tuple[jax.Array, jax.Array]
 # -- backward ----------------------------------------------------------------------------------------------------------
 
 
-def _backward(static: _BlockwiseStatic, operands: Operands, traced: Traced, results: Results) -> Operands:
+def _backward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs, results: Results) -> Operands:
     output, lse, d_output, d_lse = results
     # In the forward pass XLA:CPU reads and writes a masked tile once more before the row's greatest logit is found. Here the
     # mask is part of the exponential, so masked and unmasked tiles need no separate loops of five products each.
-    separate_full = not is_arithmetic(static.static_part.mask)
-    work = _BlockPass(static, static.backward, operands, traced, separate_full=separate_full, sums=True)
+    separate_full = not is_arithmetic(static.static_args.mask)
+    work = _BlockPass(static, static.backward, operands, dynamic, separate_full=separate_full, sums=True)
     heads, blocks, size = work.blocking.heads, work.kv_blocks, work.blocking.block_kv
     time, head = work.time, work.head
     # For all rows at once: in the loop the output's rows would be copied first.
     delta = row_dots(output.astype(work.dtype), d_output.astype(work.dtype), static.platform)
     delta = (delta if head == 1 else delta.swapaxes(1, 2)) - d_lse.astype(work.dtype)
     query, d_output = (work.padded_queries(x) for x in (operands.query, d_output))
-    short = work.q_padded - static.static_part.q_len
+    short = work.q_padded - static.static_args.q_len
     # Rows without keys and padded rows have no weights: exp(x - inf) is 0.
     padded_lse = where(lse != -jnp.inf, lse, jnp.inf)
     if short:
@@ -471,7 +473,7 @@ def _backward(static: _BlockwiseStatic, operands: Operands, traced: Traced, resu
         sums = as_bits(sums.astype(operands.key.dtype), static.platform).reshape(batch, -1, *sums.shape[1:])
         part = sums.transpose((0, 1, 3, 2, 5, 4) if head == 1 else (0, 2, 5, 1, 3, 4))
         part = part.reshape((batch, -1, work.kv_padded, dim) if head == 1 else (batch, work.kv_padded, -1, dim))
-        part = _first(part, static.static_part.kv_len, time)
+        part = _first(part, static.static_args.kv_len, time)
         if work.stages == 1:
             return part
         starts = [*split_index(stage, work.groups, work.batch), 0, 0]
@@ -485,7 +487,7 @@ def _backward(static: _BlockwiseStatic, operands: Operands, traced: Traced, resu
         None if d_sinks is None else work.full(d_sinks.shape, 0, work.dtype),
     )
     d_query, d_key, d_value, d_bias, d_sinks = work.each_stage(of_stage, gradients)
-    d_query = _first(d_query, static.static_part.q_len, time)
+    d_query = _first(d_query, static.static_args.q_len, time)
     d_query, d_key, d_value = (
         from_bits(bits, x.dtype) for bits, x in zip((d_query, d_key, d_value), operands[:3], strict=True)
     )

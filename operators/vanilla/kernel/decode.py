@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...kernels.blocking import BlockwiseMethod
 from ...kernels.local_mask import Dropout, LocalMask
 from ...kernels.lse import LN2, LOG2E, divisor_and_lse, subtracted
 from ...kernels.operands import Operands
 from ...kernels.primitives import where
 from ...kernels.varying import vary, varying
-from ...kernels.ways import Ways
 from .cpu_tuning import compute_dtype, exp2, few_rows_product, product
 
 __all__ = ["decode_forward"]
@@ -27,7 +27,7 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def decode_forward(
-    method: Ways, operands: Operands, mask: LocalMask, dropout: Dropout | None, block_kv: int
+    method: BlockwiseMethod, operands: Operands, mask: LocalMask, dropout: Dropout | None, block_kv: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output in the layout, lse [batch, heads, q]); not differentiable by itself."""
     query, key, value, bias, sinks, *_ = operands

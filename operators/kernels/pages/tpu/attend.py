@@ -23,7 +23,7 @@ from .geometry import LANES, Geometry, Layout, Options
 from .limits import chosen_sizes, reasons_against
 from .memory import several_rows
 from .softmax import Columns
-from .units import chunk_units, decode_units
+from .work_items import chunk_items, decode_items
 
 __all__ = ["PageArrays", "paged_attention_tpu"]
 
@@ -208,20 +208,20 @@ def _attend(
     pick = lambda x: x.at[seq].get(mode="promise_in_bounds")  # noqa: E731
 
     several = several_rows(geometry, options.max_q_len)
-    words, count, listed = decode_units(
+    words, count, listed = decode_items(
         geometry, options, operands, batch, batch.q_lens == 1 if several else batch.q_lens > 0
     )
     output, lse, written = decode(geometry, options, arrays, words, count)
     arrays |= written  # the chunks' kernel reads the same memory
     has_output = real & (row == 0) & pick(listed)
     if several:
-        chunks = chunk_units(geometry, options, operands, batch, batch.q_lens > 1, seq, row)
+        chunks = chunk_items(geometry, options, operands, batch, batch.q_lens > 1, seq, row)
         packed = arrays["query"].at[chunks.source].get(mode="promise_in_bounds").transpose(1, 0, 2)
         many, many_lse = attend_chunks(geometry, options, arrays | {"query": packed}, chunks.words, chunks.listed)
         many = many.transpose(1, 0, 2).at[chunks.place].get(mode="promise_in_bounds")
         block = options.queries_per_block
         by_head = many_lse.reshape(-1, geometry.heads, block).swapaxes(1, 2)
-        many_lse = by_head.at[chunks.unit, chunks.row].get(mode="promise_in_bounds")
+        many_lse = by_head.at[chunks.item, chunks.row].get(mode="promise_in_bounds")
         output = jnp.where(heads_last(chunks.in_list, output), many, output)
         lse = jnp.where(heads_last(chunks.in_list, lse), many_lse, lse)
         has_output |= chunks.in_list
@@ -240,7 +240,7 @@ _attend.defjvp(refuse_gradient)
 def _arrays(
     geometry: Geometry, options: Options, operands: PagedOperands, rows: PageArrays | None
 ) -> dict[str, jax.Array]:
-    """What the kernels take besides the units."""
+    """What the kernels take besides the work items."""
     query = operands.query
     if geometry.query_dim > geometry.dim:
         query = jnp.pad(query, ((0, 0), (0, 0), (0, geometry.query_dim - geometry.dim)))

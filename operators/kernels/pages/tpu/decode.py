@@ -20,7 +20,7 @@ from .geometry import LANES, Geometry, Options, sublanes
 from .pages import Pages, walk
 from .run import call
 from .softmax import Columns, Sums, add, begin, divided, finish, in_lanes, live_keys, pieces, seen_keys, spread, weigh
-from .units import FIELDS, Unit
+from .work_items import FIELDS, WorkItem
 from .writes import Writer, write_scratch
 
 __all__ = ["decode", "windows"]
@@ -45,12 +45,12 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
 
     @pl.when(number < count)
     def _unit() -> None:
-        unit = Unit.read(refs["words"], number)
+        item = WorkItem.read(refs["words"], number)
         query = refs["query"][...].astype(geometry.compute_dtype)
         sums = begin(geometry.heads, geometry.summed_dim, column(columns.sinks))
 
         visit = _all_at_once if by_product(geometry) else _head_by_head
-        step = lambda *at: visit(geometry, options, pages, columns, refs, unit, query, *at)  # noqa: E731
+        step = lambda *at: visit(geometry, options, pages, columns, refs, item, query, *at)  # noqa: E731
         sums = walk(pages, refs["words"], number, count, step, sums)
         output, lse = finish(sums, column(columns.value_scale))
         refs["output"][...] = output.astype(refs["output"].dtype)
@@ -73,7 +73,7 @@ def _all_at_once(
     pages: Pages,
     columns: Columns,
     refs: dict[str, Any],
-    unit: Unit,
+    item: WorkItem,
     query: jax.Array,
     slot: Any,
     first: Any,
@@ -81,11 +81,11 @@ def _all_at_once(
     sums: Sums,
 ) -> Sums:
     kv_heads = geometry.kv_heads
-    place, there = live_keys(geometry, options, first, word, unit.keys, kv_heads)
+    place, there = live_keys(geometry, options, first, word, item.keys, kv_heads)
     raw = tile_product(query, pages.flat(False, slot), 1, 1)
     lane = lax.broadcasted_iota(jnp.int32, (1, raw.shape[1]), 1)
     head = lane - divided(lane, kv_heads) * kv_heads
-    head = jnp.where(seen_keys(options, there, place, unit.position), head, -1)
+    head = jnp.where(seen_keys(options, there, place, item.position), head, -1)
     own_head = head == divided(lax.broadcasted_iota(jnp.int32, raw.shape, 0), geometry.group)
     scale = None if columns.key_scale is None else spread(refs["columns"][columns.key_scale], raw.shape[1])
     p, peak, total, shrink = add(sums, jnp.where(own_head, weigh(options, raw, scale), -jnp.inf))
@@ -99,15 +99,15 @@ def _head_by_head(
     pages: Pages,
     columns: Columns,
     refs: dict[str, Any],
-    unit: Unit,
+    item: WorkItem,
     query: jax.Array,
     slot: Any,
     first: Any,
     word: Any,
     sums: Sums,
 ) -> Sums:
-    place, there = live_keys(geometry, options, first, word, unit.keys)
-    seen = seen_keys(options, there, place, unit.position)
+    place, there = live_keys(geometry, options, first, word, item.keys)
+    seen = seen_keys(options, there, place, item.position)
     by_token = {
         name: pages.scale_rows(name, slot, there)
         for name in ("key_scale", "value_scale")
@@ -149,7 +149,7 @@ def _by_head(geometry: Geometry, of_head: Any) -> jax.Array:
 def decode(
     geometry: Geometry, options: Options, arrays: dict[str, jax.Array], words: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """(output [tokens, heads, summed dim], lse [tokens, heads], the pages after); only the units' rows are written.
+    """(output [tokens, heads, summed dim], lse [tokens, heads], the pages after); only the work items' rows are written.
 
     arrays: table, flat; query; key_pages and others that are fetched; columns. If the kernel writes, key_row and others with
     the tokens' own numbers; else the pages after are {}.

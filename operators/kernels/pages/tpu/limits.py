@@ -9,15 +9,15 @@ import numpy as np
 
 from .....devices import LEAST_VMEM_BYTES
 from .geometry import LANES, Geometry, Options, sublanes
-from .memory import MOST_SCALAR_BYTES, ROOM, scalar_words, several_rows, vmem_parts
-from .units import row_alignment
+from .memory import MAX_SCALAR_BYTES, ROOM, scalar_words, several_rows, vmem_parts
+from .work_items import row_alignment
 
-__all__ = ["advice", "chosen_sizes", "most_vmem", "reasons_against"]
+__all__ = ["advice", "chosen_sizes", "max_vmem", "reasons_against"]
 
-MOST_PAGES = 32  # per block: each has a bit of a word
+MAX_PAGES = 32  # per block: each has a bit of a word
 # Per block of pages. Larger blocks spread the fixed cost of a step over more keys: on tpu7x a step takes 0.64 of the time of its
 # bytes at 2 MiB, 0.89 at 1 MiB.
-_BLOCK_BYTES, _LEAST_BLOCK_BYTES = 2 << 20, 1 << 20
+_BLOCK_BYTES, _MIN_BLOCK_BYTES = 2 << 20, 1 << 20
 _BLOCK_KEYS = 1024
 _ROWS = 512  # per kv head in a block of queries
 _DTYPES = ("bfloat16", "float32")
@@ -34,11 +34,11 @@ def reasons_against(geometry: Geometry, options: Options) -> list[tuple[str, str
     for name, dtype in (("keys", geometry.key_dtype), ("values", geometry.value_dtype)):
         if str(dtype) not in _PAGES:
             reasons.append(("dtype", f"{name} are {dtype}", f"allocate the cache in one of {', '.join(_PAGES)}"))
-    if options.pages_per_block > MOST_PAGES:
+    if options.pages_per_block > MAX_PAGES:
         message = (
-            f"pages_per_block={options.pages_per_block} is more than the {MOST_PAGES} that the kernels keep track of"
+            f"pages_per_block={options.pages_per_block} is more than the {MAX_PAGES} that the kernels keep track of"
         )
-        reasons.append(("pages_per_block", message, f"ask for at most {MOST_PAGES}, or larger pages"))
+        reasons.append(("pages_per_block", message, f"ask for at most {MAX_PAGES}, or larger pages"))
     align = row_alignment(geometry)
     if several_rows(geometry, options.max_q_len) and options.queries_per_block % align:
         message = f"queries_per_block={options.queries_per_block} isn't a multiple of {align}, the rows of a tile"
@@ -46,10 +46,10 @@ def reasons_against(geometry: Geometry, options: Options) -> list[tuple[str, str
     if options.buffers < 2:
         reasons.append(("buffers", "one buffer leaves none for fetching pages", "ask for 2 or more"))
     words = max(sum(parts.values()) for parts in scalar_words(geometry, options).values())
-    if 4 * words > MOST_SCALAR_BYTES:
+    if 4 * words > MAX_SCALAR_BYTES:
         message = (
             f"a page table of {geometry.sequences} sequences x {geometry.width} pages and the units of work are {4 * words} "
-            f"bytes, of {MOST_SCALAR_BYTES} in scalar memory"
+            f"bytes, of {MAX_SCALAR_BYTES} in scalar memory"
         )
         reasons.append(("page_table_smem", message, "use larger pages, or fewer sequences per step"))
     return reasons
@@ -98,7 +98,7 @@ def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
     return hints
 
 
-def most_vmem(geometry: Geometry, options: Options) -> int:
+def max_vmem(geometry: Geometry, options: Options) -> int:
     """Counted bytes of VMEM of a call's larger kernel, with some margin."""
     return math.ceil(ROOM * max(sum(parts.values()) for parts in vmem_parts(geometry, options, at_most=True).values()))
 
@@ -111,7 +111,7 @@ def chosen_sizes(geometry: Geometry, options: Options, room: int | None = None) 
     if room is None:
         room = options.vmem_limit_bytes or LEAST_VMEM_BYTES
     bytes_a_page = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in geometry.streams().values())
-    max_pages = min(max(1, _BLOCK_KEYS // geometry.page), geometry.width, MOST_PAGES)
+    max_pages = min(max(1, _BLOCK_KEYS // geometry.page), geometry.width, MAX_PAGES)
     pages = max(1, min(max_pages, _BLOCK_BYTES // bytes_a_page))
     align = row_alignment(geometry)
     queries = max(align, min(_ROWS // geometry.group, geometry.tokens) // align * align)
@@ -121,11 +121,11 @@ def chosen_sizes(geometry: Geometry, options: Options, room: int | None = None) 
         queries_per_block=options.queries_per_block or queries,
         buffers=options.buffers or 4,
     )
-    while most_vmem(geometry, sized) > room:
+    while max_vmem(geometry, sized) > room:
         parts = vmem_parts(geometry, sized, at_most=True)
         chunks = parts.get("attnops_paged_chunks", {})
         of_queries = sum(n for name, n in chunks.items() if "queries" in name)
-        if not options.pages_per_block and sized.pages_per_block * bytes_a_page > max(_LEAST_BLOCK_BYTES, bytes_a_page):
+        if not options.pages_per_block and sized.pages_per_block * bytes_a_page > max(_MIN_BLOCK_BYTES, bytes_a_page):
             sized = replace(sized, pages_per_block=sized.pages_per_block // 2)
         elif (
             not options.queries_per_block and sized.queries_per_block > align and 2 * of_queries > sum(chunks.values())

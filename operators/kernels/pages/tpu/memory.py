@@ -13,13 +13,13 @@ from .decode import by_product
 from .geometry import LANES, Geometry, Options, sublanes
 from .pages import page_scratch
 from .softmax import Columns, pieces
-from .units import FIELDS, most_chunk_units
+from .work_items import FIELDS, max_chunk_items
 from .writes import row_block, write_scratch
 
-__all__ = ["MOST_SCALAR_BYTES", "ROOM", "scalar_words", "several_rows", "vmem_parts", "vmem_room"]
+__all__ = ["MAX_SCALAR_BYTES", "ROOM", "scalar_words", "several_rows", "vmem_parts", "vmem_room"]
 
 # The compiler's own share of scalar memory was measured as less than 16 KiB.
-MOST_SCALAR_BYTES = SCALAR_BYTES - (16 << 10)
+MAX_SCALAR_BYTES = SCALAR_BYTES - (16 << 10)
 # In everything compiled so far, the compiler took at most this many times what is counted here.
 ROOM = 1.1
 # The paths through a block of queries and pages, with and without a mask, of which each has its logits. They share most of the
@@ -45,8 +45,8 @@ def scalar_words(geometry: Geometry, options: Options) -> dict[str, dict[str, in
     table = {"page table": geometry.sequences * geometry.width}
     words = {"attnops_paged_decode": table | {"units": geometry.sequences * FIELDS}}
     if several_rows(geometry, options.max_q_len):
-        units, _ = most_chunk_units(geometry, options.queries_per_block)
-        words["attnops_paged_chunks"] = table | {"units": units * FIELDS}
+        items, _ = max_chunk_items(geometry, options.queries_per_block)
+        words["attnops_paged_chunks"] = table | {"units": items * FIELDS}
     return words
 
 

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .geometry import Geometry, Options
-from .units import FIELDS, FIRST_PAGE, Unit
+from .work_items import FIELDS, FIRST_PAGE, WorkItem
 from .writes import Writer
 
 __all__ = ["Pages", "page_scratch", "walk", "whole_word"]
@@ -28,7 +28,7 @@ def page_scratch(geometry: Geometry, options: Options) -> dict[str, Any]:
     return scratch | {
         "arrived": pltpu.SemaphoreType.DMA((options.buffers, len(geometry.streams()))),
         "here": pltpu.SMEM((1,), jnp.int32),  # the slot visited next
-        "front": pltpu.SMEM((3,), jnp.int32),  # the block to fetch next: unit, first page, slot
+        "front": pltpu.SMEM((3,), jnp.int32),  # the block to fetch next: work item, first page, slot
     }
 
 
@@ -39,34 +39,34 @@ class Pages:
     def __init__(
         self, geometry: Geometry, options: Options, refs: dict[str, Any], writer: Writer | None = None
     ) -> None:
-        """`writer`: writes each unit's own row when its page has arrived."""
+        """`writer`: writes each work item's own row when its page has arrived."""
         self.geometry, self.options, self.refs, self.writer = geometry, options, refs, writer
         self.block = options.pages_per_block
         self.names = tuple(geometry.streams())
         self.last = self.names[0 if geometry.joined else 1]  # the stream that values come from
 
     def begin(self, words: Any, count: Any) -> None:
-        """Before the first unit: fill all slots of the ring but one."""
+        """Before the first work item: fill all slots of the ring but one."""
         front = self.refs["front"]
         front[0], front[1], front[2] = np.int32(0), words[FIRST_PAGE], np.int32(0)
         lax.fori_loop(0, self.options.buffers - 1, lambda i, _: self.ahead(words, count), None)
 
     def ahead(self, words: Any, count: Any) -> None:
-        """Start fetching the next block that isn't being fetched yet, whichever unit it belongs to."""
+        """Start fetching the next block that isn't being fetched yet, whichever work item it belongs to."""
         front, block = self.refs["front"], np.int32(self.block)
 
         @pl.when(front[0] < count)
         def _more() -> None:
-            unit, first, slot = Unit.read(words, front[0]), front[1], front[2]
-            self._start(slot, unit, first)
-            done = first + block >= unit.end
+            item, first, slot = WorkItem.read(words, front[0]), front[1], front[2]
+            self._start(slot, item, first)
+            done = first + block >= item.end
             after = jnp.minimum(front[0] + 1, count - 1)
             front[0] = front[0] + done.astype(jnp.int32)
             front[1] = jnp.where(done, words[after * FIELDS + FIRST_PAGE], first + block)
             front[2] = jnp.where(slot + 1 == self.options.buffers, 0, slot + 1)
 
-    def _start(self, slot: Any, unit: Unit, first: Any) -> None:
-        whole = self._whole(unit, first)
+    def _start(self, slot: Any, item: WorkItem, first: Any) -> None:
+        whole = self._whole(item, first)
 
         def fetch(i: Any, page: Any) -> None:
             for stream in range(len(self.names)):
@@ -74,25 +74,25 @@ class Pages:
 
         @pl.when(whole)
         def _all() -> None:
-            place = unit.seq * self.geometry.width + first
+            place = item.seq * self.geometry.width + first
             for i in range(self.block):
                 fetch(i, self.refs["table"][place + i])
 
         @pl.when(jnp.logical_not(whole))
         def _some() -> None:
             def fetch_page(i: Any, _: None) -> None:
-                valid, page = self._page(unit, first + i)
+                valid, page = self._page(item, first + i)
                 pl.when(valid)(lambda: fetch(i, page))
 
             lax.fori_loop(np.int32(0), np.int32(self.block), fetch_page, None)
 
-    def wait(self, slot: Any, unit: Unit, first: Any) -> Any:
+    def wait(self, slot: Any, item: WorkItem, first: Any) -> Any:
         """Wait until a block has arrived; returns a word with a bit for each page that was fetched.
 
         Values of other pages, and those past the sequence's end, are set to 0: a freed page may have held NaN, and 0 times NaN is
         NaN.
         """
-        whole, page = self._whole(unit, first), self.geometry.page
+        whole, page = self._whole(item, first), self.geometry.page
 
         @pl.when(whole)
         def _all() -> None:  # the copies of a semaphore are counted together
@@ -101,7 +101,7 @@ class Pages:
                 pltpu.make_async_copy(buffer, buffer, self.refs["arrived"].at[slot, stream]).wait()
 
         def wait_page(i: Any, word: Any) -> Any:
-            valid, page = self._page(unit, first + i)
+            valid, page = self._page(item, first + i)
 
             @pl.when(valid)
             def _arrive() -> None:
@@ -119,9 +119,9 @@ class Pages:
         some = jnp.where(whole, np.int32(0), np.int32(self.block))
         word = lax.fori_loop(np.int32(0), some, wait_page, np.int32(0))
         if self.writer is not None:  # before values past the end are cleared: a tile is written as it was fetched
-            self._write(self.writer, slot, unit, first)
-        tail = lax.rem(unit.keys, np.int32(page))
-        last = lax.div(unit.keys, np.int32(page)) - first
+            self._write(self.writer, slot, item, first)
+        tail = lax.rem(item.keys, np.int32(page))
+        last = lax.div(item.keys, np.int32(page)) - first
 
         @pl.when((tail != 0) & (last >= 0) & (last < self.block))
         def _clear() -> None:
@@ -134,23 +134,23 @@ class Pages:
 
         return jnp.where(whole, whole_word(self.block), word)
 
-    def _write(self, writer: Writer, slot: Any, unit: Unit, first: Any) -> None:
-        at = lax.div(unit.position, np.int32(self.geometry.page))
-        valid, page = self._page(unit, at)
+    def _write(self, writer: Writer, slot: Any, item: WorkItem, first: Any) -> None:
+        at = lax.div(item.position, np.int32(self.geometry.page))
+        valid, page = self._page(item, at)
 
         @pl.when(valid & (at >= first) & (at < first + np.int32(self.block)))
         def _own() -> None:
-            writer.row(slot, at - first, unit, page)
+            writer.row(slot, at - first, item, page)
 
-    def _whole(self, unit: Unit, first: Any) -> Any:
+    def _whole(self, item: WorkItem, first: Any) -> Any:
         """Whether every page of the block is fetched."""
-        return (unit.sound != 0) & (first + np.int32(self.block) <= unit.end)
+        return (item.sound != 0) & (first + np.int32(self.block) <= item.end)
 
-    def _page(self, unit: Unit, at: Any) -> tuple[Any, Any]:
+    def _page(self, item: WorkItem, at: Any) -> tuple[Any, Any]:
         """(whether it is fetched, its id)."""
         width = self.geometry.width
-        page = self.refs["table"][unit.seq * width + jnp.minimum(at, width - 1)]
-        return (at < unit.end) & (page >= 0) & (page < self.geometry.pages), page
+        page = self.refs["table"][item.seq * width + jnp.minimum(at, width - 1)]
+        return (at < item.end) & (page >= 0) & (page < self.geometry.pages), page
 
     def key(self, slot: Any, head: Any) -> jax.Array:
         """Keys of a kv head, [keys of the block, dim]."""
@@ -223,11 +223,11 @@ def whole_word(pages: int) -> np.int32:
 
 
 def walk(pages: Pages, words: Any, number: Any, count: Any, visit: Any, carry: Any) -> Any:
-    """Call visit(slot, first page, live word, carry) for each block of pages of a unit.
+    """Call visit(slot, first page, word of fetched pages, carry) for each block of pages of a work item.
 
-    While a block is visited the next ones are being fetched, of this unit or of those that follow.
+    While a block is visited the next ones are being fetched, of this work item or of those that follow.
     """
-    unit, here = Unit.read(words, number), pages.refs["here"]
+    item, here = WorkItem.read(words, number), pages.refs["here"]
     size, ring = np.int32(pages.block), pages.options.buffers
 
     @pl.when(number == 0)
@@ -235,13 +235,13 @@ def walk(pages: Pages, words: Any, number: Any, count: Any, visit: Any, carry: A
         here[0] = np.int32(0)
         pages.begin(words, count)
 
-    trips = lax.div(unit.end - unit.first + (size - 1), size)
+    trips = lax.div(item.end - item.first + (size - 1), size)
     begun = here[0]
 
     def step(block: Any, carry: Any) -> Any:
-        slot, first = lax.rem(begun + block, np.int32(ring)), unit.first + block * size
+        slot, first = lax.rem(begun + block, np.int32(ring)), item.first + block * size
         pages.ahead(words, count)  # into the slot visited last
-        return visit(slot, first, pages.wait(slot, unit, first), carry)
+        return visit(slot, first, pages.wait(slot, item, first), carry)
 
     carry = lax.fori_loop(np.int32(0), trips, step, carry)
     here[0] = lax.rem(begun + trips, np.int32(ring))

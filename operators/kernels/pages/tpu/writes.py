@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .geometry import LANES, Geometry, sublanes
-from .units import Unit
+from .work_items import WorkItem
 
 __all__ = ["Writer", "row_block", "write_scratch"]
 
@@ -43,7 +43,7 @@ def row_block(geometry: Geometry, name: str) -> tuple[int, int]:
 
 
 def write_scratch(geometry: Geometry) -> dict[str, Any]:
-    """Two copies of what is being written, by even and by odd units."""
+    """Two copies of what is being written, by even and by odd work items."""
     streams = geometry.streams()
     scratch: dict[str, Any] = {
         f"{name}_written": pltpu.VMEM((2, *written_shape(geometry, name)), dtype)
@@ -56,7 +56,7 @@ def write_scratch(geometry: Geometry) -> dict[str, Any]:
 
 
 class Writer:
-    """Writes the row of one unit at a time."""
+    """Writes the row of one work item at a time."""
 
     def __init__(self, geometry: Geometry, refs: dict[str, Any], number: Any) -> None:
         self.geometry, self.refs, self.number = geometry, refs, number
@@ -66,10 +66,10 @@ class Writer:
         def _none_yet() -> None:
             refs["left"][0, 0] = refs["left"][1, 0] = np.int32(0)
 
-    def row(self, slot: Any, place: Any, unit: Unit, page: Any) -> None:
-        """Put a unit's own row into page `place` of the block in `slot`, and start writing it to page id `page`."""
+    def row(self, slot: Any, place: Any, item: WorkItem, page: Any) -> None:
+        """Put a work item's own row into page `place` of the block in `slot`, and start writing it to page id `page`."""
         self._wait(self.half)
-        at = lax.rem(unit.position, np.int32(self.geometry.page))
+        at = lax.rem(item.position, np.int32(self.geometry.page))
         left = self.refs["left"]
         left[self.half, 0], left[self.half, 1], left[self.half, 2] = np.int32(1), page, at
         for name in self.geometry.streams():
@@ -78,7 +78,7 @@ class Writer:
             copy.start()
 
     def finish(self) -> None:
-        """After the last unit: wait for everything that is being written."""
+        """After the last work item: wait for everything that is being written."""
         self._wait(np.int32(0))
         self._wait(np.int32(1))
 

@@ -18,11 +18,11 @@ from jax import lax
 from ...kernels.local_mask import LocalMask
 from ...kernels.tiles import is_arithmetic
 
-__all__ = ["Visits", "visits"]
+__all__ = ["TileSchedule", "tile_schedule"]
 
 
 @dataclass(frozen=True)
-class Visits:
+class TileSchedule:
     """table: int32 [batch | 1, tables | 1, blocks of the slow axis, ...], one for each group of heads with its own table.
 
     neighbours: a row is (first, first full, after the last full, after the last). Otherwise it is (number of partial tiles,
@@ -95,7 +95,7 @@ class _Run(NamedTuple):
         return lax.fori_loop(self.first + start, self.first + end, turn, carry)
 
 
-def visits(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int = 1) -> Visits:
+def tile_schedule(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int = 1) -> TileSchedule:
     """The tiles of each query block (slow 'q') or of each kv block ('kv'), for each of `tables` groups of heads.
 
     A last kv block that is padded counts as partial.
@@ -108,16 +108,16 @@ def visits(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int 
     if slow == "kv":
         kinds = kinds.swapaxes(2, 3)
     if not isinstance(kinds, np.ndarray):
-        return Visits(_listed(kinds, jnp), False, True, True)
+        return TileSchedule(_listed(kinds, jnp), False, True, True)
     partial, full = int((kinds == 1).sum()), int((kinds == 2).sum())
     if 2 * full <= partial and is_arithmetic(mask.mask):  # then a single loop, half of the program
         kinds = np.minimum(kinds, 1)
     some = bool((kinds == 1).any()), bool((kinds == 2).any())
     ends = _ends(kinds)
     if ends is not None:
-        return Visits(ends, True, *some)
+        return TileSchedule(ends, True, *some)
     table = _listed(kinds, np)
-    return Visits(table[..., : 2 + int(table[..., 1].max())], False, *some)
+    return TileSchedule(table[..., : 2 + int(table[..., 1].max())], False, *some)
 
 
 def _ends(kinds: np.ndarray) -> np.ndarray | None:
