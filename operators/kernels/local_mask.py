@@ -64,7 +64,7 @@ class LocalMask:
         kinds = self._kinds_by_head(block_q, block_kv)
         if kinds.shape[1] == 1:
             return kinds
-        return _joined(kinds.reshape(kinds.shape[0], tables, -1, *kinds.shape[2:]))
+        return _merge_heads(kinds.reshape(kinds.shape[0], tables, -1, *kinds.shape[2:]))
 
     def _kinds_by_head(self, block_q: int, block_kv: int) -> np.ndarray | jax.Array:
         xp: Any = jnp if self._symbolic else np
@@ -94,7 +94,7 @@ class LocalMask:
         some, every = (self.mask if known is None else And(dynamic)).block_bounds(blocks)
         kinds = jnp.where(every & some, 2, jnp.where(some, 1, 0)).astype(jnp.int8)
         if kinds.shape[1] > 1 and not self.heads_differ:  # an array with a plane for each head
-            kinds = jnp.asarray(_joined(kinds[:, None]))
+            kinds = jnp.asarray(_merge_heads(kinds[:, None]))
         kinds = jnp.broadcast_to(kinds, (*kinds.shape[:2], *blocks.shape))
         return kinds if known is None else jnp.minimum(kinds, known)
 
@@ -142,7 +142,7 @@ def _ends(size: int, block: int, axis: int) -> tuple[Any, Any]:
     return first, xp.minimum(first + block, length(size)) - 1
 
 
-def _joined(kinds: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+def _merge_heads(kinds: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
     """Kinds [batch, tables, heads, q, kv] merged over heads: empty and full where all of them are."""
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
     return xp.where(kinds.min(2) == 2, 2, xp.minimum(kinds.max(2), 1)).astype(np.int8)

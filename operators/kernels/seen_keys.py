@@ -51,7 +51,7 @@ def seen_keys(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None
     """
     if not mask.hides_keys or isinstance(mask.mask, Full):
         return None
-    of_keys, others = (Full(), mask.mask.conjuncts()) if mask.mask.is_static else _apart(mask.mask)
+    of_keys, others = (Full(), mask.mask.conjuncts()) if mask.mask.is_static else _split_by_keys(mask.mask)
     visible = _of_others(mask, others, kv_heads)
     if visible is NotImplemented:
         return _of_pairs(mask, kv_heads, tensors)
@@ -73,7 +73,7 @@ def zero_where_hidden(x: jax.Array, seen: Seen, layout: str) -> jax.Array:
     return where(jnp.broadcast_to(keys, x.shape), x, 0)
 
 
-def _apart(mask: Mask) -> tuple[Mask, tuple[Mask, ...]]:
+def _split_by_keys(mask: Mask) -> tuple[Mask, tuple[Mask, ...]]:
     """(the And of the conjuncts that are the same for all queries, the others)."""
     alike: list[Mask] = []
     others: list[Mask] = []

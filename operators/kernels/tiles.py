@@ -75,7 +75,7 @@ def tile_table(
     """
     kinds = mask.kinds_of_heads(block_q, block_kv, tables)
     if not isinstance(kinds, np.ndarray):
-        return _known_at_run_time(kinds, mask.kv_len % block_kv != 0, separate_full)
+        return _table_at_run_time(kinds, mask.kv_len % block_kv != 0, separate_full)
     if mask.kv_len % block_kv:
         kinds = kinds.copy()
         kinds[..., -1] = np.minimum(kinds[..., -1], 1)
@@ -93,7 +93,7 @@ def tile_table(
     return TileTable(table[..., :max_tiles], some_partial, some_full, False)
 
 
-def _known_at_run_time(kinds: jax.Array, padded: bool, separate_full: bool) -> TileTable:
+def _table_at_run_time(kinds: jax.Array, padded: bool, separate_full: bool) -> TileTable:
     """The same for traced kinds."""
     if not separate_full:
         kinds = jnp.minimum(kinds, 1)

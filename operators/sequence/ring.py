@@ -116,7 +116,10 @@ def _forward(
         for pair in pairs:
             before = _chunk(output, pair.query, ring, rows), _chunk(lse, pair.query, ring, 2)
             both, both_lse = combine_by_lse([before, attend(pair, keys, distance)], layout)
-            output, lse = _put(output, both, pair.query, ring, rows), _put(lse, both_lse, pair.query, ring, 2)
+            output, lse = (
+                _put_chunk(output, both, pair.query, ring, rows),
+                _put_chunk(lse, both_lse, pair.query, ring, 2),
+            )
         return output, lse
 
     def step_pairs(keys: _Keys, partial: Any, distance: Any, by: int) -> Any:
@@ -127,7 +130,7 @@ def _forward(
     begun = [attend(pair, keys, 0) for pair in first[: ring.pieces]]
     output, lse = (jnp.concatenate(x, axis) for x, axis in zip(zip(*begun, strict=True), (rows, 2), strict=True))
     partial = add_pairs((output, lse), first[ring.pieces :], keys, 0)
-    output, lse = _along(ring, ring.steps, step_pairs, keys, partial)
+    output, lse = _fold_steps(ring, ring.steps, step_pairs, keys, partial)
     return output.astype(operands.query.dtype), lse
 
 
@@ -147,14 +150,14 @@ def _backward(
             of_rows = ((output, rows), (lse, 2), (d_output, rows), (d_lse, 2))
             results = Results(*(_chunk(x, pair.query, ring, axis) for x, axis in of_rows))
             share = differentiate_partial(ring_kernel.kernel, static_args, part, here, results)
-            d_query = _added(d_query, share.query, pair.query, ring, rows)
-            d_key = _added(d_key, share.key, pair.keys, ring, rows)
-            d_value = _added(d_value, share.value, pair.keys, ring, rows)
+            d_query = _add_chunk(d_query, share.query, pair.query, ring, rows)
+            d_key = _add_chunk(d_key, share.key, pair.keys, ring, rows)
+            d_value = _add_chunk(d_value, share.value, pair.keys, ring, rows)
         return d_query, d_key, d_value
 
     def step_pairs(keys: _Keys, gradients: Any, distance: Any, by: int) -> Any:
         d_query, d_key, d_value = gradients
-        d_key, d_value = _moved((d_key, d_value), ring, by)
+        d_key, d_value = _permuted((d_key, d_value), ring, by)
         return add_pairs((d_query, d_key, d_value), _pairs(ring, distance), keys, distance)
 
     # The keys wait for the gradient, and travel the other way: otherwise XLA reuses the forward pass's steps,
@@ -163,12 +166,12 @@ def _backward(
     wide = [jnp.zeros(x.shape, wider(x.dtype, jnp.float32)) for x in (operands.query, key, value)]
     gradients = add_pairs(wide, _first_pairs(ring), (key, value), 0)
     steps = (0, *reversed(ring.steps[1:]))
-    d_query, d_key, d_value = _along(ring, steps, step_pairs, (key, value), gradients)
-    d_key, d_value = _moved((d_key.astype(key.dtype), d_value.astype(value.dtype)), ring, -steps[-1])  # back home
+    d_query, d_key, d_value = _fold_steps(ring, steps, step_pairs, (key, value), gradients)
+    d_key, d_value = _permuted((d_key.astype(key.dtype), d_value.astype(value.dtype)), ring, -steps[-1])  # back home
     return Operands(d_query.astype(operands.query.dtype), d_key, d_value, None, None)
 
 
-def _along(ring: Ring, steps: tuple[int, ...], step_pairs: Any, keys: _Keys, carry_value: Any) -> Any:
+def _fold_steps(ring: Ring, steps: tuple[int, ...], step_pairs: Any, keys: _Keys, state: Any) -> Any:
     """Fold over the steps after the first: work(keys, found, distance, how far they moved to get here).
 
     In a loop the next step's keys are sent before the work on the current ones, and don't wait for it.
@@ -176,19 +179,19 @@ def _along(ring: Ring, steps: tuple[int, ...], step_pairs: Any, keys: _Keys, car
     moves = [after - before for before, after in itertools.pairwise(steps)]
     alike = loop_from(steps) if ring.scan else None
     for distance, by in zip(steps[1:] if alike is None else steps[1 : alike + 1], moves, strict=False):
-        keys = _moved(keys, ring, by)
-        carry_value = step_pairs(keys, carry_value, distance, by)
+        keys = _permuted(keys, ring, by)
+        state = step_pairs(keys, state, distance, by)
     if alike is None:
-        return carry_value
+        return state
 
     def step(carry: Any, distance: Any) -> Any:
-        keys, carry_value = carry
-        return (_moved(keys, ring, by), step_pairs(keys, carry_value, distance, by)), None
+        keys, state = carry
+        return (_permuted(keys, ring, by), step_pairs(keys, state, distance, by)), None
 
     by = moves[-1]
-    carry = _moved(keys, ring, by), carry_value
-    (keys, carry_value), _ = lax.scan(step, carry, jnp.asarray(steps[alike + 1 : -1], jnp.int32))
-    return step_pairs(keys, carry_value, steps[-1], by)
+    carry = _permuted(keys, ring, by), state
+    (keys, state), _ = lax.scan(step, carry, jnp.asarray(steps[alike + 1 : -1], jnp.int32))
+    return step_pairs(keys, state, steps[-1], by)
 
 
 def _of_pair(ring_kernel: _RingKernel, operands: Operands, pair: _Pair, keys: _Keys) -> Operands:
@@ -233,12 +236,12 @@ def _chunk(x: jax.Array, chunk: Any, ring: Ring, axis: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, chunk * half, half, axis)
 
 
-def _put(x: jax.Array, part: jax.Array, chunk: Any, ring: Ring, axis: int) -> jax.Array:
+def _put_chunk(x: jax.Array, part: jax.Array, chunk: Any, ring: Ring, axis: int) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(x, part, chunk * part.shape[axis], axis) if ring.zigzag else part
 
 
-def _added(x: jax.Array, part: jax.Array, chunk: Any, ring: Ring, axis: int) -> jax.Array:
-    return _put(x, _chunk(x, chunk, ring, axis) + part.astype(x.dtype), chunk, ring, axis)
+def _add_chunk(x: jax.Array, part: jax.Array, chunk: Any, ring: Ring, axis: int) -> jax.Array:
+    return _put_chunk(x, _chunk(x, chunk, ring, axis) + part.astype(x.dtype), chunk, ring, axis)
 
 
 def _cut(x: jax.Array, dims: tuple[str, ...], start: jax.Array, length: int, chunk: Any, ring: Ring) -> jax.Array:
@@ -251,7 +254,7 @@ def _cut(x: jax.Array, dims: tuple[str, ...], start: jax.Array, length: int, chu
     return x
 
 
-def _moved(tree: Any, ring: Ring, by: int) -> Any:
+def _permuted(tree: Any, ring: Ring, by: int) -> Any:
     """Every array, received from the device `by` shards before this one."""
     by %= ring.size
     if by == 0:

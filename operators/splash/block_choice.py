@@ -49,7 +49,7 @@ def resolve_attnops(problem: AttentionProblem, placement: Placement, config: Spl
     vmem, scalars = vmem_of(problem.device_kind), ScalarMemory(problem, placement)
     needs: list[tuple[int, SplashConfig]] = []
     errors: list[ConfigError] = []
-    for candidate in _ways(problem, placement, config):
+    for candidate in _candidates(problem, placement, config):
         try:
             if isinstance(candidate, ConfigError):
                 raise candidate
@@ -70,7 +70,7 @@ def resolve_attnops(problem: AttentionProblem, placement: Placement, config: Spl
     return resolved.with_fields({"vmem_limit_bytes": min(vmem.most, math.ceil(need / _MIB) * _MIB)})
 
 
-def _ways(
+def _candidates(
     problem: AttentionProblem, placement: Placement, config: SplashConfig
 ) -> Iterator[SplashConfig | ConfigError]:
     """Configs in the order in which they are tried, and why some sizes give none: the cheapest first, the large ones last."""
@@ -82,7 +82,7 @@ def _ways(
         forward = _WIDE if has_full_tiles(problem, placement) else begin
     for sizes in (first, *((size,) for size in (*_SIZES[::-1], *_LARGE) if size > begin)):
         candidates = []
-        for max_size, fused in itertools.product(sizes, _backward_ways(config)):
+        for max_size, fused in itertools.product(sizes, _fused_options(config)):
             if sizes is first:
                 largest = _MaxBlocks(max_size, min(max_size, forward), min(max_size, _SIZES[0]), True)
             else:
@@ -101,7 +101,7 @@ def _max_block(problem: AttentionProblem) -> int:
     return max(LANES, *(fitted_block(problem.mask, axis, _SIZES[0], _SIZES[0] + 1, LANES) for axis in ("q", "kv")))
 
 
-def _backward_ways(config: SplashConfig) -> tuple[bool, ...]:
+def _fused_options(config: SplashConfig) -> tuple[bool, ...]:
     """Whether the backward pass is fused: as declared, else fused if it fits."""
     if config.is_set("use_fused_bwd_kernel"):
         return (bool(config.use_fused_bwd_kernel),)
@@ -170,7 +170,7 @@ def _with_blocks(
     assert isinstance(resolved, SplashConfig)
     if not fused or config.is_set("block_kv_dkv_sums"):
         return resolved
-    return _with_sums(problem, placement, resolved, may_halve=not config.is_set("block_kv_dkv"))
+    return _with_key_sums(problem, placement, resolved, may_halve=not config.is_set("block_kv_dkv"))
 
 
 def _block_of_keys(
@@ -230,7 +230,9 @@ def _compute_block_for_mask(
     return min(agreeing, key=cost) if len(agreeing) > 1 else (agreeing or compute_blocks)[0]
 
 
-def _with_sums(problem: AttentionProblem, placement: Placement, config: SplashConfig, may_halve: bool) -> SplashConfig:
+def _with_key_sums(
+    problem: AttentionProblem, placement: Placement, config: SplashConfig, may_halve: bool
+) -> SplashConfig:
     """As few parts of the keys as fit with their sums in the fused backward pass, with half the keys in a block if no number
     fits otherwise; all keys if none fits then. Half a block still takes fewer static cycles than two kernels.
     """

@@ -93,7 +93,7 @@ class SplashConfig(OperationConfig):
 
     @field_validator(*_BLOCKS, mode="before")
     @classmethod
-    def _multiple(cls, value: object, info: ValidationInfo) -> object:
+    def _check_multiple(cls, value: object, info: ValidationInfo) -> object:
         if value is None:
             return None
         # The other kernels' forward passes have queries in sublanes; their backward passes, and all of attnops', in lanes.
@@ -109,7 +109,7 @@ class SplashConfig(OperationConfig):
         return value
 
     @model_validator(mode="after")
-    def _together(self) -> Self:
+    def _check_inner_blocks(self) -> Self:
         for inner, outer in INSIDE:
             size, block = getattr(self, inner), getattr(self, outer)
             has_sizes = any(outer in pass_fields.blocks for pass_fields in SIZED)  # others' None isn't 128

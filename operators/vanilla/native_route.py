@@ -75,7 +75,7 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
     rows = local.q_heads * local.q_len
     # If keys stay split, a part takes the same route as the whole: whole logits would copy it.
     seen = problem.kv_len if placement.sequence.strategy == "split_kv" else local.kv_len
-    # The decode route cuts the keys into a known number of pieces.
+    # The decode route cuts the keys into a known number of chunks.
     max_rows = _DECODE_ROWS if problem.platform == "cpu" else _ACCELERATOR_ROWS
     few = not is_symbolic(seen) and surely(lambda: rows <= max_rows and seen >= _DECODE_KEYS)
     if declared == "decode_rows" or (declared is None and _in_place(problem, local, seen, few)):

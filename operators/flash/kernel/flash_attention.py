@@ -78,8 +78,8 @@ class PartialFlash:
         delta = (delta.swapaxes(1, 2) if self.layout == "bthd" else delta) - d_lse
         # A row without keys has no weights: 2 ** (x - inf) is 0.
         shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
-        work = _Backward(self, static_args, operands, dynamic, d_output.astype(dtype), shift, delta)
-        d_key, d_value = work.of_keys()
+        backward = _Backward(self, static_args, operands, dynamic, d_output.astype(dtype), shift, delta)
+        d_key, d_value = backward.of_keys()
         (d_key, d_key_scale), (d_value, d_value_scale) = (
             self._of_quantised(x, scale, gradient)
             for x, scale, gradient in (
@@ -94,7 +94,7 @@ class PartialFlash:
             )
         if operands.bias is not None:
             d_bias = self._of_bias(static_args, operands, dynamic, results)
-        return Operands(work.of_query(), d_key, d_value, d_bias, d_sinks, d_key_scale, d_value_scale)
+        return Operands(backward.of_query(), d_key, d_value, d_bias, d_sinks, d_key_scale, d_value_scale)
 
     def _of_quantised(self, x: jax.Array, scale: jax.Array | None, gradient: jax.Array) -> tuple[Any, Any]:
         if self.layout == "bhtd":

@@ -173,15 +173,17 @@ def _forward(
     part: PartialSplash, logits: Logits, operands: Operands, dynamic: DynamicArgs
 ) -> tuple[jax.Array, jax.Array]:
     blocks = part.blocks
-    work = _KernelPass(part, logits, operands, dynamic, blocks.forward, "q")
+    kernel_pass = _KernelPass(part, logits, operands, dynamic, blocks.forward, "q")
     if operands.sinks is not None:
-        work.grid.scalars["sinks"] = operands.sinks
+        kernel_pass.grid.scalars["sinks"] = operands.sinks
     normalised, tokens_first = blocks.fuse_reciprocal, part.tokens_first
-    forward_outputs(work.grid, work.q_padded, work.value_dim, operands.query.dtype, normalised, tokens_first)
-    forward_scratch(work.grid, work.value_dim, blocks.transposed_tiles)
+    forward_outputs(
+        kernel_pass.grid, kernel_pass.q_padded, kernel_pass.value_dim, operands.query.dtype, normalised, tokens_first
+    )
+    forward_scratch(kernel_pass.grid, kernel_pass.value_dim, blocks.transposed_tiles)
     kernel = functools.partial(
         forward_kernel,
-        grid=work.grid,
+        grid=kernel_pass.grid,
         logits=logits,
         compute=blocks.forward.subtile,
         compute_in=blocks.block_kv_compute_in,
@@ -192,10 +194,10 @@ def _forward(
         sum_by_product=blocks.sum_by_product,
         tokens_first=tokens_first,
     )
-    outputs = work.run("attnops_splash_forward", kernel, 3, work.dim + work.value_dim)
+    outputs = kernel_pass.run("attnops_splash_forward", kernel, 3, kernel_pass.dim + kernel_pass.value_dim)
     output = outputs["output"]
     if tokens_first:
-        output = output.reshape(*output.shape[:2], work.grid.heads.q_heads, work.value_dim).swapaxes(1, 2)
+        output = output.reshape(*output.shape[:2], kernel_pass.grid.heads.q_heads, kernel_pass.value_dim).swapaxes(1, 2)
     if not normalised:
         output = (output / outputs["divisor"].swapaxes(-1, -2)).astype(operands.query.dtype)
     rows = slice(logits.static_args.q_len)
@@ -222,20 +224,22 @@ def _backward(
         block_kv, kv_len = sizes.block_kv, logits.static_args.kv_len
         first, end = (keys.start or 0) // block_kv, -(-min(keys.stop or kv_len, kv_len) // block_kv)
         goes_on = keys.stop is not None and keys.stop < kv_len
-        work = _KernelPass(part, logits, operands, dynamic, sizes, "q" if of_query else "kv", slice(first, end))
-        grid = work.grid
-        work.queries("d_output", d_output.astype(operands.query.dtype), "head_dim_minor")
-        work.rows("lse", shift, np.inf)
-        work.rows("delta", delta, 0.0)
+        kernel_pass = _KernelPass(part, logits, operands, dynamic, sizes, "q" if of_query else "kv", slice(first, end))
+        grid = kernel_pass.grid
+        kernel_pass.queries("d_output", d_output.astype(operands.query.dtype), "head_dim_minor")
+        kernel_pass.rows("lse", shift, np.inf)
+        kernel_pass.rows("delta", delta, 0.0)
         if of_query:
             dtype = jnp.float32 if goes_on else operands.query.dtype
             query_before = None if before is None else before["d_query"]
-            add_query_gradient(grid, work.q_padded, work.dim, dtype, blocks.stationary_weights, query_before)
-        dims, of_sums = (work.dim, work.value_dim), (operands.key.dtype, blocks.stationary_weights)
+            add_query_gradient(
+                grid, kernel_pass.q_padded, kernel_pass.dim, dtype, blocks.stationary_weights, query_before
+            )
+        dims, of_sums = (kernel_pass.dim, kernel_pass.value_dim), (operands.key.dtype, blocks.stationary_weights)
         if of_query and of_keys:
-            add_key_sums(grid, range(first * block_kv, end * block_kv), dims, *of_sums, work.kv_padded, before)
+            add_key_sums(grid, range(first * block_kv, end * block_kv), dims, *of_sums, kernel_pass.kv_padded, before)
         elif of_keys:
-            add_key_gradients(grid, work.kv_padded, *dims, *of_sums)
+            add_key_gradients(grid, kernel_pass.kv_padded, *dims, *of_sums)
         kernel = functools.partial(
             backward_kernel,
             grid=grid,
@@ -247,8 +251,13 @@ def _backward(
             first_block=first,
             query_scale=1.0 if goes_on else logits.scale,
         )
-        depth = work.dim + work.value_dim + of_query * work.dim + of_keys * (work.dim + work.value_dim)
-        return work.run(f"attnops_splash_{name}", kernel, 3 if not of_keys else 2, depth)
+        depth = (
+            kernel_pass.dim
+            + kernel_pass.value_dim
+            + of_query * kernel_pass.dim
+            + of_keys * (kernel_pass.dim + kernel_pass.value_dim)
+        )
+        return kernel_pass.run(f"attnops_splash_{name}", kernel, 3 if not of_keys else 2, depth)
 
     if blocks.dq is None:
         fused = functools.partial(make, sizes=blocks.dkv, of_query=True, of_keys=True)
@@ -287,8 +296,8 @@ def _bias_gradient(
     subtile = (256, block[1]) if block[0] % 256 == 0 else block
     # A head at a time: the bias and its gradient take more VMEM than all else.
     alone = replace(part, blocks=replace(blocks, heads_per_tile=1))
-    work = _KernelPass(alone, logits, operands, dynamic, PassBlocks(*block, *subtile), "q")
-    grid = work.grid
+    kernel_pass = _KernelPass(alone, logits, operands, dynamic, PassBlocks(*block, *subtile), "q")
+    grid = kernel_pass.grid
     order = bias_order(bias.shape, grid.schedule.rows, grid.schedule.tables)
     if order is None or not isinstance(grid.schedule.words, np.ndarray):
         in_xla = Blocking(min(512, q_len), min(512, kv_len), 1)
@@ -297,9 +306,9 @@ def _bias_gradient(
             platform=part.platform, blocking=in_xla,
         )  # fmt: skip
     grid.order = order
-    work.queries("d_output", results.d_output.astype(operands.query.dtype), "head_dim_minor")
-    work.rows("lse", shift, np.inf)
-    work.rows("delta", delta, 0.0)
+    kernel_pass.queries("d_output", results.d_output.astype(operands.query.dtype), "head_dim_minor")
+    kernel_pass.rows("lse", shift, np.inf)
+    kernel_pass.rows("delta", delta, 0.0)
     shape = grid.inputs["bias"].array.shape
     grid.outputs["d_bias"] = Output(shape, jnp.float32, grid.dense_block(shape))
     kernel = functools.partial(
@@ -309,7 +318,9 @@ def _bias_gradient(
         compute=subtile,
         layouts=blocks.layouts,
     )
-    outputs = work.run("attnops_splash_dbias", kernel, order.index("entry"), work.dim + work.value_dim)
+    outputs = kernel_pass.run(
+        "attnops_splash_dbias", kernel, order.index("entry"), kernel_pass.dim + kernel_pass.value_dim
+    )
     gradient = visited_bias(outputs["d_bias"], grid)
     return gradient.reshape(*bias.shape[:2], *gradient.shape[3:])[:, :, :q_len, :kv_len].astype(bias.dtype)
 

@@ -210,11 +210,11 @@ class Tile(TileMask):
             rows = pl.ds(pl.multiple_of(lax.rem(number, np.int32(size // step)) * np.int32(step), step), step)
             head = lax.div(number, np.int32(size // step))
             at = (head, slice(None), rows) if seq_minor else (head, rows, slice(None))
-            ref[at] = self._kept(ref[at], head, rows, seq_minor)
+            ref[at] = self._zero_unseen(ref[at], head, rows, seq_minor)
 
         lax.fori_loop(np.int32(0), np.int32(ref.shape[0] * (size // step)), part, None)
 
-    def _kept(self, x: jax.Array, head: Any, keys: Any, seq_minor: int) -> jax.Array:
+    def _zero_unseen(self, x: jax.Array, head: Any, keys: Any, seq_minor: int) -> jax.Array:
         """A head's keys or values, with zeros for those that no query sees."""
         row = self._seen_row(head, keys)
         seen = row if seq_minor else columns(row, x.shape[1])
@@ -235,7 +235,7 @@ class Tile(TileMask):
         x = rows_of(self.refs[name], subtile.head[:1], subtile.keys, seq_minor)
         if "seen" not in self.refs or not subtile.masked or self._in_place(name) or x.dtype == jnp.int8:
             return x
-        self._clean[at] = self._kept(x, subtile.head[0], subtile.keys, seq_minor)
+        self._clean[at] = self._zero_unseen(x, subtile.head[0], subtile.keys, seq_minor)
         return self._clean[at]
 
     def value_scale(self, subtile: SubTile) -> jax.Array:

@@ -103,21 +103,21 @@ def few_variants(counts: Counter[bytes], shape: tuple[int, ...]) -> tuple[tuple[
         dearer, i, j = min((_more_work(a, b), i, j) for (i, a), (j, b) in itertools.combinations(enumerate(groups), 2))
         if len(groups) <= MAX_VARIANTS and dearer > _WORTH * total:
             break
-        groups[i] = _joined(groups[i], groups[j])
+        groups[i] = _merged(groups[i], groups[j])
         del groups[j]
     groups.sort(key=lambda group: (not (group[0] == 2).all(), -_work(group[0])))  # without a mask first
     variants = tuple(KernelVariant(tuple(tuple(map(int, row)) for row in _short(kinds))) for kinds, _, _ in groups)
     return variants, {tile: number for number, (_, _, tiles) in enumerate(groups, 1) for tile in tiles}
 
 
-def _joined(
+def _merged(
     a: tuple[np.ndarray, int, list[bytes]], b: tuple[np.ndarray, int, list[bytes]]
 ) -> tuple[np.ndarray, int, list[bytes]]:
     return np.where(a[0] == b[0], a[0], np.int8(1)), a[1] + b[1], a[2] + b[2]
 
 
 def _more_work(a: tuple[np.ndarray, int, list[bytes]], b: tuple[np.ndarray, int, list[bytes]]) -> float:
-    both = _joined(a, b)
+    both = _merged(a, b)
     return _work(both[0]) * both[1] - _work(a[0]) * a[1] - _work(b[0]) * b[1]
 
 

@@ -1,7 +1,7 @@
 """The forward pass of a few queries against many keys: K and V are read once, without copies.
 
 With K seen as [batch, kv, kv heads * dim], one product with a block-diagonal query gives the logits of all heads, so no
-head is copied out of K or V. The keys are processed in a few pieces; a piece that no row sees is skipped at run time: a mostly
+head is copied out of K or V. The keys are processed in a few chunks; a chunk that no row sees is skipped at run time: a mostly
 empty cache costs only as much as its filled part. On a CPU decode_rows is faster for a large cache.
 """
 
@@ -64,26 +64,26 @@ def decode_forward(
     kinds = mask.kinds(q_len, block_kv)
     visible = None
     if isinstance(kinds, np.ndarray):
-        pieces_of = _known_range(kinds, block_kv, kv_len)
+        chunks = _known_range(kinds, block_kv, kv_len)
     else:
-        pieces_of = [(i * block_kv, min((i + 1) * block_kv, kv_len)) for i in range(kinds.shape[-1])]
+        chunks = [(i * block_kv, min((i + 1) * block_kv, kv_len)) for i in range(kinds.shape[-1])]
         visible = (kinds > 0).any(axis=(0, 1))
     width = value.shape[-1] * (kv_heads if flat else 1)
     carry = _start((batch, heads, q_len), width, sinks, softmax_dtype, varying((query, key, value, sinks)))
-    for index, (first, last) in enumerate(pieces_of):
+    for index, (first, last) in enumerate(chunks):
 
         def visit(carry: _Sums, first: int = first, last: int = last) -> _Sums:
             acc, peak, total = carry
             seen = mask.array(slice(first, last))
-            alive = None
+            seen_keys = None
             if seen is not None:
                 seen = jnp.asarray(seen)
-                alive = _seen_keys(seen, kv_heads, layout) if mask.hides_keys else None
+                seen_keys = _seen_keys(seen, kv_heads, layout) if mask.hides_keys else None
             keys = lax.slice_in_dim(key, first, last, axis=time).astype(compute)
             if (
-                alive is not None and seen is not None and flat and seen.shape[1] != 1
+                seen_keys is not None and seen is not None and flat and seen.shape[1] != 1
             ):  # the other heads' rows are 0 here, and 0 times NaN is NaN
-                keys = where(alive, keys, 0)
+                keys = where(seen_keys, keys, 0)
             x = logits_of(keys)
             x = x * scale if soft_cap is None else soft_cap * jnp.tanh(x * (scale / soft_cap))
             x = x * LOG2E
@@ -101,8 +101,8 @@ def decode_forward(
                 keep = dropout.keep_all(batch, heads, q_len, slice(first, last))
                 p = where(keep, p, 0) / (1.0 - dropout.probability)
             values = lax.slice_in_dim(value, first, last, axis=time).astype(compute)
-            if alive is not None:
-                values = where(alive, values, 0)
+            if seen_keys is not None:
+                values = where(seen_keys, values, 0)
             acc = acc * shrink.reshape(batch, -1, 1) + values_of(p.astype(compute), values)
             return acc, new_peak, total
 
@@ -129,7 +129,7 @@ def _seen_keys(seen: jax.Array, kv_heads: int, layout: str) -> jax.Array:
 
 
 def _known_range(kinds: np.ndarray, block_kv: int, kv_len: int) -> list[tuple[int, int]]:
-    """The keys from the first live block to the last as one piece: slicing K and V copies them."""
+    """The keys from the first live block to the last as one chunk: slicing K and V copies them."""
     visible = np.flatnonzero((kinds > 0).any(axis=(0, 1)))
     return [(int(visible[0]) * block_kv, min((int(visible[-1]) + 1) * block_kv, kv_len))] if len(visible) else []
 

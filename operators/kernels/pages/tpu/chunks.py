@@ -19,7 +19,7 @@ from ...precision import tile_product
 from .geometry import LANES, Geometry, Options
 from .pages import Pages, walk, whole_word
 from .run import call
-from .softmax import Columns, Sums, add, begin, finish, in_lanes, live_keys, pieces, seen_keys, spread, weigh
+from .softmax import Columns, Sums, add, begin, finish, in_lanes, lane_chunks, live_keys, seen_keys, spread, weigh
 from .work_items import FIELDS, WorkItem, max_chunk_items, row_alignment
 
 __all__ = ["attend_chunks", "chunk_scratch"]
@@ -67,7 +67,7 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
         )
 
     @pl.when(number < count)
-    def _unit() -> None:
+    def _run_item() -> None:
         item = WorkItem.read(refs["words"], number)
         pl.when(number == 0)(lambda: query_copy(number).start())
         pl.when(number + 1 < count)(lambda: query_copy(number + 1).start())
@@ -166,7 +166,7 @@ def attend_chunks(
     arrays: as decode's, the query packed.
     """
     items, packed = max_chunk_items(geometry, options.queries_per_block)
-    lse_rows = pieces(geometry.group * options.queries_per_block)
+    lse_rows = lane_chunks(geometry.group * options.queries_per_block)
     anywhere = pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
     scalars = {"words": words, "count": count.reshape(1), "table": arrays["table"]}
     inputs = {"query": (arrays["query"], anywhere)}

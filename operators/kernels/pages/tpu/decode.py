@@ -19,7 +19,20 @@ from ...precision import tile_product
 from .geometry import LANES, Geometry, Options, sublanes
 from .pages import Pages, walk
 from .run import call
-from .softmax import Columns, Sums, add, begin, divided, finish, in_lanes, live_keys, pieces, seen_keys, spread, weigh
+from .softmax import (
+    Columns,
+    Sums,
+    add,
+    begin,
+    divided,
+    finish,
+    in_lanes,
+    lane_chunks,
+    live_keys,
+    seen_keys,
+    spread,
+    weigh,
+)
 from .work_items import FIELDS, WorkItem
 from .writes import Writer, write_scratch
 
@@ -44,7 +57,7 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
     column = lambda i: None if i is None else refs["columns"][i]  # noqa: E731
 
     @pl.when(number < count)
-    def _unit() -> None:
+    def _run_item() -> None:
         item = WorkItem.read(refs["words"], number)
         query = refs["query"][...].astype(geometry.compute_dtype)
         sums = begin(geometry.heads, geometry.summed_dim, column(columns.sinks))
@@ -154,7 +167,7 @@ def decode(
     arrays: table, flat; query; key_pages and others that are fetched; columns. If the kernel writes, key_row and others with
     the tokens' own numbers; else the pages after are {}.
     """
-    heads, lse_rows = geometry.heads, pieces(geometry.heads)
+    heads, lse_rows = geometry.heads, lane_chunks(geometry.heads)
     row = lambda number, words, *_: (words[number * FIELDS + 1], 0, 0)  # noqa: E731
     scalars = {"words": words, "count": count.reshape(1), "table": arrays["table"]}
     inputs: dict[str, tuple[jax.Array, pl.BlockSpec]] = {

@@ -12,7 +12,7 @@ from .chunks import chunk_scratch
 from .decode import by_product
 from .geometry import LANES, Geometry, Options, sublanes
 from .pages import page_scratch
-from .softmax import Columns, pieces
+from .softmax import Columns, lane_chunks
 from .work_items import FIELDS, max_chunk_items
 from .writes import row_block, write_scratch
 
@@ -64,7 +64,9 @@ def _decode_parts(geometry: Geometry, options: Options) -> dict[str, int]:
     return (
         _page_parts(geometry, options)
         | {
-            "query, output and lse, twice": query + output + 2 * _bytes((pieces(geometry.heads), LANES), np.float32),
+            "query, output and lse, twice": query
+            + output
+            + 2 * _bytes((lane_chunks(geometry.heads), LANES), np.float32),
             "numbers of heads": _columns(geometry, options),
             "logits and weights (pages_per_block)": _logits(geometry, geometry.heads, keys),
             "keys and values on their way to a product": _converted(geometry, options, by_product(geometry)),
@@ -85,7 +87,7 @@ def _chunk_parts(geometry: Geometry, options: Options, paths: float) -> dict[str
     return _page_parts(geometry, options) | {
         "query, twice, and output (queries_per_block)": buffer_sizes["query_buffer"] + buffer_sizes["output_buffer"],
         "sums (queries_per_block)": buffer_sizes["peak"] + buffer_sizes["total"] + buffer_sizes["weighted"],
-        "lse, twice": 2 * _bytes((geometry.kv_heads, pieces(rows), LANES), np.float32),
+        "lse, twice": 2 * _bytes((geometry.kv_heads, lane_chunks(rows), LANES), np.float32),
         "numbers of heads": _columns(geometry, options),
         "logits, weights and mask (queries_per_block x pages_per_block)": int(paths * _logits(geometry, rows, keys)),
         "keys and values on their way to a product": _converted(geometry, options, False)

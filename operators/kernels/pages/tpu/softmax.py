@@ -23,8 +23,8 @@ __all__ = [
     "begin",
     "finish",
     "in_lanes",
+    "lane_chunks",
     "live_keys",
-    "pieces",
     "seen_keys",
     "spread",
     "weigh",
@@ -142,6 +142,6 @@ def seen_keys(options: Options, seen: jax.Array, place: jax.Array, position: Any
     return seen & (position >= 0)
 
 
-def pieces(rows: int) -> int:
+def lane_chunks(rows: int) -> int:
     """How many rows of 128 lanes `in_lanes` returns."""
     return math.ceil(rows / LANES)
