@@ -1,4 +1,4 @@
-"""Counts what splash's kernels prefetch into scalar memory: the lists of visits, and numbers that every step reads."""
+"""Counts what splash's kernels prefetch into scalar memory: the tile schedules, and numbers that every step reads."""
 
 from __future__ import annotations
 

@@ -113,19 +113,19 @@ def test_distances_of_bodies(mask: Mask, starts: tuple[int, int]) -> None:
     """Each is the first row less the first key of all the body's tiles, in the whole problem, or None."""
     block_q, block_kv = 64, 32
     local = LocalMask(mask, starts[0], 256, 256, None, starts[1])
-    visits = tile_schedule(local, block_q, block_kv, "q", subtile=(16, 16))
+    schedule = tile_schedule(local, block_q, block_kv, "q", subtile=(16, 16))
     found: dict[int, set[int]] = {}
-    for word in np.asarray(visits.words):
+    for word in np.asarray(schedule.words):
         apart = int(q_block_of(word)) * block_q + starts[0] - int(kv_block_of(word)) * block_kv - starts[1]
         found.setdefault(int(variant_of(word)), set()).add(apart)
-    for number, distance in enumerate(visits.distances, 1):
+    for number, distance in enumerate(schedule.distances, 1):
         assert distance == (found[number].pop() if len(found[number]) == 1 else None)
 
 
 def test_starts_of_the_running_program_leave_no_distances() -> None:
     def bodies(start: jax.Array) -> jax.Array:
-        visits = tile_schedule(LocalMask(Causal(0), start, 64, 64, None), 16, 16, "q", subtile=(16, 16))
-        assert set(visits.distances) == {None}
-        return visits.words
+        schedule = tile_schedule(LocalMask(Causal(0), start, 64, 64, None), 16, 16, "q", subtile=(16, 16))
+        assert set(schedule.distances) == {None}
+        return schedule.words
 
     jax.jit(bodies).trace(jnp.int32(0))

@@ -98,15 +98,15 @@ def test_every_live_tile_once(
 ) -> None:
     mask = MASKS[name]
     block_q, block_kv = subtile[0] * subtiles[0], subtile[1] * subtiles[1]
-    visits = tile_schedule(LocalMask(mask, 0, q_len, kv_len, None), block_q, block_kv, slow, subtile=subtile)
+    schedule = tile_schedule(LocalMask(mask, 0, q_len, kv_len, None), block_q, block_kv, slow, subtile=subtile)
     visible = np.broadcast_to(mask.materialise(slice(0, q_len), slice(0, kv_len))[0, 0], (q_len, kv_len))
     want = _brute(visible, block_q, block_kv)
     blocks = -(-q_len // block_q) if slow == "q" else -(-kv_len // block_kv)
-    _check(np.asarray(visits.words), visits.variants, want, slow, blocks, block_q, subtile)
-    assert visits.length == visits.covered == len(visits.words)
-    assert broken_rule(visits, slow) is None
-    assert set(map(int, variant_of(visits.words))) - {0} == set(range(1, len(visits.variants) + 1))
-    assert len(visits.variants) <= 3
+    _check(np.asarray(schedule.words), schedule.variants, want, slow, blocks, block_q, subtile)
+    assert schedule.length == schedule.covered == len(schedule.words)
+    assert broken_rule(schedule, slow) is None
+    assert set(map(int, variant_of(schedule.words))) - {0} == set(range(1, len(schedule.variants) + 1))
+    assert len(schedule.variants) <= 3
 
 
 # Masks of positions, for places that the call gives.
@@ -134,9 +134,9 @@ def test_a_traced_place_gives_the_same_list(name: str, slow: str, traced: tuple[
         at: dict[str, Any] = {**places, **given}
         if "query_offset" in given:  # a number a batch row
             at["query_offset"] = at["query_offset"][None]
-        visits = tile_schedule(LocalMask(mask, q_len=150, kv_len=200, **at), 32, 48, slow, subtile=(16, 12))
-        variants.append(visits.variants)
-        return jnp.asarray(visits.words), jnp.asarray(visits.covered)
+        schedule = tile_schedule(LocalMask(mask, q_len=150, kv_len=200, **at), 32, 48, slow, subtile=(16, 12))
+        variants.append(schedule.variants)
+        return jnp.asarray(schedule.words), jnp.asarray(schedule.covered)
 
     rows, keys = np.arange(60, 210)[:, None], np.arange(50, 250)[None]
     visible = np.broadcast_to(mask.test(rows, rows + 10, keys), (150, 200))
@@ -169,13 +169,13 @@ def test_a_list_for_each_batch_row() -> None:
     variants: list[tuple[KernelVariant, ...]] = []
 
     def words(lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-        visits = tile_schedule(
+        schedule = tile_schedule(
             LocalMask(Lengths(lengths) & Causal(0), 0, 150, 200, None), 32, 48, "q", subtile=(16, 12)
         )
-        variants.append(visits.variants)
-        assert visits.rows == 3
-        assert visits.length < 5 * 5  # what the static part rules out has no place
-        return visits.words.reshape(3, -1), visits.covered
+        variants.append(schedule.variants)
+        assert schedule.rows == 3
+        assert schedule.length < 5 * 5  # what the static part rules out has no place
+        return schedule.words.reshape(3, -1), schedule.covered
 
     lists, covered = jax.jit(words)(jnp.asarray(lengths))
     rows, keys = np.arange(150)[:, None], np.arange(200)
@@ -207,10 +207,10 @@ def test_a_list_for_each_batch_row() -> None:
     ],
 )
 def test_a_list_that_breaks_a_rule_is_found(change: Any, rule: str, slow: str) -> None:
-    visits = tile_schedule(LocalMask(Causal(0), 0, 96, 96, None), 32, 32, slow)
-    assert broken_rule(visits, slow) is None
-    words = change(np.asarray(visits.words)).astype(np.int32)
-    broken = broken_rule(visits._replace(words=words, length=len(words), covered=len(words)), slow)
+    schedule = tile_schedule(LocalMask(Causal(0), 0, 96, 96, None), 32, 32, slow)
+    assert broken_rule(schedule, slow) is None
+    words = change(np.asarray(schedule.words)).astype(np.int32)
+    broken = broken_rule(schedule._replace(words=words, length=len(words), covered=len(words)), slow)
     assert broken is not None
     assert re.search(rule, broken)
 
@@ -225,9 +225,9 @@ def test_128k_tokens_are_planned_from_a_closed_form() -> None:
 
 def _variants(mask: Mask, length: int, block: int, subtile: tuple[int, int]) -> dict[KernelVariant, int]:
     """Each body with the tiles that go through it."""
-    visits = tile_schedule(LocalMask(mask, 0, length, length, None), block, block, "q", subtile=subtile)
-    numbers = variant_of(np.asarray(visits.words))
-    return {variant: int((numbers == number).sum()) for number, variant in enumerate(visits.variants, 1)}
+    schedule = tile_schedule(LocalMask(mask, 0, length, length, None), block, block, "q", subtile=subtile)
+    numbers = variant_of(np.asarray(schedule.words))
+    return {variant: int((numbers == number).sum()) for number, variant in enumerate(schedule.variants, 1)}
 
 
 def test_a_causal_tile_on_the_diagonal_leaves_out_what_nobody_sees() -> None:
@@ -277,9 +277,9 @@ def test_traced_rows_take_the_way_of_the_masks_edge() -> None:
     made: list[tuple[KernelVariant, ...]] = []
 
     def numbers(start: jax.Array) -> jax.Array:
-        visits = tile_schedule(LocalMask(Causal(0), start, 2048, 4096, None), 1024, 1024, "q", subtile=(256, 512))
-        made.append(visits.variants)
-        return variant_of(visits.words)
+        schedule = tile_schedule(LocalMask(Causal(0), start, 2048, 4096, None), 1024, 1024, "q", subtile=(256, 512))
+        made.append(schedule.variants)
+        return variant_of(schedule.words)
 
     diagonal = KernelVariant(((1, 0), (1, 0), (2, 1), (2, 1)))
     at_block = jax.jit(numbers)(jnp.int32(2048))

@@ -52,20 +52,20 @@ class Heads:
 
 
 class Step(NamedTuple):
-    """A step of the grid: batch row, tile of kv heads, tile of a group, and the packed flags of the schedule's entry."""
+    """A step of the grid: batch row, tile of kv heads, tile of a group, and the schedule's entry: a place and flags, packed."""
 
     batch: Any
     kv_tile: Any
     group_tile: Any
-    word: Any
+    entry: Any
 
     @property
     def q_block(self) -> Any:
-        return q_block_of(self.word)
+        return q_block_of(self.entry)
 
     @property
     def kv_block(self) -> Any:
-        return kv_block_of(self.word)
+        return kv_block_of(self.entry)
 
 
 class Input(NamedTuple):

@@ -25,7 +25,7 @@ __all__ = [
     "tile_variants", "variant_of", "variants_of_part",
 ]  # fmt: skip
 
-# A word's low bits: the first and the last visit of a block of the slow axis; the number of the tile's
+# A word's low bits: the first and the last entry of a block of the slow axis; the number of the tile's
 # variant, 0 if nothing is visible.
 FIRST, LAST, VARIANT = 1, 2, 12
 _KV_BITS = 12
@@ -66,7 +66,7 @@ class StaticMask(NamedTuple):
 class TileSchedule(NamedTuple):
     """`words` int32 [rows * tables * length]: a list for each batch row, or one for all, and for each group of heads.
 
-    `length` is a list's length, `covered` the part of it that the grid covers. `variants`: those used by visits; the first has
+    `length` is a list's length, `covered` the part of it that the grid covers. `variants`: those used by entries; the first has
     number 1. `distances`: for each of them, the first row of its tiles less their first key, in the whole problem; None if that
     differs between them, or isn't known on the host.
     """
@@ -88,19 +88,19 @@ class TileSchedule(NamedTuple):
         return sum(count * variant.computed for count, variant in zip(counts, self.variants, strict=True)) / self.tables
 
 
-def q_block_of(word: Any) -> Any:
-    """The query block of a visit."""
-    return word >> (4 + _KV_BITS)
+def q_block_of(entry: Any) -> Any:
+    """The query block of an entry."""
+    return entry >> (4 + _KV_BITS)
 
 
-def kv_block_of(word: Any) -> Any:
-    """The kv block of a visit."""
-    return (word >> 4) & (MAX_KV_BLOCKS - 1)
+def kv_block_of(entry: Any) -> Any:
+    """The kv block of an entry."""
+    return (entry >> 4) & (MAX_KV_BLOCKS - 1)
 
 
-def variant_of(word: Any) -> Any:
-    """The number of a visit's variant; 0 for none."""
-    return (word & VARIANT) >> 2
+def variant_of(entry: Any) -> Any:
+    """The number of an entry's variant; 0 for none."""
+    return (entry & VARIANT) >> 2
 
 
 def tile_schedule(
@@ -247,9 +247,9 @@ def _edge(
     return max(at_edge, key=lambda gained: gained[0])[1] if at_edge else None
 
 
-def _ended(word: Any) -> Any:
-    """A visit to the same place at which nothing is done: unchanged blocks aren't fetched again."""
-    return word & ~(FIRST | LAST | VARIANT)
+def _ended(entry: Any) -> Any:
+    """An entry for the same place at which nothing is done: unchanged blocks aren't fetched again."""
+    return entry & ~(FIRST | LAST | VARIANT)
 
 
 def _sorted_on_device(
@@ -277,8 +277,8 @@ def live_tiles(static_mask: StaticMask, block_q: int, block_kv: int) -> np.ndarr
 
 
 def max_steps(visible: np.ndarray, slow: str, kv_blocks: slice = slice(None)) -> int:
-    """The most visits of a list; exact if the whole mask is static and has row intervals."""
-    # A block of the slow axis has as many visits as live tiles, and one if there are none.
+    """The most entries of a list; exact if the whole mask is static and has row intervals."""
+    # A block of the slow axis has as many entries as live tiles, and one if there are none.
     return int(np.maximum(visible[:, kv_blocks].sum(axis=1 if slow == "q" else 0), 1).sum())
 
 

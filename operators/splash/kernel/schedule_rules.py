@@ -1,4 +1,4 @@
-"""Rules about the order of visits that every kernel relies on, stated once and asserted if the host knows a list.
+"""Rules about the order of entries that every kernel relies on, stated once and asserted if the host knows a list.
 
 Sums stay in scratch memory, and a block of an output in VMEM, only while the steps that revisit it are consecutive.
 """

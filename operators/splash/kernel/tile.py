@@ -130,8 +130,8 @@ class Tile(TileMask):
         self._band, self._others = EVERYTHING, logits.static_args.mask
 
     def has_flag(self, flag: int) -> Any:
-        """Whether the visit's word has a flag."""
-        return (self.step.word & flag) != 0
+        """Whether the schedule's entry has a flag."""
+        return (self.step.entry & flag) != 0
 
     def enter(self, number: int) -> KernelVariant:
         """Start a variant, by its number: one variant's values don't exist in the next."""
@@ -148,7 +148,7 @@ class Tile(TileMask):
     @property
     def variant(self) -> Any:
         """The number of the tile's variant."""
-        return variant_of(self.step.word)
+        return variant_of(self.step.entry)
 
     def weigh(self, raw: jax.Array, subtile: SubTile) -> tuple[jax.Array, Any]:
         """(logits, times log2 e if base2, and the cap's tanh for its gradient) from a sub-tile's products."""

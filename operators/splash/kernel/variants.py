@@ -16,7 +16,7 @@ import numpy as np
 
 __all__ = ["MASKED", "MAX_VARIANTS", "WHOLE", "KernelVariant", "cells", "few_variants", "variants_of"]
 
-MAX_VARIANTS = 3  # a visit's word has two bits for the number of its variant
+MAX_VARIANTS = 3  # an entry's packed flags have two bits for the number of its variant
 _LOOKED_AT = 12  # the most frequent tiles compared with each other
 _MASK = 1.25  # cost of a sub-tile with its mask
 _WORTH = 0.02  # the share of the work that an additional variant must save
