@@ -34,7 +34,7 @@ from jax.sharding import AbstractMesh
 
 from attnops import Blocks, Causal, Mask, OperationMetadata, OperationRegistry
 from attnops.compat import abstract_device
-from attnops.operators.flash.kernel.visits import visits
+from attnops.operators.flash.kernel.tile_schedule import tile_schedule as flash_schedule
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.splash.kernel.schedule import tile_schedule
 
@@ -141,7 +141,7 @@ def visited(length: int, density: float) -> dict[str, Any]:
     local = LocalMask(Blocks(layout, BLOCK, BLOCK), 0, length, length, None)
     live, found = int(layout.sum()), {}
     for slow in ("q", "kv"):
-        table = np.asarray(visits(local, BLOCK, BLOCK, slow).table)
+        table = np.asarray(flash_schedule(local, BLOCK, BLOCK, slow).table)
         found[f"gpu by {slow}"] = float(table[..., 1].sum() / live)
         found[f"tpu by {slow}"] = tile_schedule(local, BLOCK, BLOCK, slow).length / live
     return {"length": length, "density": live / layout.size, **found}

@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from attnops import Causal, Full, OperationMetadata, OperationRegistry, SegmentIds, SlidingWindow
 from attnops.devices import gpu_specs
-from attnops.operators.flash.kernel.visits import visits
+from attnops.operators.flash.kernel.tile_schedule import tile_schedule
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from attnops.verify.gpu.gpu_mesh import described_gpus
@@ -105,7 +105,7 @@ def _live(name: str) -> int:
 def _packed_tiles(block: tuple[int, int], slow: str) -> list[float]:
     """The tiles of a head that the kernel's lists hold for these ids: those without a mask, then those with one."""
     mask = LocalMask(Causal() & SegmentIds(jnp.asarray(IDS), jnp.asarray(IDS)), 0, LENGTH, LENGTH, 0)
-    table = np.asarray(visits(mask, *block, slow).table)
+    table = np.asarray(tile_schedule(mask, *block, slow).table)
     return [float((table[..., 1] - table[..., 0]).sum()) / BATCH, float(table[..., 0].sum()) / BATCH]
 
 

@@ -43,7 +43,7 @@ from attnops import Causal, Full, Mask, OperationMetadata, OperationRegistry, Sl
 from attnops.compat import abstract_device
 from attnops.operators.splash.candidates import BACKWARD as BACKWARD_FIELDS
 from attnops.operators.splash.candidates import FORWARD
-from attnops.operators.splash.kernel.bodies import WHOLE
+from attnops.operators.splash.kernel.variants import WHOLE
 from attnops.verify import tile_counts
 from attnops.verify.generations import abstract_target, products_a_cycle
 from attnops.verify.static_clock import TileCycles, kernels_in, regions, tile_cycles
@@ -218,7 +218,7 @@ def cost(kernels: list[Kernel], row: dict[str, Any], mask: Mask, length: int, pa
             # The kernel is compiled for this mask, or for one whose bodies include this one's.
             of_mask = tiles_of(MASKS[row["mask"]], kernel.block, kernel.unit, COMPILED_LENGTH, COMPILED_LENGTH, 0)[0]
             cycles = cycles._replace(tiles=tuple(cycles.tiles[of_mask.index(body)] for body in bodies))
-            least = [math.ceil(kernel.least * body.live) for body in bodies]
+            least = [math.ceil(kernel.least * body.computed) for body in bodies]
         else:
             # Without a mask, with one; tiles of a single kind use the first path.
             counts = [

@@ -108,14 +108,14 @@ def loop_tiles(
     query_offset: None if it is traced. What is known only when the program runs counts as masked. heads: if they see blocks of
     their own, the mean of so many.
     """
-    from ..operators.flash.kernel.visits import visits
+    from ..operators.flash.kernel.tile_schedule import tile_schedule
     from ..operators.kernels.local_mask import LocalMask
 
     if not mask.is_static or query_offset is None:
         live = mask.live_blocks(*block, q_len=q_len, kv_len=kv_len, query_offset=query_offset or 0) > 0
         return 0.0, float(live.size if query_offset is None else live.sum())
     local = LocalMask(mask, 0, q_len, kv_len, query_offset)
-    made = visits(local, *block, slow, heads if local.heads_apart else 1)
+    made = tile_schedule(local, *block, slow, heads if local.heads_differ else 1)
     rows = np.asarray(made.table).reshape(-1, made.table.shape[-1])
     if made.neighbours:
         first, full_first, after_full, after = rows.T

@@ -14,7 +14,7 @@ from .generations import matrix_depth, products_a_cycle
 from .static_clock import TileCycles
 
 if TYPE_CHECKING:
-    from ..operators.splash.kernel.bodies import Body
+    from ..operators.splash.kernel.variants import KernelVariant
 
 __all__ = ["kernel_bodies", "kernel_cycles", "key_parts", "key_turns", "matrix_cycles", "tiles_of"]
 
@@ -25,7 +25,7 @@ def kernel_cycles(
     config: OperationConfig,
     kernel: PassSizes,
     cycles: TileCycles,
-    compiled: tuple[Body, ...] | None = None,
+    compiled: tuple[KernelVariant, ...] | None = None,
 ) -> int:
     """Cycles of a kernel for one device's part of the problem.
 
@@ -46,7 +46,7 @@ def kernel_cycles(
     if compiled is not None and compiled != bodies:
         cycles = cycles._replace(tiles=_estimated(bodies, compiled, cycles.tiles))
     least = tile * matrix_cycles(problem.device_kind, products, block_q, block_kv, problem.head_dim, problem.value_dim)
-    cycles = cycles.at_least([math.ceil(least * body.live) for body in bodies])
+    cycles = cycles.at_least([math.ceil(least * body.computed) for body in bodies])
     tiles = local.batch * local.q_heads // tile
     turns = key_turns(config, local.kv_len) * local.batch * local.kv_heads if products == "backward" else 0
     return cycles.total(
@@ -54,7 +54,7 @@ def kernel_cycles(
     )
 
 
-def kernel_bodies(kernel: PassSizes, mask: Mask, length: int) -> tuple[Body, ...]:
+def kernel_bodies(kernel: PassSizes, mask: Mask, length: int) -> tuple[KernelVariant, ...]:
     """The bodies of a kernel that is compiled for so many queries and keys."""
     block = kernel.block_q, kernel.block_kv
     unit = kernel.compute_q or kernel.block_q, kernel.compute_kv or kernel.block_kv
@@ -71,7 +71,7 @@ def tiles_of(
     slow: str = "q",
     tables: int = 1,
     key_blocks: int | None = None,
-) -> tuple[tuple[Body, ...], list[float], int]:
+) -> tuple[tuple[KernelVariant, ...], list[float], int]:
     """(bodies, the tiles of each, blocks of the slow axis) of splash's kernels, by the queries and keys of blocks and units.
 
     query_offset: None if it is traced. What is known only when the program runs counts as masked. tables: parts of the heads
@@ -79,7 +79,7 @@ def tiles_of(
     first so many blocks of keys.
     """
     from ..operators.kernels.local_mask import LocalMask
-    from ..operators.splash.kernel.schedule import bodies_of_part, run_time_bodies, tile_bodies
+    from ..operators.splash.kernel.schedule import run_time_variants, tile_variants, variants_of_part
 
     local = LocalMask(mask, 0, q_len, kv_len, query_offset or 0)
     if not mask.is_static or query_offset is None:
@@ -87,23 +87,25 @@ def tiles_of(
         if query_offset is None:
             live = np.ones_like(live)
         of_block = block[0] // unit[0], block[1] // unit[1]
-        bodies = run_time_bodies(local, unit, (live.shape[0], live.shape[1]), of_block)
+        bodies = run_time_variants(local, unit, (live.shape[0], live.shape[1]), of_block)
         return bodies, [0.0] * (len(bodies) - 1) + [float(live.sum())], live.shape[0 if slow == "q" else 1]
-    bodies, numbers = tile_bodies(local, block, unit, tables if local.heads_apart else 1)
-    bodies, numbers = bodies_of_part(bodies, numbers[..., :key_blocks])
+    bodies, numbers = tile_variants(local, block, unit, tables if local.heads_differ else 1)
+    bodies, numbers = variants_of_part(bodies, numbers[..., :key_blocks])
     counts = np.bincount(np.asarray(numbers).reshape(-1), minlength=len(bodies) + 1)[1:]
     return bodies, [n / numbers.shape[1] for n in counts.tolist()], numbers.shape[2 if slow == "q" else 3]
 
 
-def _estimated(bodies: tuple[Body, ...], known: tuple[Body, ...], cycles: tuple[int, ...]) -> tuple[int, ...]:
+def _estimated(
+    bodies: tuple[KernelVariant, ...], known: tuple[KernelVariant, ...], cycles: tuple[int, ...]
+) -> tuple[int, ...]:
     """Cycles of bodies, derived from those of others: a cost for the computed part of a tile, and one for the masked part; from
     those of a single one by their work.
     """
     if len(known) == 1:
         return tuple(round(cycles[0] * body.work / known[0].work) for body in bodies)
-    shares = np.array([[body.live, body.masked] for body in known])
+    shares = np.array([[body.computed, body.masked] for body in known])
     factors, *_ = np.linalg.lstsq(shares, np.array(cycles, float), rcond=None)
-    return tuple(round(float(body.live * factors[0] + body.masked * max(factors[1], 0.0))) for body in bodies)
+    return tuple(round(float(body.computed * factors[0] + body.masked * max(factors[1], 0.0))) for body in bodies)
 
 
 def key_parts(config: OperationConfig, kv_len: int) -> int:

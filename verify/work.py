@@ -43,7 +43,9 @@ def _weights(plan: Plan, one: PassSizes) -> int:
     if one.compute_q is not None and one.compute_kv is not None and known:
         whole = (one.block_q, one.block_kv), (one.compute_q, one.compute_kv)
         bodies, counts, _ = tiles_of(problem.mask, *whole, q_len, kv_len, offset, tables=problem.kv_heads)
-        return round(sum(n * body.live for n, body in zip(counts, bodies, strict=True)) * one.block_q * one.block_kv)
+        return round(
+            sum(n * body.computed for n, body in zip(counts, bodies, strict=True)) * one.block_q * one.block_kv
+        )
     block_q, block_kv = min(one.block_q, q_len), min(one.block_kv, kv_len)
     if problem.dynamic_query_offset:
         return math.ceil(q_len / block_q) * block_q * math.ceil(kv_len / block_kv) * block_kv

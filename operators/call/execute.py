@@ -22,9 +22,9 @@ from ...sharding.mesh import AnyMesh
 from ..choices.block_choices import is_choice, of_query_heads
 from ..kernels.local_mask import Dropout, LocalMask, dropout_seed
 from ..kernels.lse import logsumexp
-from ..sequence.gather import bring_together, split_output
-from ..sequence.manual import share_of_heads, whole_leaves, without_manual
-from ..sequence.split_kv import merged_over_devices
+from ..sequence.gather import gather_sequence, split_output
+from ..sequence.manual import local_heads, whole_leaves, without_manual
+from ..sequence.split_kv import combined_over_devices
 from .arguments import Options, join_mask, run_time_offset
 from .arrays import Arrays
 from .declared import DeclaredOperation
@@ -56,13 +56,13 @@ def execute(
         local = local._replace(
             leaves=whole_leaves(local.leaves, problem, placement),
             operands={
-                name: share_of_heads(x, problem, placement) if name in heads_alone else x
+                name: local_heads(x, problem, placement) if name in heads_alone else x
                 for name, x in local.operands.items()
             },
         )
-        local = bring_together(local, placement, problem.kernel_layout)
+        local = gather_sequence(local, placement, problem.kernel_layout)
         call = _local_call(plan, options, local, hides_keys)
-        result = merged_over_devices(call, method) if placement.sequence.strategy == "split_kv" else method(call)
+        result = combined_over_devices(call, method) if placement.sequence.strategy == "split_kv" else method(call)
         result = split_output(result, placement, problem.kernel_layout)
         return tuple(x for x in result if x is not None)
 

@@ -28,13 +28,13 @@ def is_choice(dims: Sequence[str]) -> bool:
 def with_query_heads(mask: Mask, sizes: dict[str, int]) -> Mask:
     """The mask with each layout for all heads or for each query head. Errors: InputError for sizes that don't fit."""
 
-    def one(atom: Mask) -> Mask:
+    def repeated_leaf(atom: Mask) -> Mask:
         if not isinstance(atom, Blocks):
             return atom
         _check("Blocks layout", atom, atom.layout.shape, sizes)
         return atom.repeated(sizes["heads"] // atom.heads)
 
-    return mask.map_atoms(one)
+    return mask.map_atoms(repeated_leaf)
 
 
 def choice_shape(leaf: Leaf, slot: Mask, sizes: dict[str, int]) -> LeafShape:
@@ -55,9 +55,9 @@ def of_query_heads(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return array if heads == shape[1] else jnp.repeat(array, shape[1] // heads, axis=1)
 
 
-def block_notes(given: Mask, leaves: Sequence[Leaf], sizes: dict[str, int]) -> list[str]:
+def block_notes(mask: Mask, leaves: Sequence[Leaf], sizes: dict[str, int]) -> list[str]:
     """Notes on how a layout or a choice for the kv heads applies to the query heads."""
-    heads = [atom.heads for atom in given.atoms() if isinstance(atom, Blocks)]
+    heads = [atom.heads for atom in mask.atoms() if isinstance(atom, Blocks)]
     heads += [leaf.array.shape[1] for leaf in leaves if is_choice(leaf.dims)]
     group = sizes["heads"] // sizes["kv_heads"]
     if group > 1 and any(n == sizes["kv_heads"] > 1 for n in heads):
@@ -67,10 +67,10 @@ def block_notes(given: Mask, leaves: Sequence[Leaf], sizes: dict[str, int]) -> l
 
 def _check(what: str, leaf: Any, shape: Sequence[int | None], sizes: dict[str, int]) -> None:
     """shape: heads, q blocks and kv blocks; None for indices, which may have any number."""
-    wanted = dict.fromkeys((1, sizes["kv_heads"], sizes["heads"]))
-    if shape[0] not in wanted:
+    allowed = dict.fromkeys((1, sizes["kv_heads"], sizes["heads"]))
+    if shape[0] not in allowed:
         raise InputError(
-            f"{what} has {shape[0]} heads; wanted {' or '.join(map(str, wanted))}: one for all, one for each kv head or one for "
+            f"{what} has {shape[0]} heads; wanted {' or '.join(map(str, allowed))}: one for all, one for each kv head or one for "
             "each query head."
         )
     for axis, length, block, count in (
@@ -78,8 +78,8 @@ def _check(what: str, leaf: Any, shape: Sequence[int | None], sizes: dict[str, i
         ("kv", sizes["kv_len"], leaf.block_kv, shape[2]),
     ):
         if count is not None and not surely(functools.partial(operator.ge, count * block, length)):
-            most = f": constrain it, such as '{length} <= {count * block}'" if is_symbolic(length) else ""
+            hint = f": constrain it, such as '{length} <= {count * block}'" if is_symbolic(length) else ""
             raise InputError(
                 f"{what} has {count} {axis} blocks of {block}, {count * block} in all; wanted {axis}_len={length}, which are "
-                f"{-(-length // block)} blocks{most}."
+                f"{-(-length // block)} blocks{hint}."
             )

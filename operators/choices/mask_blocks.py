@@ -11,12 +11,12 @@ from ...masks import Blocks, ChosenBlocks, Full, Mask, Slot
 from ...planning import AttentionProblem, Placement
 from ...planning.notes import has_note, note
 
-__all__ = ["block_remarks", "fitted_block", "has_blocks", "heads_apart"]
+__all__ = ["block_remarks", "fitted_block", "has_blocks", "heads_differ"]
 
-_MOST_TILES = 1 << 21  # the most tiles to count for a note
+_MAX_TILES = 1 << 21  # the most tiles to count for a note
 
 
-def heads_apart(problem: AttentionProblem) -> bool:
+def heads_differ(problem: AttentionProblem) -> bool:
     """Whether heads have different blocks."""
     static = any(isinstance(atom, Blocks) and atom.heads > 1 for atom in problem.mask.atoms())
     return static or any("q_blocks" in leaf.dims and leaf.shape[1] > 1 for leaf in problem.leaves)
@@ -27,18 +27,18 @@ def has_blocks(problem: AttentionProblem) -> bool:
     return bool(_leaves(problem.mask))
 
 
-def fitted_block(mask: Mask, axis: str, size: int, length: int, least: int) -> int:
+def fitted_block(mask: Mask, axis: str, size: int, length: int, min_size: int) -> int:
     """A tile size of at most `size` along 'q' or 'kv' that the mask's blocks divide, or that divides them.
 
-    It isn't below `least`: smaller blocks share a tile. A block that covers the whole length makes no demand.
+    It isn't below `min_size`: smaller blocks share a tile. A block that covers the whole length makes no demand.
     """
     for block in (getattr(leaf, f"block_{axis}") for leaf in _leaves(mask)):
         if block >= length:
             continue
         if block <= size:
-            size = min(size, block * math.ceil(least / block))
+            size = min(size, block * math.ceil(min_size / block))
             continue
-        dividing = [n for n in range(least, size + 1) if block % n == 0]
+        dividing = [n for n in range(min_size, size + 1) if block % n == 0]
         size = dividing[-1] if dividing else size
     return size
 
@@ -53,23 +53,23 @@ def block_remarks(
     leaves = _leaves(problem.mask)
     if not leaves or "length" in problem.symbolic:
         return ()
-    found = [note("blocks.density", density=_density(problem, leaf)) for leaf in leaves]
+    notes = [note("blocks.density", density=_density(problem, leaf)) for leaf in leaves]
     tile = f"{block_q}x{block_kv}"
     counted = _counted(problem, placement, block_q, block_kv, tables)
     if counted is not None:
         visited, without, every, of = counted
         share = visited / max(without, 1)
-        found.append(note("blocks.visits", visited=visited, every=every, of=of, without=without, share=share))
+        notes.append(note("blocks.visits", visited=visited, every=every, of=of, without=without, share=share))
     else:
-        found.append(note("blocks.chosen", tile=tile))
+        notes.append(note("blocks.chosen", tile=tile))
     cut = [f"{leaf.block_q}x{leaf.block_kv}" for leaf in leaves if leaf.block_q % block_q or leaf.block_kv % block_kv]
     if cut:
-        found.append(note("blocks.rounded", blocks=cut, tile=tile))
-    together = placement.local.q_heads // tables
-    shared = has_note(problem.notes, "blocks.shared") and together <= problem.q_heads // problem.kv_heads
-    if heads_apart(problem) and together > 1 and not shared:
-        found.append(note("blocks.together", heads=together))
-    return tuple(found)
+        notes.append(note("blocks.rounded", blocks=cut, tile=tile))
+    heads_per_table = placement.local.q_heads // tables
+    shared = has_note(problem.notes, "blocks.shared") and heads_per_table <= problem.q_heads // problem.kv_heads
+    if heads_differ(problem) and heads_per_table > 1 and not shared:
+        notes.append(note("blocks.together", heads=heads_per_table))
+    return tuple(notes)
 
 
 def _leaves(mask: Mask) -> list[Any]:
@@ -99,7 +99,7 @@ def _counted(
         return None
     heads = max(leaf.heads for leaf in leaves)
     of = "tiles"
-    if heads * math.ceil(problem.q_len / block_q) * math.ceil(problem.kv_len / block_kv) > _MOST_TILES:
+    if heads * math.ceil(problem.q_len / block_q) * math.ceil(problem.kv_len / block_kv) > _MAX_TILES:
         # If there are many tiles, those in one block of the mask are counted as one.
         block_q, block_kv = (
             size * max(1, max(getattr(leaf, f"block_{axis}") for leaf in leaves) // size)

@@ -22,8 +22,8 @@ _BACKWARD = FIELDS["dkv"], FIELDS["dq"]
 FLASH_SHIPPED = ShippedTable(Path(__file__).with_name("shipped.json"), FIELDS["forward"])
 # A size's neighbours: half, the same, twice. Stages: one fewer, the same, one more.
 _FACTORS = (0.5, 1, 2)
-_LEAST = {"block_q": 16, "block_kv": 16, "num_warps": 1, "num_stages": 1, "kv_splits": 1}
-_MOST = {"block_q": 256, "block_kv": 256, "num_warps": 16, "num_stages": 4, "kv_splits": 256}
+_MIN = {"block_q": 16, "block_kv": 16, "num_warps": 1, "num_stages": 1, "kv_splits": 1}
+_MAX = {"block_q": 256, "block_kv": 256, "num_warps": 16, "num_stages": 4, "kv_splits": 256}
 
 
 def flash_tuned_fields(
@@ -42,42 +42,45 @@ def flash_candidates(
     """'forward', and in mode train 'backward' -> undeclared sizes with values; the default choice comes first."""
     free, chosen = flash_tuned_fields(problem, placement, config), resolve_flash(problem, placement, config)
     parts: dict[str, list[tuple[str, ...]]] = {"forward": [_FORWARD], "backward": [*_BACKWARD]}
-    found: dict[str, tuple[dict[str, Any], ...]] = {}
+    candidates: dict[str, tuple[dict[str, Any], ...]] = {}
     for part, groups in parts.items():
         names = [name for group in groups for name in group if name in free]
         if not names:
             continue
-        own = {name: getattr(chosen, name) for name in names}
+        chosen_sizes = {name: getattr(chosen, name) for name in names}
         around: list[list[dict[str, Any]]] = []
         for group in groups:  # the sizes of the backward kernels are independent
             fields = [name for name in group if name in free]
-            near = [_near(name, own[name]) for name in fields]
-            pairs = sorted(itertools.product(*near), key=lambda way, o=own, f=fields: _far(way, [o[n] for n in f]))  # type: ignore[misc]
-            around.append([own | dict(zip(fields, way, strict=True)) for way in pairs])
-        ways = [way for row in itertools.zip_longest(*around) for way in row if way is not None]
-        found[part] = tuple(_distinct(problem, placement, config, [own, *ways]))
-    return found
+            near = [_near(name, chosen_sizes[name]) for name in fields]
+            pairs = sorted(
+                itertools.product(*near),
+                key=lambda option, o=chosen_sizes, f=fields: _far(option, [o[n] for n in f]),  # type: ignore[misc]
+            )
+            around.append([chosen_sizes | dict(zip(fields, option, strict=True)) for option in pairs])
+        options = [option for row in itertools.zip_longest(*around) for option in row if option is not None]
+        candidates[part] = tuple(_distinct(problem, placement, config, [chosen_sizes, *options]))
+    return candidates
 
 
 def _near(name: str, size: int) -> list[int]:
     base = name.removesuffix("_dkv").removesuffix("_dq")
     around = [size - 1, size, size + 1] if base == "num_stages" else [int(size * factor) for factor in _FACTORS]
-    return [n for n in around if _LEAST[base] <= n <= max(size, _MOST[base])]
+    return [n for n in around if _MIN[base] <= n <= max(size, _MAX[base])]
 
 
-def _far(way: tuple[int, ...], own: list[int]) -> float:
-    return sum(abs(math.log2(n / size)) for n, size in zip(way, own, strict=True))
+def _far(sizes: tuple[int, ...], chosen: list[int]) -> float:
+    return sum(abs(math.log2(n / size)) for n, size in zip(sizes, chosen, strict=True))
 
 
 def _distinct(
-    problem: AttentionProblem, placement: Placement, config: FlashAttention2Config, ways: list[dict[str, Any]]
+    problem: AttentionProblem, placement: Placement, config: FlashAttention2Config, options: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Those that work together, each once."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for way in ways:
+    distinct: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for option in options:
         try:
-            resolve_flash(problem, placement, config.with_fields(way))
+            resolve_flash(problem, placement, config.with_fields(option))
         except ConfigError:
             continue
-        found.setdefault(tuple(way.items()), way)
-    return list(found.values())
+        distinct.setdefault(tuple(option.items()), option)
+    return list(distinct.values())

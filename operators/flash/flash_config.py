@@ -15,7 +15,7 @@ __all__ = ["FlashAttention2Config"]
 
 _BLOCKS = tuple(name for names in FIELDS.values() for name in names[:2])
 _WARPS = tuple(names[2] for names in FIELDS.values())
-_LEAST = 16  # rows of a product on tensor cores
+_MIN = 16  # rows of a product on tensor cores
 
 
 class FlashAttention2Config(OperationConfig):
@@ -52,7 +52,7 @@ class FlashAttention2Config(OperationConfig):
     def _power_of_two(cls, value: object, info: ValidationInfo) -> object:
         if value is None:
             return None
-        least, most = (1, 16) if info.field_name in _WARPS else (_LEAST, 1024)
-        if not is_whole(value, least, most) or value & (value - 1):
-            raise ValueError(f"{info.field_name}={shown(value)}; wanted a power of two from {least} to {most}")
+        min_value, max_value = (1, 16) if info.field_name in _WARPS else (_MIN, 1024)
+        if not is_whole(value, min_value, max_value) or value & (value - 1):
+            raise ValueError(f"{info.field_name}={shown(value)}; wanted a power of two from {min_value} to {max_value}")
         return value

@@ -79,7 +79,7 @@ class FlashKernels(Implementation[FlashAttention2Config]):
         if problem.quantised:
             notes = (*notes, note("memory.dequantised_gradient", **dequantised_copy(problem, placement)))
         of_device = unknown_gpu(problem, sizes), steps_note(problem, sizes)
-        return (*notes, *(one for one in of_device if one is not None))
+        return (*notes, *(item for item in of_device if item is not None))
 
 
 class _NoKernels(Implementation[OperationConfig]):

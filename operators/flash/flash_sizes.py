@@ -13,7 +13,7 @@ from .flash_config import FlashAttention2Config
 from .kernel.flash_sizes import TileSizes, TileSteps
 from .pass_fields import FIELDS
 
-__all__ = ["least_shared_bytes", "resolve_flash", "sizes_of", "steps_note", "steps_of", "unknown_gpu"]
+__all__ = ["min_shared_bytes", "resolve_flash", "sizes_of", "steps_note", "steps_of", "unknown_gpu"]
 
 
 _DIMS = (64, 128, 256)
@@ -62,13 +62,13 @@ _WIDE = {
 # each product would take tensor memory, and at 256 registers.
 _HOPPER_STEPS = dict.fromkeys(_DIMS, TileSteps(1, 4, 8))
 _STEPS = {64: TileSteps(2, 1, 8), 128: TileSteps(2, 1, 1), 256: TileSteps()}
-_LEAST_SOFTMAX, _LEAST_PRODUCT = 32, 16  # keys
+_MIN_SOFTMAX, _MIN_PRODUCT = 32, 16  # keys
 _ROWS_OF_WARP = 16
 _FOLDED_ROWS = 64  # the most queries, over all heads that share a kv head, that become the rows of one tile
-_LEAST_TILE = 32
+_MIN_TILE = 32
 _PLACES = 2**31
 _SPLIT_KEYS = 256  # the fewest keys per part
-_MOST_SPLITS = 64
+_MAX_SPLITS = 64
 _SOME_CORES = 108
 
 
@@ -80,7 +80,7 @@ def resolve_flash(
     q_len, kv_len = local.q_len, local.kv_len
     group = local.q_heads // local.kv_heads
     _check_places(problem, placement)
-    found: dict[str, object] = {}
+    sizes: dict[str, object] = {}
     fold = config.fold
     if fold is None:
         fold = group * q_len <= min(config.block_q or _table(problem)[0].block_q, _FOLDED_ROWS)
@@ -88,8 +88,8 @@ def resolve_flash(
     for pass_, default in _defaults(problem, rows if fold else None, q_len, kv_len).items():
         for name, size in zip(FIELDS[pass_], default, strict=True):
             declared = getattr(config, name)
-            found[name] = size if declared is None else declared
-    block_q = found["block_q"]
+            sizes[name] = size if declared is None else declared
+    block_q = sizes["block_q"]
     assert isinstance(block_q, int)
     if fold and group * q_len > block_q:
         raise ConfigError(
@@ -97,9 +97,9 @@ def resolve_flash(
             f"heads, {_power(group * q_len)} rows."
         )
     programs = local.batch * (local.kv_heads if fold else local.q_heads) * math.ceil(rows / block_q)
-    found["fold"] = fold
-    found["kv_splits"] = config.kv_splits or _splits(problem, placement, programs)
-    chosen = config.with_fields(found)
+    sizes["fold"] = fold
+    sizes["kv_splits"] = config.kv_splits or _splits(problem, placement, programs)
+    chosen = config.with_fields(sizes)
     _check_shared(problem, chosen)
     return chosen
 
@@ -117,8 +117,8 @@ def _splits(problem: AttentionProblem, placement: Placement, programs: int) -> i
     cores = _SOME_CORES if gpu is None else gpu.cores
     if 2 * programs > cores:
         return 1
-    most = min(_MOST_SPLITS, placement.local.kv_len // _SPLIT_KEYS)
-    return max(1, min(most, cores // programs))
+    max_splits = min(_MAX_SPLITS, placement.local.kv_len // _SPLIT_KEYS)
+    return max(1, min(max_splits, cores // programs))
 
 
 def _check_places(problem: AttentionProblem, placement: Placement) -> None:
@@ -135,7 +135,7 @@ def _check_places(problem: AttentionProblem, placement: Placement) -> None:
             )
 
 
-def least_shared_bytes(problem: AttentionProblem, config: FlashAttention2Config) -> dict[str, int]:
+def min_shared_bytes(problem: AttentionProblem, config: FlashAttention2Config) -> dict[str, int]:
     """The least shared memory, in bytes, that each pass of a filled config takes: the tiles being loaded at once.
 
     These are the tiles that the loop runs over: keys and values, or queries and their gradients. On Ampere it is one tile fewer
@@ -152,17 +152,17 @@ def least_shared_bytes(problem: AttentionProblem, config: FlashAttention2Config)
 def _check_shared(problem: AttentionProblem, config: FlashAttention2Config) -> None:
     """Errors: ConfigError for tiles that can't fit, as far as that is known: products of two-byte numbers, known GPUs."""
     gpu = gpu_variant(problem.device_kind)
-    most = 0 if gpu is None else gpu.shared_bytes_a_block
+    max_bytes = 0 if gpu is None else gpu.shared_bytes_a_block
     if gpu is None or config.interpret or problem.runtime_dtype == "float32" or problem.quantised:
         return
-    for pass_, least in least_shared_bytes(problem, config).items():
-        if least > most:
+    for pass_, min_bytes in min_shared_bytes(problem, config).items():
+        if min_bytes > max_bytes:
             block_q, block_kv, _, stages = FIELDS[pass_]
             block = block_q if pass_ == "dkv" else block_kv
             raise ConfigError(
                 f"FlashAttention2Config: {block}={getattr(config, block)} and {stages}={getattr(config, stages)} take at least "
-                f"{least} bytes of shared memory; {problem.device} has {most} for a block of threads. Hint: fewer stages or a "
-                f"smaller block."
+                f"{min_bytes} bytes of shared memory; {problem.device} has {max_bytes} for a block of threads. "
+                "Hint: fewer stages or a smaller block."
             )
 
 
@@ -192,21 +192,21 @@ def _table(problem: AttentionProblem) -> tuple[TileSizes, TileSizes, TileSizes]:
 
 def _defaults(problem: AttentionProblem, folded: int | None, q_len: int, kv_len: int) -> dict[str, TileSizes]:
     """The sizes of each pass. folded: the rows of the forward pass's one tile, if heads are folded into it."""
-    found = {}
+    defaults = {}
     for pass_, size in zip(FIELDS, _table(problem), strict=True):
         one_tile = folded if pass_ == "forward" else None
         rows = _power(one_tile or q_len)
         size = size._replace(block_q=min(size.block_q, rows), block_kv=min(size.block_kv, _power(kv_len)))
-        found[pass_] = _of_mask(problem, size, folded=one_tile is not None)
-    return found
+        defaults[pass_] = _of_mask(problem, size, folded=one_tile is not None)
+    return defaults
 
 
 def _of_mask(problem: AttentionProblem, size: TileSizes, *, folded: bool) -> TileSizes:
     """Tiles that lie in one block of the mask, unless its blocks are smaller than a tile can be."""
     blocks = {}
-    for axis, most, length in (("q", size.block_q, problem.q_len), ("kv", size.block_kv, problem.kv_len)):
-        fitted = fitted_block(problem.mask, axis, most, length, _LEAST_TILE)
-        blocks[f"block_{axis}"] = most if folded and axis == "q" else 1 << (fitted.bit_length() - 1)
+    for axis, max_size, length in (("q", size.block_q, problem.q_len), ("kv", size.block_kv, problem.kv_len)):
+        fitted = fitted_block(problem.mask, axis, max_size, length, _MIN_TILE)
+        blocks[f"block_{axis}"] = max_size if folded and axis == "q" else 1 << (fitted.bit_length() - 1)
     return size._replace(**blocks)
 
 
@@ -220,8 +220,8 @@ def steps_of(problem: AttentionProblem, config: FlashAttention2Config) -> TileSt
     if size.block_q < rows or problem.quantised or _architecture(problem) == "blackwell":
         return TileSteps()
     softmaxes, products, lanes = (_HOPPER_STEPS if hopper else _STEPS)[dim]
-    softmaxes = max(1, min(softmaxes, size.block_kv // _LEAST_SOFTMAX))
-    return TileSteps(softmaxes, min(products, size.block_kv // softmaxes // _LEAST_PRODUCT), lanes)
+    softmaxes = max(1, min(softmaxes, size.block_kv // _MIN_SOFTMAX))
+    return TileSteps(softmaxes, min(products, size.block_kv // softmaxes // _MIN_PRODUCT), lanes)
 
 
 def steps_note(problem: AttentionProblem, config: FlashAttention2Config) -> str | None:
@@ -229,20 +229,20 @@ def steps_note(problem: AttentionProblem, config: FlashAttention2Config) -> str 
     steps, keys = steps_of(problem, config), sizes_of(config)["forward"].block_kv
     if steps == TileSteps():
         return None
-    told = []
+    parts = []
     if steps.softmaxes > 1:
         of_keys = keys // steps.softmaxes
-        told.append(
+        parts.append(
             f"in {steps.softmaxes} parts of {of_keys} keys, each with its own softmax, so that products of one part run beside "
             f"the softmax of another"
         )
     if steps.products > 1:
-        told.append(
+        parts.append(
             f"with {steps.products} products with the values in each softmax, so that one runs beside the next exponentials"
         )
     if steps.lanes > 1:
-        told.append(f"with a row's weights added up in {steps.lanes} sums, which are put together after the last tile")
-    return note("flash.steps", keys=keys, how="; ".join(told))
+        parts.append(f"with a row's weights added up in {steps.lanes} sums, which are put together after the last tile")
+    return note("flash.steps", keys=keys, how="; ".join(parts))
 
 
 def _power(length: int) -> int:

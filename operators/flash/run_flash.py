@@ -15,10 +15,10 @@ __all__ = ["run_flash"]
 
 def run_flash(call: LocalCall, config: FlashAttention2Config) -> tuple[jax.Array, jax.Array]:
     """(output in the call's layout, lse)."""
-    from .kernel.flash_attention import FlashPart  # imports Pallas, so only where the kernels run
+    from .kernel.flash_attention import PartialFlash  # imports Pallas, so only where the kernels run
 
     splits, steps = config.kv_splits or 1, steps_of(call.problem, config)
-    kernel = FlashPart(
+    kernel = PartialFlash(
         call.layout,
         float(call.softmax_scale),
         call.logits_soft_cap,

@@ -66,7 +66,10 @@ def block_words(
         for atom in mask.mask.conjuncts()
         if settle and is_blocks(atom) and _whole_tiles(atom, mask, block_q, block_kv) and atom.heads in (1, tables)  # type: ignore[attr-defined]
     ]
-    return tuple(None if any(leaf is one for one in settled) else _words(leaf, mask, block_kv, rows) for leaf in leaves)
+    return tuple(
+        None if any(leaf is settled_leaf for settled_leaf in settled) else _words(leaf, mask, block_kv, rows)
+        for leaf in leaves
+    )
 
 
 def _whole_tiles(leaf: Any, mask: LocalMask, block_q: int, block_kv: int) -> bool:
@@ -89,14 +92,16 @@ def _words(leaf: Any, mask: LocalMask, block_kv: int, rows: int) -> BlockWords:
     numbers = jnp.arange(rows, dtype=jnp.int32) + mask.q_start
     table = jnp.take(table, jnp.minimum(numbers // leaf.block_q, table.shape[2] - 1), axis=2)
     number = math.ceil(bits / _BITS)
-    found = []
+    words_of_tiles = []
     for word in range(number):
-        held = jnp.zeros((*table.shape[:3], tiles), jnp.uint32)
+        packed = jnp.zeros((*table.shape[:3], tiles), jnp.uint32)
         for bit in range(min(_BITS, bits - word * _BITS)):
             cells = jnp.take(table, base - base[0] + word * _BITS + bit, axis=3)
-            held = held | (cells.astype(jnp.uint32) << bit)
-        found.append(held)
-    words = lax.bitcast_convert_type(jnp.stack(found, axis=-1), jnp.int32)  # [batch, heads, rows, tiles, words]
+            packed = packed | (cells.astype(jnp.uint32) << bit)
+        words_of_tiles.append(packed)
+    words = lax.bitcast_convert_type(
+        jnp.stack(words_of_tiles, axis=-1), jnp.int32
+    )  # [batch, heads, rows, tiles, words]
     return BlockWords(words.transpose(0, 1, 3, 4, 2), size, bits)
 
 

@@ -92,12 +92,12 @@ def _mark(name: str, tangents: Callable[[list[Any], str], list[Any]]) -> Primiti
     batching.primitive_batchers[primitive] = lambda xs, dims, *, what: (primitive.bind(*xs, what=what), dims)
 
     # Not bound again: what stands behind the results is a derivative's own pass, no longer the custom_vjp function.
-    def jvp(primals: Any, given: Any, *, what: str) -> tuple[Any, Any]:
-        moving = [i for i, t in enumerate(given) if not isinstance(t, ad.Zero)]
-        found = list(given)
-        for i, t in zip(moving, tangents([given[i] for i in moving], what) if moving else (), strict=True):
-            found[i] = t
-        return list(primals), found
+    def jvp(primals: Any, primal_tangents: Any, *, what: str) -> tuple[Any, Any]:
+        moving = [i for i, t in enumerate(primal_tangents) if not isinstance(t, ad.Zero)]
+        marked_tangents = list(primal_tangents)
+        for i, t in zip(moving, tangents([primal_tangents[i] for i in moving], what) if moving else (), strict=True):
+            marked_tangents[i] = t
+        return list(primals), marked_tangents
 
     ad.primitive_jvps[primitive] = jvp
     return primitive

@@ -44,15 +44,15 @@ class LocalMask:
         return is_symbolic(self.q_len) or is_symbolic(self.kv_len)
 
     @property
-    def heads_apart(self) -> bool:
+    def heads_differ(self) -> bool:
         """Whether heads have different blocks."""
         return any(getattr(atom, "heads", 1) > 1 for atom in self.mask.atoms())
 
     def kinds(self, block_q: int, block_kv: int) -> np.ndarray | jax.Array:
-        """0 dead, 1 partial, 2 full, int8 [batch | 1, q blocks, kv blocks]; a NumPy array if nothing in it is traced.
+        """0 empty, 1 partial, 2 full, int8 [batch | 1, q blocks, kv blocks]; a NumPy array if nothing in it is traced.
 
-        Exact for a static mask; otherwise dead and full are certain. What lies beyond the ends doesn't count. If heads have
-        different blocks, dead and full mean so for all of them.
+        Exact for a static mask; otherwise empty and full are certain. What lies beyond the ends doesn't count. If heads have
+        different blocks, empty and full mean so for all of them.
         """
         return self.kinds_of_heads(block_q, block_kv, 1)[:, 0]
 
@@ -64,7 +64,7 @@ class LocalMask:
         kinds = self._kinds_by_head(block_q, block_kv)
         if kinds.shape[1] == 1:
             return kinds
-        return _joined(kinds.reshape(kinds.shape[0], tables, -1, *kinds.shape[2:]))
+        return _merge_heads(kinds.reshape(kinds.shape[0], tables, -1, *kinds.shape[2:]))
 
     def _kinds_by_head(self, block_q: int, block_kv: int) -> np.ndarray | jax.Array:
         xp: Any = jnp if self._symbolic else np
@@ -92,11 +92,11 @@ class LocalMask:
         keys = Extent(first_key + self.k_start, last_key + self.k_start)
         blocks = Blocks(rows, Extent(rows.lo + along, rows.hi + along), keys, block_q, block_kv)
         some, every = (self.mask if known is None else And(dynamic)).block_bounds(blocks)
-        found = jnp.where(every & some, 2, jnp.where(some, 1, 0)).astype(jnp.int8)
-        if found.shape[1] > 1 and not self.heads_apart:  # an array with a plane for each head
-            found = jnp.asarray(_joined(found[:, None]))
-        found = jnp.broadcast_to(found, (*found.shape[:2], *blocks.shape))
-        return found if known is None else jnp.minimum(found, known)
+        kinds = jnp.where(every & some, 2, jnp.where(some, 1, 0)).astype(jnp.int8)
+        if kinds.shape[1] > 1 and not self.heads_differ:  # an array with a plane for each head
+            kinds = jnp.asarray(_merge_heads(kinds[:, None]))
+        kinds = jnp.broadcast_to(kinds, (*kinds.shape[:2], *blocks.shape))
+        return kinds if known is None else jnp.minimum(kinds, known)
 
     def array(self, keys: slice | None = None) -> jax.Array | np.ndarray | None:
         """Return the mask of some or all keys as a bool array that broadcasts to [batch, heads, q, keys]; None if full."""
@@ -142,8 +142,8 @@ def _ends(size: int, block: int, axis: int) -> tuple[Any, Any]:
     return first, xp.minimum(first + block, length(size)) - 1
 
 
-def _joined(kinds: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-    """Kinds [batch, tables, heads, q, kv] merged over heads: dead and full where all of them are."""
+def _merge_heads(kinds: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+    """Kinds [batch, tables, heads, q, kv] merged over heads: empty and full where all of them are."""
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
     return xp.where(kinds.min(2) == 2, 2, xp.minimum(kinds.max(2), 1)).astype(np.int8)
 
@@ -181,7 +181,7 @@ class Dropout:
     def keep(self, batch: Any, head: Any, row: Any, col: Any) -> jax.Array:
         """Return True where a weight is kept, for local indices of any shapes that broadcast together."""
         first, second = self.head_keys(batch, head)
-        return self.kept(first, second, shifted(row, self.q_start), shifted(col, self.k_start), self.probability)
+        return self.keep_mask(first, second, shifted(row, self.q_start), shifted(col, self.k_start), self.probability)
 
     def head_keys(self, batch: Any, head: Any) -> tuple[jax.Array, jax.Array]:
         """One key per head, uint32: computed on few elements, so that only one draw per weight is left."""
@@ -194,7 +194,7 @@ class Dropout:
         return threefry(first, second, batch, head)
 
     @staticmethod
-    def kept(first: Any, second: Any, row: Any, col: Any, probability: float) -> jax.Array:
+    def keep_mask(first: Any, second: Any, row: Any, col: Any, probability: float) -> jax.Array:
         """`keep` for a head's key and for rows and keys of the whole problem; also used inside kernels."""
         row, col = (jnp.asarray(index).astype(jnp.uint32) for index in (row, col))
         bits = threefry(first, second, row, col)[0]

@@ -19,12 +19,12 @@ __all__ = [
     "LN2",
     "LOG2E",
     "by_row",
+    "combine_by_lse",
+    "combine_over_devices",
     "divisor",
     "divisor_and_lse",
     "log_of_sum",
     "logsumexp",
-    "merge_over_devices",
-    "merge_parts",
     "merge_stacked",
     "shift_of",
     "subtracted",
@@ -77,7 +77,7 @@ def by_row(x: jax.Array, layout: str | None = None) -> jax.Array:
     return (x.swapaxes(-1, -2) if layout == "bthd" else x)[..., None]
 
 
-def merge_parts(
+def combine_by_lse(
     parts: Sequence[tuple[jax.Array, jax.Array]], layout: str | None = None, sinks: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Of (output, lse) of each part. Sinks, [heads], are a part without values."""
@@ -91,7 +91,7 @@ def merge_stacked(output: jax.Array, lse: jax.Array, layout: str | None = None) 
     return _merged(output, lse, lambda x: x.max(0), lambda x: x.sum(0), layout, None)
 
 
-def merge_over_devices(
+def combine_over_devices(
     output: jax.Array, lse: jax.Array, axes: tuple[str, ...], layout: str | None = None, sinks: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Inside a shard_map, of the devices along some axes. Sinks count once, not once a device."""

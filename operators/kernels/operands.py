@@ -12,7 +12,7 @@ import numpy as np
 from ...masks import Mask
 from .local_mask import Dropout, LocalMask
 
-__all__ = ["Operands", "Results", "StaticPart", "Traced", "join_static", "no_gradients", "split_static"]
+__all__ = ["DynamicArgs", "Operands", "Results", "StaticArgs", "join_static", "no_gradients", "split_static"]
 
 
 class Operands(NamedTuple):
@@ -41,7 +41,7 @@ class Results(NamedTuple):
     d_lse: jax.Array
 
 
-class Traced(NamedTuple):
+class DynamicArgs(NamedTuple):
     """Arrays without gradients: those of the mask, and the places and the seed if they are traced."""
 
     leaves: tuple[jax.Array, ...]
@@ -53,7 +53,7 @@ class Traced(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StaticPart:
+class StaticArgs:
     """What is known of the mask and the dropout at trace time; starts and `query_offset` are None if traced."""
 
     mask: Mask
@@ -66,12 +66,12 @@ class StaticPart:
     hides_keys: bool = True
 
 
-def split_static(mask: LocalMask, dropout: Dropout | None) -> tuple[StaticPart, Traced]:
-    """(static, traced) parts of a mask and a dropout; `join_static` is the inverse."""
+def split_static(mask: LocalMask, dropout: Dropout | None) -> tuple[StaticArgs, DynamicArgs]:
+    """(static, dynamic) arguments of a mask and a dropout; `join_static` is the inverse."""
     structure, leaves = mask.mask.split()
     placed_q, placed_k = (isinstance(start, int) for start in (mask.q_start, mask.k_start))
     placed_offset = mask.query_offset is None or isinstance(mask.query_offset, int)
-    static_part = StaticPart(
+    static_args = StaticArgs(
         mask=structure,
         q_len=mask.q_len,
         kv_len=mask.kv_len,
@@ -81,7 +81,7 @@ def split_static(mask: LocalMask, dropout: Dropout | None) -> tuple[StaticPart, 
         k_start=mask.k_start if placed_k else None,  # type: ignore[arg-type]
         hides_keys=mask.hides_keys,
     )
-    traced = Traced(
+    dynamic = DynamicArgs(
         tuple(jnp.asarray(leaf.array) for leaf in leaves),
         None if placed_q else jnp.asarray(mask.q_start),
         None if placed_offset else jnp.asarray(mask.query_offset),
@@ -92,30 +92,30 @@ def split_static(mask: LocalMask, dropout: Dropout | None) -> tuple[StaticPart, 
         else tuple(jnp.asarray(x, jnp.int32) for x in (dropout.batch_start, dropout.head_start)),  # type: ignore[arg-type]
         None if placed_k else jnp.asarray(mask.k_start),
     )
-    return static_part, traced
+    return static_args, dynamic
 
 
-def join_static(static_part: StaticPart, traced: Traced) -> tuple[LocalMask, Dropout | None]:
+def join_static(static_args: StaticArgs, dynamic: DynamicArgs) -> tuple[LocalMask, Dropout | None]:
     """Reassemble the mask and the dropout."""
     mask = LocalMask(
-        static_part.mask.merge(traced.leaves),
-        static_part.q_start if traced.q_start is None else traced.q_start,  # type: ignore[arg-type]
-        static_part.q_len,
-        static_part.kv_len,
-        static_part.query_offset if traced.query_offset is None else traced.query_offset,
-        static_part.k_start if traced.k_start is None else traced.k_start,  # type: ignore[arg-type]
-        static_part.hides_keys,
+        static_args.mask.merge(dynamic.leaves),
+        static_args.q_start if dynamic.q_start is None else dynamic.q_start,  # type: ignore[arg-type]
+        static_args.q_len,
+        static_args.kv_len,
+        static_args.query_offset if dynamic.query_offset is None else dynamic.query_offset,
+        static_args.k_start if dynamic.k_start is None else dynamic.k_start,  # type: ignore[arg-type]
+        static_args.hides_keys,
     )
-    if traced.seed is None or traced.starts is None:
+    if dynamic.seed is None or dynamic.starts is None:
         return mask, None
-    return mask, Dropout(traced.seed, static_part.dropout, *traced.starts, mask.q_start, mask.k_start)
+    return mask, Dropout(dynamic.seed, static_args.dropout, *dynamic.starts, mask.q_start, mask.k_start)
 
 
-def no_gradients(traced: Traced) -> Traced:
+def no_gradients(dynamic: DynamicArgs) -> DynamicArgs:
     """The cotangents of arrays that have none."""
 
     def zero(x: jax.Array) -> Any:
         floating = jnp.issubdtype(x.dtype, jnp.floating)
         return jnp.zeros_like(x) if floating else np.zeros(x.shape, jax.dtypes.float0)
 
-    return jax.tree.map(zero, traced)
+    return jax.tree.map(zero, dynamic)

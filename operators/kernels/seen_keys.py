@@ -51,18 +51,18 @@ def seen_keys(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None
     """
     if not mask.hides_keys or isinstance(mask.mask, Full):
         return None
-    of_keys, others = (Full(), mask.mask.conjuncts()) if mask.mask.is_static else _apart(mask.mask)
-    found = _of_others(mask, others, kv_heads)
-    if found is NotImplemented:
+    of_keys, others = (Full(), mask.mask.conjuncts()) if mask.mask.is_static else _split_by_keys(mask.mask)
+    visible = _of_others(mask, others, kv_heads)
+    if visible is NotImplemented:
         return _of_pairs(mask, kv_heads, tensors)
     if not isinstance(of_keys, Full):
         first_row = replace(mask, mask=of_keys, q_len=1).array()  # of all rows alike
         assert first_row is not None
         seen = _by_kv_head(jnp.asarray(first_row)[:, :, 0], kv_heads)
-        found = seen if found is None else found & seen
-    if found is None:
+        visible = seen if visible is None else visible & seen
+    if visible is None:
         return None
-    return Seen(jnp.broadcast_to(found, (*found.shape[:2], mask.kv_len)))
+    return Seen(jnp.broadcast_to(visible, (*visible.shape[:2], mask.kv_len)))
 
 
 def zero_where_hidden(x: jax.Array, seen: Seen, layout: str) -> jax.Array:
@@ -73,7 +73,7 @@ def zero_where_hidden(x: jax.Array, seen: Seen, layout: str) -> jax.Array:
     return where(jnp.broadcast_to(keys, x.shape), x, 0)
 
 
-def _apart(mask: Mask) -> tuple[Mask, tuple[Mask, ...]]:
+def _split_by_keys(mask: Mask) -> tuple[Mask, tuple[Mask, ...]]:
     """(the And of the conjuncts that are the same for all queries, the others)."""
     alike: list[Mask] = []
     others: list[Mask] = []
@@ -125,20 +125,20 @@ def _constant(seen: np.ndarray) -> jax.Array:
 def _of_band(mask: LocalMask, parts: Sequence[Mask], offset: Any) -> Any:
     """Of causal masks and windows: rows that follow one another see keys that do."""
     greater, smaller = partial(_of, max, jnp.maximum), partial(_of, min, jnp.minimum)
-    least, most = key_bounds(filter(is_band, parts), offset, greater, smaller)
+    min_distance, max_distance = key_bounds(filter(is_band, parts), offset, greater, smaller)
     first_row, last_row = mask.q_start, mask.q_start + (mask.q_len - 1)
     first_key, last_key = mask.k_start, mask.k_start + (mask.kv_len - 1)
     keys, tests = shifted(numbers((1, 1, mask.kv_len), 2), mask.k_start), []
-    if least is not None and not _surely(lambda: first_row + least <= first_key):
-        tests.append(keys >= _column(first_row + least))
-    if most is not None and not _surely(lambda: last_row + most >= last_key):
-        tests.append(keys <= _column(last_row + most))
-    if least is not None and most is not None and not _surely(lambda: least <= most):
-        tests.append(_column(least) <= _column(most))  # otherwise no row sees a key
-    found = None
+    if min_distance is not None and not _surely(lambda: first_row + min_distance <= first_key):
+        tests.append(keys >= _column(first_row + min_distance))
+    if max_distance is not None and not _surely(lambda: last_row + max_distance >= last_key):
+        tests.append(keys <= _column(last_row + max_distance))
+    if min_distance is not None and max_distance is not None and not _surely(lambda: min_distance <= max_distance):
+        tests.append(_column(min_distance) <= _column(max_distance))  # otherwise no row sees a key
+    visible = None
     for test in tests:
-        found = jnp.asarray(test) if found is None else found & test
-    return found
+        visible = jnp.asarray(test) if visible is None else visible & test
+    return visible
 
 
 def _of(of_numbers: Any, of_arrays: Any, a: Any, b: Any) -> Any:
@@ -151,8 +151,8 @@ def _surely(test: Any) -> bool:
     """Whether a comparison is known to hold before the program runs."""
 
     def known() -> bool:
-        found = test()
-        return isinstance(found, bool) and found
+        answer = test()
+        return isinstance(answer, bool) and answer
 
     return surely(known)
 
@@ -172,9 +172,9 @@ def _by_kv_head(seen: jax.Array, kv_heads: int) -> jax.Array:
 
 def _of_pairs(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None]) -> Seen:
     """By testing pairs, unless that takes longer than reading the tensors and these turn out to be finite."""
-    given = [lax.stop_gradient(x) for x in tensors if x is not None]
+    arrays = [lax.stop_gradient(x) for x in tensors if x is not None]
     axes = varying(
-        ([leaf.array for leaf in mask.mask.split()[1]], mask.q_start, mask.query_offset, mask.k_start, given)
+        ([leaf.array for leaf in mask.mask.split()[1]], mask.q_start, mask.query_offset, mask.k_start, arrays)
     )
 
     batch, heads = _planes(mask)
@@ -183,11 +183,11 @@ def _of_pairs(mask: LocalMask, kv_heads: int, tensors: Sequence[jax.Array | None
     def tested() -> jax.Array:
         return vary(jnp.broadcast_to(_by_kv_head(_any_query(mask), kv_heads), shape), axes)
 
-    read = sum(x.shape[-1] for x in given if x.ndim == 4)
+    read = sum(x.shape[-1] for x in arrays if x.ndim == 4)
     if surely(lambda: mask.q_len <= _FEW * read):
         return Seen(tested())
     finite = jnp.asarray(True)
-    for x in given:
+    for x in arrays:
         if jnp.issubdtype(x.dtype, jnp.inexact):
             wide = x if x.dtype.itemsize > 1 else x.astype(jnp.float32)
             finite = finite & jnp.isfinite(wide).all()
@@ -212,9 +212,9 @@ def _any_query(mask: LocalMask) -> jax.Array:
         assert seen is not None
         return jnp.broadcast_to(seen.any(1), (heads, block))
 
-    found = lax.map(tile, numbers((batch * blocks,), 0))
-    found = found.reshape(batch, blocks, heads, block).swapaxes(1, 2).reshape(batch, heads, blocks * block)
-    return lax.slice_in_dim(found, 0, mask.kv_len, axis=2)
+    any_seen = lax.map(tile, numbers((batch * blocks,), 0))
+    any_seen = any_seen.reshape(batch, blocks, heads, block).swapaxes(1, 2).reshape(batch, heads, blocks * block)
+    return lax.slice_in_dim(any_seen, 0, mask.kv_len, axis=2)
 
 
 def _planes(mask: LocalMask) -> tuple[int, int]:

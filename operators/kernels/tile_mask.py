@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...masks import Full, Mask, Slot
-from .answer import Answer
 from .block_words import is_blocks, seen_by_words
+from .evaluated_leaf import EvaluatedLeaf
 from .local_mask import Dropout, LocalMask
-from .operands import StaticPart
+from .operands import StaticArgs
 from .primitives import shifted
 from .seen_keys import Seen
 
@@ -31,7 +31,7 @@ class TileLogits:
 
     scale: float
     soft_cap: float | None
-    static_part: StaticPart
+    static_args: StaticArgs
 
 
 def traced_numbers(mask: LocalMask, dropout: Dropout | None, seen: Seen | None) -> dict[str, jax.Array]:
@@ -39,25 +39,25 @@ def traced_numbers(mask: LocalMask, dropout: Dropout | None, seen: Seen | None) 
 
     'dropout' is the seed and where the device's rows and heads begin: a head's key is computed from them where it is needed.
     """
-    given = {"q_start": mask.q_start, "k_start": mask.k_start, "query_offset": mask.query_offset}
-    found = {
+    places = {"q_start": mask.q_start, "k_start": mask.k_start, "query_offset": mask.query_offset}
+    numbers = {
         name: jnp.asarray(number, jnp.int32).reshape(-1)
-        for name, number in given.items()
+        for name, number in places.items()
         if number is not None and not isinstance(number, int)
     }
     if dropout is not None:
         starts = (jnp.asarray(x, jnp.int32).reshape(1) for x in (dropout.batch_start, dropout.head_start))
-        found["dropout"] = jnp.concatenate([lax.bitcast_convert_type(dropout.seed, jnp.int32), *starts])
+        numbers["dropout"] = jnp.concatenate([lax.bitcast_convert_type(dropout.seed, jnp.int32), *starts])
     if seen is not None and seen.clean is not None:
-        found["clean"] = seen.clean.astype(jnp.int32).reshape(1)
-    return found
+        numbers["clean"] = seen.clean.astype(jnp.int32).reshape(1)
+    return numbers
 
 
 class TileMask:
     """The mask and the dropout of a tile. `where` is whatever the subclass needs to know of the part of it that is asked for."""
 
-    def __init__(self, static_part: StaticPart, refs: dict[str, Any], batch: Any) -> None:
-        self.static_part, self.refs, self.batch = static_part, refs, batch
+    def __init__(self, static_args: StaticArgs, refs: dict[str, Any], batch: Any) -> None:
+        self.static_args, self.refs, self.batch = static_args, refs, batch
 
     # -- what a subclass knows ---------------------------------------------------------------------------------------
 
@@ -76,11 +76,11 @@ class TileMask:
     # -- its place in the whole problem ------------------------------------------------------------------------------
 
     def _global_rows(self, rows: Any) -> Any:
-        start = self.static_part.q_start
+        start = self.static_args.q_start
         return shifted(rows, self.refs["q_start"][0] if start is None else start)
 
     def _global_keys(self, keys: Any) -> Any:
-        start = self.static_part.k_start
+        start = self.static_args.k_start
         return shifted(keys, self.refs["k_start"][0] if start is None else start)
 
     # -- dropout -----------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class TileMask:
 
     def dropped(self, x: jax.Array, keep: jax.Array | None) -> jax.Array:
         """Weights, or their gradients, after dropout."""
-        return x if keep is None else jnp.where(keep, x * (1.0 / (1.0 - self.static_part.dropout)), 0.0)
+        return x if keep is None else jnp.where(keep, x * (1.0 / (1.0 - self.static_args.dropout)), 0.0)
 
     # -- the mask ----------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class TileMask:
             return []
         numbers, words = itertools.count(), itertools.count()
 
-        def answer(atom: Mask) -> Mask:
+        def evaluate(atom: Mask) -> Mask:
             if is_blocks(atom):
                 for _ in atom.parts:
                     next(numbers)
@@ -111,11 +111,11 @@ class TileMask:
             if not isinstance(atom, Slot):
                 return atom
             parts = [self._leaf(f"leaf{next(numbers)}", dims, *where) for _, _, dims in atom.parts]
-            return Answer(atom.related(parts, keys))
+            return EvaluatedLeaf(atom.related(parts, keys))
 
-        rows, offset = self._global_rows(rows), self.static_part.query_offset or 0
+        rows, offset = self._global_rows(rows), self.static_args.query_offset or 0
         positions = shifted(rows, self.refs["query_offset"][self.batch] if "query_offset" in self.refs else offset)
-        parts = mask.map_atoms(answer).conjuncts()
+        parts = mask.map_atoms(evaluate).conjuncts()
         return [part.test(rows, positions, keys) for part in parts if not isinstance(part, Full)]
 
     def _blocks(self, name: str, atom: Any, keys: jax.Array, *where: Any) -> Mask:
@@ -123,7 +123,7 @@ class TileMask:
         if name not in self.refs:
             return Full()
         rows, first = self._words(self.refs[name], *where)
-        return Answer(seen_by_words(rows, keys, self._global_keys(first), atom.block_kv))
+        return EvaluatedLeaf(seen_by_words(rows, keys, self._global_keys(first), atom.block_kv))
 
     def _leaf(self, name: str, dims: tuple[str, ...], *where: Any) -> Any:
         """An array of the mask, to be compared with the tile's keys and rows."""

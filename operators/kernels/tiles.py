@@ -12,8 +12,8 @@ from jax import lax
 
 from ...masks import Full, Mask
 from ...symbolic import surely
-from .answer import Answer
 from .block_words import BlockWords, block_words, is_blocks
+from .evaluated_leaf import EvaluatedLeaf
 from .local_mask import Dropout, LocalMask
 from .primitives import cut, cut_along, length, numbers, shifted
 
@@ -36,7 +36,7 @@ class TileTable(NamedTuple):
     some_full: bool
     neighbours: bool
 
-    def visits(self, batch: Any, group: Any, q_block: Any) -> tuple[Any, tuple[Any, Any], Callable[[Any], Any]]:
+    def tile_range(self, batch: Any, group: Any, q_block: Any) -> tuple[Any, tuple[Any, Any], Callable[[Any], Any]]:
         """The kv blocks of a query block: n of the first, n after the partial ones and after all, and the block for each n."""
         table = self.table
         begin: Any
@@ -56,49 +56,51 @@ class TileTable(NamedTuple):
 
 # Leaves whose test is a few operations on numbers of rows and of keys, which are fused into the work on a logit anyway.
 _ARITHMETIC = frozenset({"causal", "sliding_window", "chunked", "prefix", "segment_ids", "kv_lengths", "positions"})
-_MOST_LEAVES = 4
+_MAX_LEAVES = 4
 
 
 def is_arithmetic(mask: Mask) -> bool:
     """Whether a tile's mask costs next to nothing: no user function, no plane to read, few parts."""
     atoms = list(mask.atoms())
-    return len(atoms) <= _MOST_LEAVES and all(atom.kind in _ARITHMETIC for atom in atoms)
+    return len(atoms) <= _MAX_LEAVES and all(atom.kind in _ARITHMETIC for atom in atoms)
 
 
-def tile_table(mask: LocalMask, block_q: int, block_kv: int, *, tables: int = 1, apart: bool = True) -> TileTable:
+def tile_table(
+    mask: LocalMask, block_q: int, block_kv: int, *, tables: int = 1, separate_full: bool = True
+) -> TileTable:
     """Sort each query block's kv blocks by kind, for each of `tables` groups of heads. A padded last block is partial.
 
-    apart=False counts full blocks as partial too: there is then one loop, half of the program. A mask that costs next
+    separate_full=False counts full blocks as partial too: there is then one loop, half of the program. A mask that costs next
     to nothing does the same if few blocks are full.
     """
     kinds = mask.kinds_of_heads(block_q, block_kv, tables)
     if not isinstance(kinds, np.ndarray):
-        return _known_at_run_time(kinds, mask.kv_len % block_kv != 0, apart)
+        return _table_at_run_time(kinds, mask.kv_len % block_kv != 0, separate_full)
     if mask.kv_len % block_kv:
         kinds = kinds.copy()
         kinds[..., -1] = np.minimum(kinds[..., -1], 1)
     partial, full = (kinds == 1).sum(), (kinds == 2).sum()
-    if partial and (not apart or (2 * full <= partial and is_arithmetic(mask.mask))):
+    if partial and (not separate_full or (2 * full <= partial and is_arithmetic(mask.mask))):
         kinds = np.minimum(kinds, 1)
     some_partial, some_full = bool((kinds == 1).any()), bool((kinds == 2).any())
     first, last = (kinds > 0).argmax(-1), kinds.shape[-1] - (kinds[..., ::-1] > 0).argmax(-1)
-    live = (kinds > 0).sum(-1)
-    last = np.where(live, last, first)
-    if not (some_partial and some_full) and (last - first == live).all():
+    visible = (kinds > 0).sum(-1)
+    last = np.where(visible, last, first)
+    if not (some_partial and some_full) and (last - first == visible).all():
         return TileTable(np.stack([first, last], -1).astype(np.int32), some_partial, some_full, True)
     table = _sorted_by_kind(kinds, np)
-    most = int(table[..., 1].max())  # in a window a row sees few blocks: the program can leave out the others
-    return TileTable(table[..., :most], some_partial, some_full, False)
+    max_tiles = int(table[..., 1].max())  # in a window a row sees few blocks: the program can leave out the others
+    return TileTable(table[..., :max_tiles], some_partial, some_full, False)
 
 
-def _known_at_run_time(kinds: jax.Array, padded: bool, apart: bool) -> TileTable:
+def _table_at_run_time(kinds: jax.Array, padded: bool, separate_full: bool) -> TileTable:
     """The same for traced kinds."""
-    if not apart:
+    if not separate_full:
         kinds = jnp.minimum(kinds, 1)
     if padded:
         last = numbers((1, 1, 1, kinds.shape[-1]), 3) == length(kinds.shape[-1] - 1)
         kinds = jnp.where(last, jnp.minimum(kinds, 1), kinds)
-    return TileTable(_sorted_by_kind(kinds, jnp), True, apart, False)
+    return TileTable(_sorted_by_kind(kinds, jnp), True, separate_full, False)
 
 
 def _sorted_by_kind(kinds: Any, xp: Any) -> Any:
@@ -148,8 +150,8 @@ class TileSource:
         def padded(atom: Mask) -> Mask:
             if not is_blocks(atom):
                 return self._pad_atom(atom)
-            found = next(words)
-            return Full() if found is None else _Words(found)
+            leaf_words = next(words)
+            return Full() if leaf_words is None else _Words(leaf_words)
 
         self._padded = mask.mask.map_atoms(padded)
 
@@ -213,23 +215,23 @@ class TileSource:
 
     def _cut_atom(self, atom: Mask, tile: TilePosition) -> Mask:
         if isinstance(atom, _Words):
-            return Answer(self._seen_blocks(atom.held, tile))
+            return EvaluatedLeaf(self._seen_blocks(atom.block_words, tile))
         arrays = [
             self._cut(x, dims, tile, atom.kind == "dense_mask")
             for x, (_, _, dims) in zip(atom.arrays(), atom.parts, strict=True)
         ]
         return _refill(atom, arrays)
 
-    def _seen_blocks(self, held: BlockWords, tile: TilePosition) -> jax.Array:
+    def _seen_blocks(self, block_words: BlockWords, tile: TilePosition) -> jax.Array:
         """A leaf of blocks evaluated on the tile: bool [1, heads | 1, block_q, block_kv | 1]."""
-        batch, heads, _, words, _ = held.words.shape
+        batch, heads, _, words, _ = block_words.words.shape
         starts = (tile.batch if batch != 1 else 0, tile.head if heads > 1 else 0, tile.kv_block, 0)
         sizes = (1, tile.heads if heads > 1 else 1, 1, words, self.block_q)
-        part = cut(held.words, (*starts, tile.q_block * self.block_q), sizes)
+        part = cut(block_words.words, (*starts, tile.q_block * self.block_q), sizes)
         rows = [lax.index_in_dim(part, n, axis=3, keepdims=False)[:, :, 0, :, None] for n in range(words)]
         _, cols = self._indices(tile)
         first = shifted(tile.kv_block * self.block_kv, self.mask.k_start)
-        return held.seen(rows, shifted(cols, self.mask.k_start)[None, None], first)
+        return block_words.seen(rows, shifted(cols, self.mask.k_start)[None, None], first)
 
     def _pad(self, array: jax.Array, dims: tuple[str, ...], broadcasts: bool) -> jax.Array:
         blocks = {"q": self.block_q, "kv": 1 if self.in_place else self.block_kv}
@@ -252,10 +254,10 @@ class TileSource:
             "q": (tile.q_block * self.block_q, self.block_q),
             "kv": (self.first_key(tile.kv_block), self.block_kv),
         }
-        static_part = [
+        static_args = [
             (0, 1) if broadcasts and size == 1 else where[dim] for dim, size in zip(dims, array.shape, strict=True)
         ]
-        return tuple(start for start, _ in static_part), tuple(size for _, size in static_part)
+        return tuple(start for start, _ in static_args), tuple(size for _, size in static_args)
 
 
 class _Words(Mask):
@@ -263,8 +265,8 @@ class _Words(Mask):
 
     kind = "words"
 
-    def __init__(self, held: BlockWords) -> None:
-        self.held = held
+    def __init__(self, block_words: BlockWords) -> None:
+        self.block_words = block_words
 
 
 def _refill(atom: Mask, arrays: list[jax.Array]) -> Mask:

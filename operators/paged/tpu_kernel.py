@@ -18,7 +18,7 @@ from ..kernels.pages.tpu import (
     PageArrays,
     advice,
     chosen_sizes,
-    most_vmem,
+    max_vmem,
     paged_attention_tpu,
     reasons_against,
     vmem_room,
@@ -50,7 +50,7 @@ def tpu_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
     reasons = [
         Reason(f"paged.{code}", _FIELDS.get(code, code), message, _sentence(hint)) for code, message, hint in found
     ]
-    taken = most_vmem(geometry, sized)
+    taken = max_vmem(geometry, sized)
     if taken > room:
         text = (
             f"blocks of {sized.pages_per_block} pages and {sized.queries_per_block} queries take {bytes_text(taken)} of VMEM, "

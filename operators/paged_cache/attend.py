@@ -18,7 +18,7 @@ from ...masks.int_arrays import known_values
 from ...pytree_export import exported_tuple
 from ...sharding import axes_at, axes_of, on_auto_axes, pin, spec_of
 from ...sharding.mesh import AnyMesh
-from ..kernels.lse import merge_over_devices, merge_parts
+from ..kernels.lse import combine_by_lse, combine_over_devices
 from ..kernels.pages.page_layout import page_shape
 from ..kernels.varying import varying
 from .batch import RaggedBatch
@@ -222,7 +222,7 @@ def _by_device(
         index = lax.axis_index(along)
         batch = replace(batch, page_table=batch.page_table[0])
         made = shard(query, pages, batch, sinks_of(sinks, index), rows, index)
-        return Attended(*merge_over_devices(made.output, made.lse, along))
+        return Attended(*combine_over_devices(made.output, made.lse, along))
 
     of_rows = None if rows is None else jax.tree.map(lambda _: PartitionSpec(tokens, heads), rows)
     in_specs = (*specs, None if sinks is None else PartitionSpec(heads), of_rows)
@@ -271,7 +271,7 @@ def _one_by_one(shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, s
         own: Any = (x if x is None or x.ndim < 3 else rows_by_shard(n, x, "pages")[index] for x in pages)
         table = replace(batch, page_table=batch.page_table[index])
         found.append(shard(query, LayerPages(*own), table, sinks_of(sinks, index), rows, index))
-    return Attended(*merge_parts([(x.output, x.lse) for x in found]))
+    return Attended(*combine_by_lse([(x.output, x.lse) for x in found]))
 
 
 def _part(

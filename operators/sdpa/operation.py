@@ -38,7 +38,7 @@ def _flags(mask: Mask, q_len: int, kv_len: int) -> tuple[bool, tuple[int, int] |
     return True, None if seen.left is None else (seen.left, 0)
 
 
-def _most(p: AttentionProblem) -> int:
+def _max_head_dim(p: AttentionProblem) -> int:
     return 256 if any(name in p.device_kind for name in _HOPPER_OR_LATER) else 128
 
 
@@ -61,7 +61,7 @@ _CUDNN = (
     Rule(
         "sdpa.cudnn_head_dim",
         "head_dim",
-        lambda p, c: p.head_dim % 8 == 0 and p.head_dim <= _most(p),
+        lambda p, c: p.head_dim % 8 == 0 and p.head_dim <= _max_head_dim(p),
         "head_dim={p.head_dim} on {p.device}: cuDNN requires a multiple of 8 up to 128 (256 on Hopper and later)",
         "Pad the head dim in the projections, or use 'vanilla'.",
     ),

@@ -13,10 +13,10 @@ from ...sharding import ATTENTION
 from ..call.local import LocalOutput
 from ..call.sharded_operands import ShardedOperands
 
-__all__ = ["bring_together", "split_output"]
+__all__ = ["gather_sequence", "split_output"]
 
 
-def bring_together(operands: ShardedOperands, placement: Placement, layout: str) -> ShardedOperands:
+def gather_sequence(operands: ShardedOperands, placement: Placement, layout: str) -> ShardedOperands:
     """All keys for these queries, or longer parts of the sequence for fewer heads.
 
     Operands without a sequence, or with all of it, were split by heads before. The gradient of keys gathered
@@ -33,7 +33,7 @@ def bring_together(operands: ShardedOperands, placement: Placement, layout: str)
         if split.gathers and ATTENTION[name].moves == "keys":
             changed[name] = lax.all_gather(x, split.axes, axis=time, tiled=True)
         elif split.head_axes:
-            changed[name] = _exchanged(x, placement, split=head, joined=time)
+            changed[name] = _all_to_all(x, placement, split=head, joined=time)
     return operands._replace(operands=changed)
 
 
@@ -42,9 +42,9 @@ def split_output(result: LocalOutput, placement: Placement, layout: str) -> Loca
     if not placement.sequence.head_axes:
         return result
     time, head = layout.index("t"), layout.index("h")
-    lse = result.lse if result.lse is None else _exchanged(result.lse, placement, split=2, joined=1)
-    return result._replace(output=_exchanged(result.output, placement, split=time, joined=head), lse=lse)
+    lse = result.lse if result.lse is None else _all_to_all(result.lse, placement, split=2, joined=1)
+    return result._replace(output=_all_to_all(result.output, placement, split=time, joined=head), lse=lse)
 
 
-def _exchanged(x: jax.Array, placement: Placement, *, split: int, joined: int) -> jax.Array:
+def _all_to_all(x: jax.Array, placement: Placement, *, split: int, joined: int) -> jax.Array:
     return lax.all_to_all(x, placement.sequence.head_axes, split, joined, tiled=True)

@@ -20,7 +20,7 @@ from ...sharding import ATTENTION, AttnShardingRules, MeshAxis, axes_at, only
 from ..call.arguments import Options
 from ..call.arrays import Arrays
 
-__all__ = ["of_the_whole", "share_of_heads", "split_by_caller", "whole_leaves", "without_manual"]
+__all__ = ["local_heads", "of_the_whole", "split_by_caller", "whole_leaves", "without_manual"]
 
 
 def split_by_caller(
@@ -75,18 +75,18 @@ def whole_leaves(
     manual = problem.manual_sequence
     if not manual:
         return leaves
-    found = []
+    gathered = []
     for index, (x, leaf) in enumerate(zip(leaves, problem.leaves, strict=True)):
         inside = placement.spec(f"leaf{index}")
         for axis, dim in enumerate(leaf.dims):
             if dim in ("q", "kv"):
                 gone = tuple(a for a in manual[dim == "kv"] if a not in axes_at(inside, axis))
                 x = lax.all_gather(x, gone, axis=axis, tiled=True) if gone else x
-        found.append(x)
-    return tuple(found)
+        gathered.append(x)
+    return tuple(gathered)
 
 
-def share_of_heads(x: jax.Array, problem: AttentionProblem, placement: Placement) -> jax.Array:
+def local_heads(x: jax.Array, problem: AttentionProblem, placement: Placement) -> jax.Array:
     """This device's part of an array with one element per head, after an exchange over the caller's axes."""
     manual = {a for axes in problem.manual_sequence or () for a in axes}
     axes = tuple(a for a in placement.sequence.head_axes if a in manual)

@@ -3,8 +3,8 @@
 The backward pass sends keys and values around once more, together with the sums of their own gradients. A device stores nothing
 of another's: both passes need memory for one part of the keys.
 
-On a zigzag ring a device has two pieces of the sequence (zigzag.py). After the first step every device has two pairs left of
-a piece of its queries with a piece of the keys: its later queries with the earlier keys and, depending on where the keys come
+On a zigzag ring a device has two chunks of the sequence (zigzag.py). After the first step every device has two pairs left of
+a chunk of its queries with a chunk of the keys: its later queries with the earlier keys and, depending on where the keys come
 from, either the earlier with the earlier or the later with the later. Which of them is traced, the work is the same.
 
 Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).
@@ -25,9 +25,9 @@ from ...planning.sequence.split import loop_from
 from ..call.local import Ring
 from ..kernels.default_promotion import wider
 from ..kernels.local_mask import Dropout, LocalMask
-from ..kernels.lse import merge_parts
-from ..kernels.operands import Operands, Results, StaticPart, Traced
-from ..kernels.part import PartKernel, attend_part, differentiable, differentiate_part
+from ..kernels.lse import combine_by_lse
+from ..kernels.operands import DynamicArgs, Operands, Results, StaticArgs
+from ..kernels.partial_attention import PartialAttention, attend_partial, differentiable, differentiate_partial
 
 __all__ = ["ring_attention"]
 
@@ -36,10 +36,10 @@ _Keys = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
-class _Around:
+class _RingKernel:
     """A kernel whose keys come around a ring, as one kernel over the keys of all devices."""
 
-    kernel: PartKernel
+    kernel: PartialAttention
     ring: Ring
     dims: tuple[tuple[str, ...], ...]  # of the mask's arrays
 
@@ -55,28 +55,30 @@ class _Around:
     def names(self) -> tuple[str, str]:
         return self.kernel.names
 
-    def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-        return _forward(self, static_part, operands, traced)
+    def attend(self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs) -> tuple[jax.Array, jax.Array]:
+        return _forward(self, static_args, operands, dynamic)
 
-    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
-        return _backward(self, static_part, operands, traced, made)
+    def differentiate(
+        self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results
+    ) -> Operands:
+        return _backward(self, static_args, operands, dynamic, results)
 
 
 def ring_attention(
-    kernel: PartKernel, ring: Ring, operands: Operands, mask: LocalMask, dropout: Dropout | None
+    kernel: PartialAttention, ring: Ring, operands: Operands, mask: LocalMask, dropout: Dropout | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output, lse), in the kernel's form, of this device's queries and the keys of all devices.
 
     The mask's `k_start` and `kv_len` are those of this device's own keys; its arrays hold this device's rows and all keys.
     """
     dims = tuple(leaf.dims for leaf in mask.mask.split()[1])
-    return differentiable(_Around(kernel, ring, dims), operands, mask, dropout)
+    return differentiable(_RingKernel(kernel, ring, dims), operands, mask, dropout)
 
 
 class _Pair(NamedTuple):
-    """Which piece of this device's queries sees which piece of the current keys; traced where devices differ.
+    """Which chunk of this device's queries sees which chunk of the current keys; traced where devices differ.
 
-    behind: the queries' piece comes later than the keys'.
+    behind: the queries' chunk comes later than the keys'.
     """
 
     query: int | jax.Array
@@ -85,7 +87,7 @@ class _Pair(NamedTuple):
 
 
 def _first_pairs(ring: Ring) -> tuple[_Pair, ...]:
-    """Pairs with this device's own keys; the first ones begin each piece of the queries."""
+    """Pairs with this device's own keys; the first ones begin each chunk of the queries."""
     return (_Pair(0, 0), _Pair(1, 0, True), _Pair(1, 1)) if ring.zigzag else (_Pair(0, 0),)
 
 
@@ -93,76 +95,83 @@ def _pairs(ring: Ring, distance: Any) -> tuple[_Pair, ...]:
     """Pairs with keys that have moved `distance` shards."""
     if not ring.zigzag:
         return (_Pair(0, 0),)
-    # Keys of a later device: their early piece is after our early queries, their late piece before our late ones.
+    # Keys of a later device: their early chunk is after our early queries, their late chunk before our late ones.
     same = jnp.where(lax.axis_index(ring.axes) < distance, 1, 0)
     return _Pair(1, 0, True), _Pair(same, same, True)
 
 
-def _forward(around: _Around, whole: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-    layout, ring = around.layout, around.ring
+def _forward(
+    ring_kernel: _RingKernel, whole: StaticArgs, operands: Operands, dynamic: DynamicArgs
+) -> tuple[jax.Array, jax.Array]:
+    layout, ring = ring_kernel.layout, ring_kernel.ring
     rows = layout.index("t")
 
     def attend(pair: _Pair, keys: _Keys, distance: Any) -> tuple[jax.Array, jax.Array]:
-        static_part, here = _seen(around, whole, traced, pair, distance)
-        output, lse = attend_part(around.kernel, static_part, _of_pair(around, operands, pair, keys), here)
+        static_args, here = _seen(ring_kernel, whole, dynamic, pair, distance)
+        output, lse = attend_partial(ring_kernel.kernel, static_args, _of_pair(ring_kernel, operands, pair, keys), here)
         return output.astype(lse.dtype), lse
 
-    def more(found: tuple[jax.Array, jax.Array], pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
-        output, lse = found
+    def add_pairs(partial: tuple[jax.Array, jax.Array], pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
+        output, lse = partial
         for pair in pairs:
-            before = _piece(output, pair.query, ring, rows), _piece(lse, pair.query, ring, 2)
-            both, both_lse = merge_parts([before, attend(pair, keys, distance)], layout)
-            output, lse = _put(output, both, pair.query, ring, rows), _put(lse, both_lse, pair.query, ring, 2)
+            before = _chunk(output, pair.query, ring, rows), _chunk(lse, pair.query, ring, 2)
+            both, both_lse = combine_by_lse([before, attend(pair, keys, distance)], layout)
+            output, lse = (
+                _put_chunk(output, both, pair.query, ring, rows),
+                _put_chunk(lse, both_lse, pair.query, ring, 2),
+            )
         return output, lse
 
-    def work(keys: _Keys, found: Any, distance: Any, by: int) -> Any:
+    def step_pairs(keys: _Keys, partial: Any, distance: Any, by: int) -> Any:
         del by  # only keys travel
-        return more(found, _pairs(ring, distance), keys, distance)
+        return add_pairs(partial, _pairs(ring, distance), keys, distance)
 
     keys, first = (operands.key, operands.value), _first_pairs(ring)
     begun = [attend(pair, keys, 0) for pair in first[: ring.pieces]]
     output, lse = (jnp.concatenate(x, axis) for x, axis in zip(zip(*begun, strict=True), (rows, 2), strict=True))
-    found = more((output, lse), first[ring.pieces :], keys, 0)
-    output, lse = _along(ring, ring.steps, work, keys, found)
+    partial = add_pairs((output, lse), first[ring.pieces :], keys, 0)
+    output, lse = _fold_steps(ring, ring.steps, step_pairs, keys, partial)
     return output.astype(operands.query.dtype), lse
 
 
-def _backward(around: _Around, whole: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
-    layout, ring = around.layout, around.ring
+def _backward(
+    ring_kernel: _RingKernel, whole: StaticArgs, operands: Operands, dynamic: DynamicArgs, whole_results: Results
+) -> Operands:
+    layout, ring = ring_kernel.layout, ring_kernel.ring
     rows = layout.index("t")
-    output, lse, d_output, d_lse = made
+    output, lse, d_output, d_lse = whole_results
     d_output = d_output.astype(output.dtype)
 
-    def more(found: Any, pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
-        d_query, d_key, d_value = found
+    def add_pairs(gradients: Any, pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
+        d_query, d_key, d_value = gradients
         for pair in pairs:
-            static_part, here = _seen(around, whole, traced, pair, distance)
-            part = _of_pair(around, operands, pair, keys)
+            static_args, here = _seen(ring_kernel, whole, dynamic, pair, distance)
+            part = _of_pair(ring_kernel, operands, pair, keys)
             of_rows = ((output, rows), (lse, 2), (d_output, rows), (d_lse, 2))
-            results = Results(*(_piece(x, pair.query, ring, axis) for x, axis in of_rows))
-            share = differentiate_part(around.kernel, static_part, part, here, results)
-            d_query = _added(d_query, share.query, pair.query, ring, rows)
-            d_key = _added(d_key, share.key, pair.keys, ring, rows)
-            d_value = _added(d_value, share.value, pair.keys, ring, rows)
+            results = Results(*(_chunk(x, pair.query, ring, axis) for x, axis in of_rows))
+            share = differentiate_partial(ring_kernel.kernel, static_args, part, here, results)
+            d_query = _add_chunk(d_query, share.query, pair.query, ring, rows)
+            d_key = _add_chunk(d_key, share.key, pair.keys, ring, rows)
+            d_value = _add_chunk(d_value, share.value, pair.keys, ring, rows)
         return d_query, d_key, d_value
 
-    def work(keys: _Keys, found: Any, distance: Any, by: int) -> Any:
-        d_query, d_key, d_value = found
-        d_key, d_value = _moved((d_key, d_value), ring, by)
-        return more((d_query, d_key, d_value), _pairs(ring, distance), keys, distance)
+    def step_pairs(keys: _Keys, gradients: Any, distance: Any, by: int) -> Any:
+        d_query, d_key, d_value = gradients
+        d_key, d_value = _permuted((d_key, d_value), ring, by)
+        return add_pairs((d_query, d_key, d_value), _pairs(ring, distance), keys, distance)
 
     # The keys wait for the gradient, and travel the other way: otherwise XLA reuses the forward pass's steps,
     # and keeps every part for them. (XLA:CPU ignores the barrier.)
     key, value, d_output = lax.optimization_barrier((operands.key, operands.value, d_output))
     wide = [jnp.zeros(x.shape, wider(x.dtype, jnp.float32)) for x in (operands.query, key, value)]
-    found = more(wide, _first_pairs(ring), (key, value), 0)
+    gradients = add_pairs(wide, _first_pairs(ring), (key, value), 0)
     steps = (0, *reversed(ring.steps[1:]))
-    d_query, d_key, d_value = _along(ring, steps, work, (key, value), found)
-    d_key, d_value = _moved((d_key.astype(key.dtype), d_value.astype(value.dtype)), ring, -steps[-1])  # back home
+    d_query, d_key, d_value = _fold_steps(ring, steps, step_pairs, (key, value), gradients)
+    d_key, d_value = _permuted((d_key.astype(key.dtype), d_value.astype(value.dtype)), ring, -steps[-1])  # back home
     return Operands(d_query.astype(operands.query.dtype), d_key, d_value, None, None)
 
 
-def _along(ring: Ring, steps: tuple[int, ...], work: Any, keys: _Keys, found: Any) -> Any:
+def _fold_steps(ring: Ring, steps: tuple[int, ...], step_pairs: Any, keys: _Keys, state: Any) -> Any:
     """Fold over the steps after the first: work(keys, found, distance, how far they moved to get here).
 
     In a loop the next step's keys are sent before the work on the current ones, and don't wait for it.
@@ -170,80 +179,82 @@ def _along(ring: Ring, steps: tuple[int, ...], work: Any, keys: _Keys, found: An
     moves = [after - before for before, after in itertools.pairwise(steps)]
     alike = loop_from(steps) if ring.scan else None
     for distance, by in zip(steps[1:] if alike is None else steps[1 : alike + 1], moves, strict=False):
-        keys = _moved(keys, ring, by)
-        found = work(keys, found, distance, by)
+        keys = _permuted(keys, ring, by)
+        state = step_pairs(keys, state, distance, by)
     if alike is None:
-        return found
+        return state
 
     def step(carry: Any, distance: Any) -> Any:
-        keys, found = carry
-        return (_moved(keys, ring, by), work(keys, found, distance, by)), None
+        keys, state = carry
+        return (_permuted(keys, ring, by), step_pairs(keys, state, distance, by)), None
 
     by = moves[-1]
-    carry = _moved(keys, ring, by), found
-    (keys, found), _ = lax.scan(step, carry, jnp.asarray(steps[alike + 1 : -1], jnp.int32))
-    return work(keys, found, steps[-1], by)
+    carry = _permuted(keys, ring, by), state
+    (keys, state), _ = lax.scan(step, carry, jnp.asarray(steps[alike + 1 : -1], jnp.int32))
+    return step_pairs(keys, state, steps[-1], by)
 
 
-def _of_pair(around: _Around, operands: Operands, pair: _Pair, keys: _Keys) -> Operands:
-    ring, rows = around.ring, around.layout.index("t")
+def _of_pair(ring_kernel: _RingKernel, operands: Operands, pair: _Pair, keys: _Keys) -> Operands:
+    ring, rows = ring_kernel.ring, ring_kernel.layout.index("t")
     return operands._replace(
-        query=_piece(operands.query, pair.query, ring, rows),
-        key=_piece(keys[0], pair.keys, ring, rows),
-        value=_piece(keys[1], pair.keys, ring, rows),
+        query=_chunk(operands.query, pair.query, ring, rows),
+        key=_chunk(keys[0], pair.keys, ring, rows),
+        value=_chunk(keys[1], pair.keys, ring, rows),
     )
 
 
-def _seen(around: _Around, whole: StaticPart, traced: Traced, pair: _Pair, distance: Any) -> tuple[StaticPart, Traced]:
+def _seen(
+    ring_kernel: _RingKernel, whole: StaticArgs, dynamic: DynamicArgs, pair: _Pair, distance: Any
+) -> tuple[StaticArgs, DynamicArgs]:
     """The places of a pair for keys that have moved `distance` shards, and its traced values."""
-    ring = around.ring
+    ring = ring_kernel.ring
     here = lax.axis_index(ring.axes)
     q_len, kv_len = (n // ring.pieces for n in (whole.q_len, whole.kv_len))
-    start = (_place(ring, (here - distance) % ring.size, pair.keys) * kv_len).astype(jnp.int32)
+    start = (_chunk_index(ring, (here - distance) % ring.size, pair.keys) * kv_len).astype(jnp.int32)
     leaves = tuple(
-        _cut(x, dims, start, kv_len, pair.query, ring) for x, dims in zip(traced.leaves, around.dims, strict=True)
+        _cut(x, dims, start, kv_len, pair.query, ring) for x, dims in zip(dynamic.leaves, ring_kernel.dims, strict=True)
     )
-    static_part = replace(whole, q_len=q_len, kv_len=kv_len, k_start=None)
+    static_args = replace(whole, q_len=q_len, kv_len=kv_len, k_start=None)
     if pair.behind and ring.whole_pairs:
-        static_part, leaves = replace(static_part, mask=Full()), ()
-    traced = traced._replace(leaves=leaves, k_start=start)
+        static_args, leaves = replace(static_args, mask=Full()), ()
+    dynamic = dynamic._replace(leaves=leaves, k_start=start)
     if ring.zigzag:
-        static_part = replace(static_part, q_start=None)
-        traced = traced._replace(q_start=(_place(ring, here, pair.query) * q_len).astype(jnp.int32))
-    return static_part, traced
+        static_args = replace(static_args, q_start=None)
+        dynamic = dynamic._replace(q_start=(_chunk_index(ring, here, pair.query) * q_len).astype(jnp.int32))
+    return static_args, dynamic
 
 
-def _place(ring: Ring, device: Any, piece: Any) -> Any:
-    """Which part of the whole sequence a device's piece is."""
-    return jnp.where(piece == 0, device, 2 * ring.size - 1 - device) if ring.zigzag else device
+def _chunk_index(ring: Ring, device: Any, chunk: Any) -> Any:
+    """Which part of the whole sequence a device's chunk is."""
+    return jnp.where(chunk == 0, device, 2 * ring.size - 1 - device) if ring.zigzag else device
 
 
-def _piece(x: jax.Array, piece: Any, ring: Ring, axis: int) -> jax.Array:
+def _chunk(x: jax.Array, chunk: Any, ring: Ring, axis: int) -> jax.Array:
     if not ring.zigzag:
         return x
     half = x.shape[axis] // 2
-    return lax.dynamic_slice_in_dim(x, piece * half, half, axis)
+    return lax.dynamic_slice_in_dim(x, chunk * half, half, axis)
 
 
-def _put(x: jax.Array, part: jax.Array, piece: Any, ring: Ring, axis: int) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(x, part, piece * part.shape[axis], axis) if ring.zigzag else part
+def _put_chunk(x: jax.Array, part: jax.Array, chunk: Any, ring: Ring, axis: int) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(x, part, chunk * part.shape[axis], axis) if ring.zigzag else part
 
 
-def _added(x: jax.Array, part: jax.Array, piece: Any, ring: Ring, axis: int) -> jax.Array:
-    return _put(x, _piece(x, piece, ring, axis) + part.astype(x.dtype), piece, ring, axis)
+def _add_chunk(x: jax.Array, part: jax.Array, chunk: Any, ring: Ring, axis: int) -> jax.Array:
+    return _put_chunk(x, _chunk(x, chunk, ring, axis) + part.astype(x.dtype), chunk, ring, axis)
 
 
-def _cut(x: jax.Array, dims: tuple[str, ...], start: jax.Array, length: int, piece: Any, ring: Ring) -> jax.Array:
-    """A mask's array for the keys from `start` on and a piece of the rows; sizes of 1 cover everything."""
+def _cut(x: jax.Array, dims: tuple[str, ...], start: jax.Array, length: int, chunk: Any, ring: Ring) -> jax.Array:
+    """A mask's array for the keys from `start` on and a chunk of the rows; sizes of 1 cover everything."""
     for axis, dim in enumerate(dims):
         if dim == "kv" and x.shape[axis] > 1:
             x = lax.dynamic_slice_in_dim(x, start, length, axis)
         if dim == "q" and x.shape[axis] > 1:
-            x = _piece(x, piece, ring, axis)
+            x = _chunk(x, chunk, ring, axis)
     return x
 
 
-def _moved(tree: Any, ring: Ring, by: int) -> Any:
+def _permuted(tree: Any, ring: Ring, by: int) -> Any:
     """Every array, received from the device `by` shards before this one."""
     by %= ring.size
     if by == 0:

@@ -8,9 +8,9 @@ import jax
 
 from ...masks import Mask
 from ..call.local import LocalCall, Ring
-from ..kernels.lse import merge_parts
+from ..kernels.lse import combine_by_lse
 from ..kernels.operands import Operands
-from ..kernels.part import PartKernel, differentiable
+from ..kernels.partial_attention import PartialAttention, differentiable
 from .ring import ring_attention
 from .zigzag import contiguous, zigzag
 
@@ -18,17 +18,17 @@ __all__ = ["attend_call"]
 
 
 def attend_call(
-    call: LocalCall, kernel: PartKernel, query: jax.Array, key: jax.Array, value: jax.Array
+    call: LocalCall, kernel: PartialAttention, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(output, lse) of this device's queries and the call's keys; tensors in the kernel's layout, the output as well."""
     if call.ring is not None:
-        return _around(call.ring, call, kernel, query, key, value)
+        return _attend_ring(call.ring, call, kernel, query, key, value)
     operands = Operands(query, key, value, call.bias, call.sinks, call.key_scale, call.value_scale)
     return differentiable(kernel, operands, call.mask, call.dropout)
 
 
-def _around(
-    ring: Ring, call: LocalCall, kernel: PartKernel, query: jax.Array, key: jax.Array, value: jax.Array
+def _attend_ring(
+    ring: Ring, call: LocalCall, kernel: PartialAttention, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Of the keys of all devices."""
     mask = call.mask
@@ -39,7 +39,7 @@ def _around(
     output, lse = ring_attention(kernel, ring, Operands(query, key, value, None, None), mask, call.dropout)
     if ring.zigzag:
         output, lse = contiguous(output, ring, rows), contiguous(lse, ring, 2)
-    return (output, lse) if call.sinks is None else merge_parts([(output, lse)], kernel.layout, call.sinks)
+    return (output, lse) if call.sinks is None else combine_by_lse([(output, lse)], kernel.layout, call.sinks)
 
 
 def _rows_in_zigzag(mask: Mask, ring: Ring) -> Mask:

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..call.local import LocalCall, LocalOutput
-from ..kernels.lse import merge_over_devices
+from ..kernels.lse import combine_over_devices
 
-__all__ = ["merged_over_devices"]
+__all__ = ["combined_over_devices"]
 
 
-def merged_over_devices(call: LocalCall, method: Callable[[LocalCall], LocalOutput]) -> LocalOutput:
+def combined_over_devices(call: LocalCall, method: Callable[[LocalCall], LocalOutput]) -> LocalOutput:
     """Run a method on this device's keys, and merge over the axes that split them. A sink is applied once, after that."""
     axes = call.placement.sequence.axes
     result = method(replace(call, sinks=None, return_lse=True))
     assert result.lse is not None
-    output, lse = merge_over_devices(result.output, result.lse, axes, call.layout, call.sinks)
+    output, lse = combine_over_devices(result.output, result.lse, axes, call.layout, call.sinks)
     return LocalOutput(output, None, lse if call.return_lse else None)

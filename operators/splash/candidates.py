@@ -12,7 +12,7 @@ from ...errors import ConfigError
 from ...planning import AttentionProblem, OperationConfig, Placement
 from ..choices.shipped import ShippedTable
 from . import pass_fields
-from .block_choice import heads_together, resolve_attnops
+from .block_choice import packed_heads, resolve_attnops
 from .pass_cost import tile_cost
 from .splash_config import LANES, SplashConfig
 from .vmem_count import fits
@@ -41,12 +41,12 @@ def candidates(
 ) -> dict[str, tuple[dict[str, Any], ...]]:
     """'forward', and in mode train 'backward' -> undeclared fields with values; the heuristic's own come first."""
     chosen = resolve_attnops(problem, placement, config)
-    found = {"forward": _distinct(problem, placement, config, chosen, FORWARD, _forward(problem, placement, config))}
+    by_part = {"forward": _distinct(problem, placement, config, chosen, FORWARD, _forward(problem, placement, config))}
     if problem.mode == "__train__":
-        found["backward"] = _distinct(
+        by_part["backward"] = _distinct(
             problem, placement, config, chosen, BACKWARD, _backward(problem, placement, config)
         )
-    return {part: ways for part, ways in found.items() if ways and ways[0]}
+    return {part: options for part, options in by_part.items() if options and options[0]}
 
 
 def _distinct(
@@ -55,22 +55,22 @@ def _distinct(
     config: SplashConfig,
     chosen: OperationConfig,
     names: tuple[str, ...],
-    ways: list[dict[str, Any]],
+    options: list[dict[str, Any]],
 ) -> tuple[dict[str, Any], ...]:
     """The heuristic's choice, then those that resolve to something else and may fit."""
     free = tuple(name for name in names if not config.is_set(name))
-    found = {_values(chosen, free): None}
-    for way in ways:
-        asked = {name: value for name, value in way.items() if name in free}
+    distinct = {_values(chosen, free): None}
+    for option in options:
+        requested = {name: value for name, value in option.items() if name in free}
         try:
-            resolved = resolve_attnops(problem, placement, config.with_fields(asked))
+            resolved = resolve_attnops(problem, placement, config.with_fields(requested))
         except ConfigError:
             continue
         assert isinstance(resolved, SplashConfig)
         if fits(problem, placement, resolved, names is BACKWARD):
-            found.setdefault(_values(resolved, free))
+            distinct.setdefault(_values(resolved, free))
     return tuple(
-        {name: value for name, value in zip(free, values, strict=True) if value is not None} for values in found
+        {name: value for name, value in zip(free, values, strict=True) if value is not None} for values in distinct
     )
 
 
@@ -83,8 +83,8 @@ def _pairs(problem: AttentionProblem, placement: Placement, config: SplashConfig
     sizes = []
     for axis, length in (("q", placement.local.q_len), ("kv", placement.local.kv_len)):
         declared = getattr(config, f"block_{axis}{suffix}")
-        most = math.ceil(length / LANES) * LANES
-        sizes.append([declared] if declared else [n for n in _BLOCKS if n <= most] or [most])
+        max_block = math.ceil(length / LANES) * LANES
+        sizes.append([declared] if declared else [n for n in _BLOCKS if n <= max_block] or [max_block])
     pairs: list[tuple[int, int]] = list(itertools.product(*sizes))
     return sorted(
         pairs, key=lambda pair: tile_cost(problem, placement, pair, (min(pair[0], _UNIT), min(pair[1], _UNIT)))
@@ -97,20 +97,20 @@ def _forward(problem: AttentionProblem, placement: Placement, config: SplashConf
     assert isinstance(first, SplashConfig)
 
     def inside(block_kv: int) -> Iterator[dict[str, Any]]:
-        yield {}  # the units that the heuristic takes in these blocks
+        yield {}  # the compute blocks that the heuristic takes in these blocks
         for by_product, inner, compute in itertools.product(sums, (1, 2), _COMPUTE):
             if block_kv % compute == 0 and (compute // inner) % LANES == 0:
-                way = {"block_kv_compute": compute, "block_kv_compute_in": compute // inner}
-                yield way if by_product is None else way | {"sum_by_product": by_product}
+                option = {"block_kv_compute": compute, "block_kv_compute_in": compute // inner}
+                yield option if by_product is None else option | {"sum_by_product": by_product}
         if first.transposed_tiles:
             yield {"transposed_tiles": False}
             for ahead in (2, 3, 6):
                 yield {"products_ahead": ahead}
-        for heads in heads_together(problem, placement, first.block_q or 0)[:-1]:
+        for heads in packed_heads(problem, placement, first.block_q or 0)[:-1]:
             yield {"heads_per_tile": heads}
 
     pairs = _pairs(problem, placement, config, "")
-    return _diagonal([[{"block_q": q, "block_kv": kv} | way for way in inside(kv)] for q, kv in pairs])
+    return _diagonal([[{"block_q": q, "block_kv": kv} | option for option in inside(kv)] for q, kv in pairs])
 
 
 def _backward(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> list[dict[str, Any]]:
@@ -125,14 +125,14 @@ def _backward(problem: AttentionProblem, placement: Placement, config: SplashCon
         yield {"stationary_weights": not chosen, "use_fused_bwd_kernel": True}
         for compute in (n for n in _COMPUTE if block_kv % n == 0):
             keys = min(block_kv, compute)
-            apart = {"block_q_dq": block_q, "block_kv_dq": keys, "block_kv_dq_compute": keys}
-            yield {"block_kv_dkv_compute": compute, "use_fused_bwd_kernel": False} | apart
+            separate = {"block_q_dq": block_q, "block_kv_dq": keys, "block_kv_dq_compute": keys}
+            yield {"block_kv_dkv_compute": compute, "use_fused_bwd_kernel": False} | separate
 
     pairs = _pairs(problem, placement, config, "_dkv")
-    return _diagonal([[{"block_q_dkv": q, "block_kv_dkv": kv} | way for way in inside(q, kv)] for q, kv in pairs])
+    return _diagonal([[{"block_q_dkv": q, "block_kv_dkv": kv} | option for option in inside(q, kv)] for q, kv in pairs])
 
 
 def _diagonal(rows: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Promising rows, and promising entries of each row, first: sorted by the sum of both places."""
-    placed = [(i + j, i, way) for i, row in enumerate(rows) for j, way in enumerate(row)]
-    return [way for _, _, way in sorted(placed, key=lambda one: one[:2])]
+    placed = [(i + j, i, option) for i, row in enumerate(rows) for j, option in enumerate(row)]
+    return [option for _, _, option in sorted(placed, key=lambda entry: entry[:2])]

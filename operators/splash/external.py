@@ -90,8 +90,8 @@ def resolve_external(problem: AttentionProblem, placement: Placement, config: Sp
     sizes = BlockSizes(config)
     sizes.fill("block_q", choose_block(q_len, cap))
     # One unit for both passes, so that their blocks can be equal.
-    unit = math.lcm(LANES, config.block_kv_compute or 1, config.block_kv_dkv_compute or 1)
-    sizes.fill("block_kv", choose_block(kv_len, cap, unit))
+    multiple = math.lcm(LANES, config.block_kv_compute or 1, config.block_kv_dkv_compute or 1)
+    sizes.fill("block_kv", choose_block(kv_len, cap, multiple))
     # Other passes use the forward pass's blocks, so that one padded length serves all.
     backward_q = sizes["block_q"] if sizes["block_q"] % LANES == 0 else choose_block(q_len, cap)
     for suffix in ("dkv",) if fused else ("dkv", "dq"):
@@ -101,9 +101,9 @@ def resolve_external(problem: AttentionProblem, placement: Placement, config: Sp
         sizes.fill(f"block_kv_{suffix}", sizes["block_kv"] if fits else choose_block(kv_len, cap, compute or LANES))
     sizes.fill_inner("block_kv_compute", "block_kv", cap)
     sizes.fill_inner("block_kv_dkv_compute", "block_kv_dkv", cap)
-    resolved = config.with_fields(sizes.found | {"use_fused_bwd_kernel": fused})
+    resolved = config.with_fields(sizes.values | {"use_fused_bwd_kernel": fused})
     for name, length in (("q", q_len), ("kv", kv_len)):
-        blocks = {n: s for n, s in sizes.found.items() if n.startswith(f"block_{name}") and not n.endswith("compute")}
+        blocks = {n: s for n, s in sizes.values.items() if n.startswith(f"block_{name}") and not n.endswith("compute")}
         shared = math.lcm(*blocks.values())
         padded = math.ceil(length / shared) * shared
         if padded >= 2 * max(max(blocks.values()), math.ceil(length / LANES) * LANES):

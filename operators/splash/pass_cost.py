@@ -14,18 +14,18 @@ from .sizes import dividing_block
 from .splash_config import LANES, SplashConfig
 
 if TYPE_CHECKING:
-    from .kernel.bodies import Body
+    from .kernel.variants import KernelVariant
 
 __all__ = ["forward_cost", "has_full_tiles", "is_short_code", "is_short_tile", "tile_cost"]
 
 # In weights of a tile without a mask: a step of the grid beside its tile (half a microsecond; not measured on a TPU). Two
 # passes make seven products where the fused one makes five.
-_STEP, _APART = 1 << 17, 1.4
+_STEP, _SEPARATE = 1 << 17, 1.4
 _FILL = 1 << 18  # extra cost of the start and end of a pipelined tile: 415 cycles on v6e at head dim 128
-# The most weights in one body of a forward tile, and of a backward one, whose code is twice as long: compile time is in
+# The most weights in one variant of a forward tile, and of a backward one, whose code is twice as long: compile time is in
 # proportion to them (benchmarks/tpu_compile.py), and cycles hardly are.
 _CODE = {"forward": 1 << 21, "backward": 1 << 20}
-# Queries and keys of the largest forward tile if the mask leaves out units of every tile of that size: all code is then for
+# Queries and keys of the largest forward tile if the mask leaves out sub-tiles of every tile of that size: all code is then for
 # edges, and few tiles use it. Larger ones take fewer cycles, but about twice as long to compile.
 _EDGE = 1 << 10
 _UNIT = 256  # of queries and of keys, the least
@@ -36,57 +36,63 @@ def forward_cost(problem: AttentionProblem, placement: Placement, config: Splash
     """The work of a pass over the tiles that the mask leaves; two backward passes make more products than the fused one."""
     assert config.block_q is not None
     assert config.block_kv is not None
-    apart = 1.0 if config.use_fused_bwd_kernel else _APART
+    separate_cost = 1.0 if config.use_fused_bwd_kernel else _SEPARATE
     # Each part of the keys goes over all queries.
     again = math.ceil(placement.local.kv_len / (config.block_kv_dkv_sums or placement.local.kv_len)) - 1
     again *= math.ceil(min(placement.local.q_len, _SAMPLE) / config.block_q)
     fill = _FILL if config.transposed_tiles else 0
-    unit = config.block_q_compute or config.block_q, config.block_kv_compute or config.block_kv
-    return apart * tile_cost(problem, placement, (config.block_q, config.block_kv), unit, fill) + again * _STEP
+    subtile = config.block_q_compute or config.block_q, config.block_kv_compute or config.block_kv
+    return (
+        separate_cost * tile_cost(problem, placement, (config.block_q, config.block_kv), subtile, fill) + again * _STEP
+    )
 
 
 def tile_cost(
-    problem: AttentionProblem, placement: Placement, block: tuple[int, int], unit: tuple[int, int], fill: int = 0
+    problem: AttentionProblem, placement: Placement, block: tuple[int, int], subtile: tuple[int, int], fill: int = 0
 ) -> float:
-    """The work of a pass, in weights: large blocks take fewer steps, small ones skip more, as do small units within them.
+    """The work of a pass, in weights: large blocks take fewer steps, small ones skip more, as do small sub-tiles within them.
 
-    block, unit: of queries and keys. fill: cost per tile, besides its step.
+    block, sub-tile: of queries and keys. fill: cost per tile, besides its step.
     """
     if "mask_function" in problem.features:  # it would be evaluated weight by weight
         return 1 / math.prod(block)
     place = {"query_offset": problem.query_offset or 0, **_sample(problem, placement)}
     return sum(
-        count * (body.work * math.prod(block) + _STEP + fill)
-        for body, count in _bodies(problem.mask, block, unit, tuple(place.items()))
+        count * (variant.work * math.prod(block) + _STEP + fill)
+        for variant, count in _variants(problem.mask, block, subtile, tuple(place.items()))
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _bodies(
-    mask: Mask, block: tuple[int, int], unit: tuple[int, int], place: tuple[tuple[str, int], ...]
-) -> tuple[tuple[Body, float], ...]:
-    """Each body with the mean number of a head's tiles that use it."""
-    from .kernel.bodies import bodies_of  # Pallas comes with the package
+def _variants(
+    mask: Mask, block: tuple[int, int], subtile: tuple[int, int], place: tuple[tuple[str, int], ...]
+) -> tuple[tuple[KernelVariant, float], ...]:
+    """Each variant with the mean number of a head's tiles that use it."""
+    from .kernel.variants import variants_of  # Pallas comes with the package
 
-    tiles = _tiles(mask, block, unit, place)
-    bodies, numbers = bodies_of(tiles)
-    return tuple((body, float((numbers == i).sum()) / len(tiles)) for i, body in enumerate(bodies, 1))
+    tiles = _tiles(mask, block, subtile, place)
+    variants, numbers = variants_of(tiles)
+    return tuple((variant, float((numbers == i).sum()) / len(tiles)) for i, variant in enumerate(variants, 1))
 
 
 @functools.lru_cache(maxsize=256)
-def _full_tiles(mask: Mask, block: tuple[int, int], unit: tuple[int, int], place: tuple[tuple[str, int], ...]) -> bool:
-    """Whether something is visible in every unit of some tile."""
-    return bool((_tiles(mask, block, unit, place) > 0).all((-2, -1)).any())
+def _full_tiles(
+    mask: Mask, block: tuple[int, int], subtile: tuple[int, int], place: tuple[tuple[str, int], ...]
+) -> bool:
+    """Whether something is visible in every sub-tile of some tile."""
+    return bool((_tiles(mask, block, subtile, place) > 0).all((-2, -1)).any())
 
 
-def _tiles(mask: Mask, block: tuple[int, int], unit: tuple[int, int], place: tuple[tuple[str, int], ...]) -> np.ndarray:
-    """The kinds of each tile's units: [heads, q blocks, kv blocks, units of queries, units of keys]."""
-    from .kernel.bodies import cells
+def _tiles(
+    mask: Mask, block: tuple[int, int], subtile: tuple[int, int], place: tuple[tuple[str, int], ...]
+) -> np.ndarray:
+    """The kinds of each tile's sub-tiles: [heads, q blocks, kv blocks, sub-tiles of queries, sub-tiles of keys]."""
+    from .kernel.variants import cells
 
     at = dict(place)
     count = math.ceil(at["q_len"] / block[0]), math.ceil(at["kv_len"] / block[1])
-    kinds = mask.live_blocks_by_head(*unit, **at)
-    return cells(kinds, count, (block[0] // unit[0], block[1] // unit[1]))
+    kinds = mask.live_blocks_by_head(*subtile, **at)
+    return cells(kinds, count, (block[0] // subtile[0], block[1] // subtile[1]))
 
 
 def _sample(problem: AttentionProblem, placement: Placement) -> dict[str, int]:
@@ -112,7 +118,9 @@ def is_short_code(problem: AttentionProblem, placement: Placement, config: Splas
 
 
 def has_full_tiles(problem: AttentionProblem, placement: Placement) -> bool:
-    """Whether the mask computes, or may compute, all units of some tile of 1024 x 1024, or of all tokens if they are fewer."""
+    """Whether the mask computes, or may compute, all sub-tiles of some tile of 1024 x 1024, or of all tokens if they are
+    fewer.
+    """
     if "mask_function" in problem.features:
         return True
     local = placement.local
@@ -120,16 +128,16 @@ def has_full_tiles(problem: AttentionProblem, placement: Placement) -> bool:
     return _full_tiles(problem.mask, (q, kv), *_seen(problem, placement, (q, kv)))
 
 
-def _most_live(problem: AttentionProblem, placement: Placement, block: tuple[int, int]) -> float:
-    """The largest share of a tile that a body computes in the smallest units."""
-    bodies = _bodies(problem.mask, block, *_seen(problem, placement, block))
-    return max((body.live for body, _ in bodies), default=0.0)
+def _max_computed(problem: AttentionProblem, placement: Placement, block: tuple[int, int]) -> float:
+    """The largest share of a tile that a variant computes in the smallest sub-tiles."""
+    variants = _variants(problem.mask, block, *_seen(problem, placement, block))
+    return max((variant.computed for variant, _ in variants), default=0.0)
 
 
 def _seen(
     problem: AttentionProblem, placement: Placement, block: tuple[int, int]
 ) -> tuple[tuple[int, int], tuple[tuple[str, int], ...]]:
-    """The smallest units of a tile, and the sample of rows and keys."""
+    """The smallest sub-tiles of a tile, and the sample of rows and keys."""
     place = {"query_offset": problem.query_offset or 0, **_sample(problem, placement)}
     return (dividing_block(block[0], _UNIT), dividing_block(block[1], _UNIT)), tuple(place.items())
 
@@ -137,6 +145,6 @@ def _seen(
 def is_short_tile(
     problem: AttentionProblem, placement: Placement, block: tuple[int, int], part: str, heads: int = 1
 ) -> bool:
-    """Whether the largest body of a tile, of so many heads, computes few enough weights in the smallest units."""
-    live = 1.0 if "mask_function" in problem.features else _most_live(problem, placement, block)
-    return heads * live * math.prod(block) <= _CODE[part]
+    """Whether the largest variant of a tile, of so many heads, computes few enough weights in the smallest sub-tiles."""
+    visible = 1.0 if "mask_function" in problem.features else _max_computed(problem, placement, block)
+    return heads * visible * math.prod(block) <= _CODE[part]

@@ -12,15 +12,15 @@ class PassFields(NamedTuple):
     """What a pass makes, as in planning's PassSizes, and the fields that are its sizes.
 
     queries, keys: fields, the largest block first: what a step holds, the part of it that one product takes, a part of that.
-    switches: what else a search chooses, `ahead`, the number of products issued ahead, among them. sums: the keys whose gradients
-    are held at a time.
+    switches: what else a search chooses, `pipeline_depth`, the number of products issued ahead, among them. sums: the keys whose
+    gradients are held at a time.
     """
 
     products: str
     queries: tuple[str, ...]
     keys: tuple[str, ...]
     switches: tuple[str, ...] = ()
-    ahead: str | None = None
+    pipeline_depth: str | None = None
     sums: str | None = None
 
     @property
@@ -57,9 +57,9 @@ SIZED = FORWARD, FUSED, DQ
 INSIDE = (
     *(
         (inner, outer)
-        for one in SIZED
-        for chain in (one.queries, one.keys)
+        for pass_fields in SIZED
+        for chain in (pass_fields.queries, pass_fields.keys)
         for outer, inner in itertools.pairwise(chain)
     ),
-    *((one.keys[0], one.sums) for one in SIZED if one.sums is not None),
+    *((pass_fields.keys[0], pass_fields.sums) for pass_fields in SIZED if pass_fields.sums is not None),
 )

@@ -22,16 +22,16 @@ def passes_of(config: SplashConfig, backward: bool) -> tuple[PassFields, ...]:
     return (FUSED,) if config.use_fused_bwd_kernel else (DKV, DQ)
 
 
-def pass_blocks(config: SplashConfig, one: PassFields) -> PassBlocks:
+def pass_blocks(config: SplashConfig, pass_fields: PassFields) -> PassBlocks:
     """A pass's sizes; a kernel's default for those that are None."""
 
     def size(fields: tuple[str, ...], number: int) -> Any:
         return getattr(config, fields[number]) if number < len(fields) else None
 
-    block_q, block_kv = (size(fields, 0) or LANES for fields in (one.queries, one.keys))
-    compute_q, compute_kv = size(one.queries, 1) or block_q, size(one.keys, 1) or block_kv
-    ahead = 0 if one.ahead is None else getattr(config, one.ahead) or 0
-    return PassBlocks(block_q, block_kv, compute_q, compute_kv, ahead)
+    block_q, block_kv = (size(fields, 0) or LANES for fields in (pass_fields.queries, pass_fields.keys))
+    compute_q, compute_kv = size(pass_fields.queries, 1) or block_q, size(pass_fields.keys, 1) or block_kv
+    pipeline_depth = 0 if pass_fields.pipeline_depth is None else getattr(config, pass_fields.pipeline_depth) or 0
+    return PassBlocks(block_q, block_kv, compute_q, compute_kv, pipeline_depth)
 
 
 def blocks_of(config: SplashConfig, kind: type[_Blocks]) -> _Blocks:
@@ -41,7 +41,9 @@ def blocks_of(config: SplashConfig, kind: type[_Blocks]) -> _Blocks:
         "dkv": pass_blocks(config, DKV),
         "dq": None if config.use_fused_bwd_kernel else pass_blocks(config, DQ),
     }
-    return kind(**passes, **{one.name: getattr(config, one.name) for one in fields(kind) if one.name not in passes})
+    return kind(
+        **passes, **{field.name: getattr(config, field.name) for field in fields(kind) if field.name not in passes}
+    )
 
 
 def splash_passes(config: SplashConfig, backward: bool) -> tuple[PassSizes, ...]:
@@ -49,17 +51,17 @@ def splash_passes(config: SplashConfig, backward: bool) -> tuple[PassSizes, ...]
 
     Only attnops' own kernels leave out parts of tiles, and have a name in a program by which their schedule is found.
     """
-    return tuple(_pass_sizes(config, one) for one in passes_of(config, backward))
+    return tuple(_pass_sizes(config, pass_fields) for pass_fields in passes_of(config, backward))
 
 
-def _pass_sizes(config: SplashConfig, one: PassFields) -> PassSizes:
-    blocks = pass_blocks(config, one)
-    sizes = PassSizes(one.products, blocks.block_q, blocks.block_kv)
+def _pass_sizes(config: SplashConfig, pass_fields: PassFields) -> PassSizes:
+    blocks = pass_blocks(config, pass_fields)
+    sizes = PassSizes(pass_fields.products, blocks.block_q, blocks.block_kv)
     if config.kernel != "attnops":
         return sizes
     return sizes._replace(
-        kernel=f"attnops_splash_{one.products}",
+        kernel=f"attnops_splash_{pass_fields.products}",
         compute_q=blocks.compute_q,
         compute_kv=blocks.compute_kv,
-        pipelined=bool(blocks.ahead) and one is not DKV,
+        pipelined=bool(blocks.pipeline_depth) and pass_fields is not DKV,
     )

@@ -16,33 +16,33 @@ class BlockSizes:
 
     def __init__(self, config: SplashConfig) -> None:
         self.config = config
-        self.found: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        return self.found[name]
+        return self.values[name]
 
     def fill(self, name: str, default: int, none: int = LANES) -> None:
-        given = getattr(self.config, name)
-        self.found[name] = given if given is not None else none if self.config.is_set(name) else default
+        declared = getattr(self.config, name)
+        self.values[name] = declared if declared is not None else none if self.config.is_set(name) else default
 
-    def fill_inner(self, inner: str, outer: str, cap: int, unit: int = LANES) -> None:
-        """A block within another: it must divide it and be a multiple of `unit`."""
-        self.fill(inner, dividing_block(self.found[outer], cap, unit), self.found[outer])
-        if self.found[outer] % self.found[inner]:
+    def fill_inner(self, inner: str, outer: str, cap: int, multiple: int = LANES) -> None:
+        """A block within another: it must divide it and be a multiple of `multiple`."""
+        self.fill(inner, dividing_block(self.values[outer], cap, multiple), self.values[outer])
+        if self.values[outer] % self.values[inner]:
             raise ConfigError(
-                f"SplashConfig: {outer}={self.found[outer]} is not a multiple of {inner}={self.found[inner]}."
+                f"SplashConfig: {outer}={self.values[outer]} is not a multiple of {inner}={self.values[inner]}."
             )
 
 
-def choose_block(length: int, cap: int, unit: int = LANES) -> int:
-    """The largest multiple of `unit` up to `cap` that pads at most a fiftieth more than blocks of `unit` would."""
-    least = math.ceil(length / unit) * unit
-    candidates = range(unit, max(unit, min(cap, least)) + 1, unit)
-    return max(b for b in candidates if math.ceil(length / b) * b <= 1.02 * least)
+def choose_block(length: int, cap: int, multiple: int = LANES) -> int:
+    """The largest multiple of `multiple` up to `cap` that pads at most a fiftieth more than blocks of `multiple` would."""
+    min_length = math.ceil(length / multiple) * multiple
+    candidates = range(multiple, max(multiple, min(cap, min_length)) + 1, multiple)
+    return max(b for b in candidates if math.ceil(length / b) * b <= 1.02 * min_length)
 
 
-def dividing_block(block: int, cap: int, unit: int = LANES) -> int:
-    """The largest multiple of `unit` up to `cap` that divides a block; the block itself if that would be 128, or there is
+def dividing_block(block: int, cap: int, multiple: int = LANES) -> int:
+    """The largest multiple of `multiple` up to `cap` that divides a block; the block itself if that would be 128, or there is
     none."""
-    found = [b for b in range(unit, min(block, cap) + 1, unit) if block % b == 0]
-    return block if not found or found[-1] == LANES < min(block, cap) else found[-1]
+    divisors = [b for b in range(multiple, min(block, cap) + 1, multiple) if block % b == 0]
+    return block if not divisors or divisors[-1] == LANES < min(block, cap) else divisors[-1]

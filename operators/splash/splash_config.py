@@ -14,7 +14,12 @@ from .pass_fields import DQ, INSIDE, SIZED
 __all__ = ["LACKING", "LANES", "SplashConfig"]
 
 LANES = 128
-_BLOCKS = tuple(name for one in SIZED for name in (*one.queries, *one.keys, one.sums) if name is not None)
+_BLOCKS = tuple(
+    name
+    for pass_fields in SIZED
+    for name in (*pass_fields.queries, *pass_fields.keys, pass_fields.sums)
+    if name is not None
+)
 # What a kernel doesn't support.
 _ATTNOPS_ONLY = (
     "block_q_compute", "block_kv_compute_in", "transposed_tiles", "products_ahead", "heads_per_tile", "block_q_dkv_compute",
@@ -88,27 +93,27 @@ class SplashConfig(OperationConfig):
 
     @field_validator(*_BLOCKS, mode="before")
     @classmethod
-    def _multiple(cls, value: object, info: ValidationInfo) -> object:
+    def _check_multiple(cls, value: object, info: ValidationInfo) -> object:
         if value is None:
             return None
         # The other kernels' forward passes have queries in sublanes; their backward passes, and all of attnops', in lanes.
         in_sublanes = info.field_name == "block_q" and info.data.get("kernel") in ("jax", "tokamax")
-        unit = 8 if in_sublanes else LANES
+        multiple = 8 if in_sublanes else LANES
         if not is_whole(value, 1):
-            raise ValueError(f"{info.field_name}={shown(value)} is not a positive integer (a multiple of {unit})")
-        if value % unit:
-            near = sorted({max(unit, value // unit * unit), (value // unit + 1) * unit})
+            raise ValueError(f"{info.field_name}={shown(value)} is not a positive integer (a multiple of {multiple})")
+        if value % multiple:
+            near = sorted({max(multiple, value // multiple * multiple), (value // multiple + 1) * multiple})
             raise ValueError(
-                f"{info.field_name}={value} is not a multiple of {unit}; nearest: {', '.join(map(str, near))}"
+                f"{info.field_name}={value} is not a multiple of {multiple}; nearest: {', '.join(map(str, near))}"
             )
         return value
 
     @model_validator(mode="after")
-    def _together(self) -> Self:
+    def _check_inner_blocks(self) -> Self:
         for inner, outer in INSIDE:
             size, block = getattr(self, inner), getattr(self, outer)
-            own = any(outer in one.blocks for one in SIZED)  # others' None isn't 128
-            block = LANES if block is None and own and self.is_set(outer) else block
+            has_sizes = any(outer in pass_fields.blocks for pass_fields in SIZED)  # others' None isn't 128
+            block = LANES if block is None and has_sizes and self.is_set(outer) else block
             if size is not None and block is not None and block % size:
                 raise ValueError(f"{outer}={block} is not a multiple of {inner}={size}")
         if self.q_layout == "seq_minor" and (self.block_q or LANES) % LANES:

@@ -31,8 +31,8 @@ from .candidates import candidates as tried_sizes
 from .external import EXTERNAL_RULES, external_remarks, resolve_external, run_external
 from .kernel.splash_blocks import ExternalBlocks, SplashBlocks
 from .passes import blocks_of, splash_passes
+from .pipelining import layout_note, tile_note, writes_tokens_first
 from .splash_config import LANES, SplashConfig
-from .tile_way import layout_note, tile_note, writes_tokens_first
 from .vmem_count import too_much_vmem, vmem_parts
 
 __all__ = ["SPLASH", "ExternalSplash", "SplashKernels"]
@@ -222,7 +222,7 @@ class SplashKernels(_SplashConfigured):
         sizes = self.read(config)
         large = None if sizes.interpret else too_much_vmem(problem, placement, sizes)
         of_tiles = tile_note(problem, sizes), layout_note(problem, placement, sizes), large
-        return (*super().notes(problem, placement, config), *(one for one in of_tiles if one is not None))
+        return (*super().notes(problem, placement, config), *(item for item in of_tiles if item is not None))
 
 
 SPLASH, _EXTERNAL = SplashKernels(), ExternalSplash()
@@ -231,9 +231,9 @@ SPLASH, _EXTERNAL = SplashKernels(), ExternalSplash()
 def _run_attnops(
     call: LocalCall, config: SplashConfig, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    from .kernel.splash_attention import SplashPart  # imports Pallas, so only where the kernel runs
+    from .kernel.splash_attention import PartialSplash  # imports Pallas, so only where the kernel runs
 
-    kernel = SplashPart(
+    kernel = PartialSplash(
         float(call.softmax_scale),
         call.logits_soft_cap,
         blocks_of(config, SplashBlocks),

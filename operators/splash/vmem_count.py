@@ -71,7 +71,7 @@ def vmem_room(problem: AttentionProblem, config: SplashConfig) -> int:
 
 
 def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> Shape:
-    from .kernel.frame import Heads
+    from .kernel.grid import Heads
     from .kernel.vmem import Shape
 
     local = placement.local

@@ -10,7 +10,7 @@ from ...planning import AttentionProblem, OperationConfig, Placement, Route
 from ...planning.placement import LocalShape
 from ...planning.text import bytes_text
 from ...symbolic import is_symbolic, surely
-from ..choices.mask_blocks import block_remarks, fitted_block, has_blocks, heads_apart
+from ..choices.mask_blocks import block_remarks, fitted_block, has_blocks, heads_differ
 
 __all__ = ["NativeRoute", "native_block_remarks", "native_route"]
 
@@ -51,7 +51,7 @@ _CACHE_NUMBERS = 1 << 21  # keys' and values' numbers from which on products, or
 _NUMBERS_A_LOGIT = 32  # bfloat16 numbers of a key for each row that reads it; with fewer, products take less time
 _ROW_NUMBERS = 1 << 17  # those of a batch row that are worth a step of a loop
 _BLOCK_CELLS = 1 << 14  # logits of a block, so that what a block makes stays in the caches
-_LEAST_BLOCK, _MOST_BLOCK = 64, 2048  # keys
+_MIN_BLOCK, _MAX_BLOCK = 64, 2048  # keys
 
 
 def native_route(problem: AttentionProblem, placement: Placement, config: OperationConfig) -> NativeRoute:
@@ -75,16 +75,16 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
     rows = local.q_heads * local.q_len
     # If keys stay split, a part takes the same route as the whole: whole logits would copy it.
     seen = problem.kv_len if placement.sequence.strategy == "split_kv" else local.kv_len
-    # The decode route cuts the keys into a known number of pieces.
-    most = _DECODE_ROWS if problem.platform == "cpu" else _ACCELERATOR_ROWS
-    few = not is_symbolic(seen) and surely(lambda: rows <= most and seen >= _DECODE_KEYS)
+    # The decode route cuts the keys into a known number of chunks.
+    max_rows = _DECODE_ROWS if problem.platform == "cpu" else _ACCELERATOR_ROWS
+    few = not is_symbolic(seen) and surely(lambda: rows <= max_rows and seen >= _DECODE_KEYS)
     if declared == "decode_rows" or (declared is None and _in_place(problem, local, seen, few)):
         few_rows = local.q_heads // local.kv_heads * local.q_len
         why = f"{few_rows} query rows a KV head, at most {_ROWS_A_HEAD}, see {local.batch} x {seen} keys on a CPU"
         block = _block_of_rows(local, getattr(ours, "block_kv", None))
         return NativeRoute("decode_rows", "declared" if declared else why, blocks[0], block, *blocks[2:])
     if declared == "decode" or (declared is None and few):
-        why = "declared" if declared else f"{rows} query rows over all heads, at most {most}, see {seen} keys"
+        why = "declared" if declared else f"{rows} query rows over all heads, at most {max_rows}, see {seen} keys"
         piece = max(_DECODE_KEYS, math.ceil(local.kv_len / _PIECES))
         piece = min(getattr(ours, "block_kv", None) or piece, local.kv_len)
         return NativeRoute("decode", why, blocks[0], piece, *blocks[2:])
@@ -129,9 +129,9 @@ def _block_of_rows(local: LocalShape, declared: int | None) -> int:
     """Keys in a block on the route decode_rows: a multiple of 8, unless there are fewer."""
     if local.kv_len < 8:
         return local.kv_len
-    most = declared or max(_LEAST_BLOCK, _BLOCK_CELLS // (local.q_heads * local.q_len))
+    max_block = declared or max(_MIN_BLOCK, _BLOCK_CELLS // (local.q_heads * local.q_len))
     # Two blocks at least: what a loop does once, XLA takes out of the loop, and fuses it with what comes after.
-    return max(8, min(most, _MOST_BLOCK, local.kv_len // 2) // 8 * 8)
+    return max(8, min(max_block, _MAX_BLOCK, local.kv_len // 2) // 8 * 8)
 
 
 def _blocks(
@@ -142,37 +142,37 @@ def _blocks(
     group = local.q_heads // local.kv_heads
     if problem.platform != "cpu":
         # An accelerator works best on all heads at once; its memory then limits the tile.
-        most_q = most_kv = 512
-        heads = _divisor(local.kv_heads, _ACCELERATOR_CELLS // (group * most_q * most_kv))
+        max_q = max_kv = 512
+        heads = _divisor(local.kv_heads, _ACCELERATOR_CELLS // (group * max_q * max_kv))
     elif "length" in problem.symbolic:
-        most_q = most_kv = _SYMBOLIC_BLOCK
+        max_q = max_kv = _SYMBOLIC_BLOCK
         heads = 1
     elif max(local.q_len, local.kv_len) <= _ONE_TILE and not placement.sequence.ring_axes:
-        most_q = most_kv = _ONE_TILE
+        max_q = max_kv = _ONE_TILE
         heads = _divisor(local.kv_heads, _ONE_TILE_BYTES // (4 * group * local.q_len * local.kv_len))
     else:
         # One kv head at a time. Smaller blocks skip more.
         rows = 1024 if isinstance(problem.mask, Full) or group > 1 else 512
-        most_q, most_kv, heads = max(8, rows // group), _TILE_CELLS // rows, 1
+        max_q, max_kv, heads = max(8, rows // group), _TILE_CELLS // rows, 1
         if placement.sequence.ring_axes:
             # At least two blocks, because a single one isn't skipped where nothing is visible.
-            most_q, most_kv = (
-                min(most, max(_RING_BLOCK, math.ceil(length / 2)))
-                for most, length in ((most_q, local.q_len), (most_kv, local.kv_len))
+            max_q, max_kv = (
+                min(max_block, max(_RING_BLOCK, math.ceil(length / 2)))
+                for max_block, length in ((max_q, local.q_len), (max_kv, local.kv_len))
             )
-    if heads_apart(problem):
+    if heads_differ(problem):
         heads = 1  # the visible blocks of a group's heads are merged, but not those of different groups
     fitted = []
-    for axis, length, declared, most in (
-        ("q", local.q_len, block_q, most_q),
-        ("kv", local.kv_len, block_kv, most_kv),
+    for axis, length, declared, max_block in (
+        ("q", local.q_len, block_q, max_q),
+        ("kv", local.kv_len, block_kv, max_kv),
     ):
         if is_symbolic(length):
-            fitted.append(declared or most)
+            fitted.append(declared or max_block)
             continue
-        of_mask = most if declared else fitted_block(problem.mask, axis, most, length, _MASK_BLOCK)
+        of_mask = max_block if declared else fitted_block(problem.mask, axis, max_block, length, _MASK_BLOCK)
         # Keep sizes that the mask's blocks suggest: balanced sizes would cross block boundaries.
-        fitted.append(_balanced(length, declared or most) if of_mask == most else min(of_mask, length))
+        fitted.append(_balanced(length, declared or max_block) if of_mask == max_block else min(of_mask, length))
     sizes = fitted[0], fitted[1]
     return *sizes, heads, *sizes
 
@@ -185,7 +185,7 @@ def native_block_remarks(problem: AttentionProblem, placement: Placement, route:
     if route.name in ("decode", "decode_rows"):
         return block_remarks(problem, placement, local.q_len, route.block_kv or local.kv_len, 1)
     groups = local.kv_heads // (route.heads_per_tile or 1)
-    tables = groups if heads_apart(problem) else 1
+    tables = groups if heads_differ(problem) else 1
     return block_remarks(problem, placement, route.block_q or 1, route.block_kv or 1, tables)
 
 
@@ -193,13 +193,13 @@ def _itemsize(dtype: str) -> int:
     return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[dtype]
 
 
-def _divisor(number: int, most: int) -> int:
-    """The largest divisor of a number that is at most `most`, and at least 1."""
-    return next(n for n in range(max(1, min(number, most)), 0, -1) if number % n == 0)
+def _divisor(number: int, max_divisor: int) -> int:
+    """The largest divisor of a number that is at most `max_divisor`, and at least 1."""
+    return next(n for n in range(max(1, min(number, max_divisor)), 0, -1) if number % n == 0)
 
 
-def _balanced(length: int, most: int, unit: int = 8) -> int:
-    """A block of at most about `most` that cuts a length into equal blocks with the least padding."""
-    count = math.ceil(length / most)
+def _balanced(length: int, max_block: int, unit: int = 8) -> int:
+    """A block of at most about `max_block` that cuts a length into equal blocks with the least padding."""
+    count = math.ceil(length / max_block)
     block = math.ceil(length / count)
     return block if count == 1 else math.ceil(block / unit) * unit

@@ -17,9 +17,9 @@ from ...symbolic import is_symbolic
 from ..call.base import Operation
 from ..call.local import LocalCall, LocalOutput
 from ..choices.mask_blocks import has_blocks
-from ..kernels.ways import Blocking, Pieces
+from ..kernels.blocking import Blocking, KeyChunks
 from ..sequence.ring_call import attend_call
-from .kernel.blockwise import BlockwisePart
+from .kernel.blockwise import PartialBlockwise
 from .kernel.plain import plain_attention
 from .native_route import NativeRoute, native_block_remarks, native_route
 
@@ -145,9 +145,9 @@ class NativeAttention(Implementation[VanillaConfig]):
             itertools.product(*sizes),
             key=lambda pair: sum(abs(math.log2(n / c)) for n, c in zip(pair, chosen.values(), strict=True)),
         )
-        ways = dict.fromkeys((tuple(chosen.values()), *pairs))
+        options = dict.fromkeys((tuple(chosen.values()), *pairs))
         part = "backward" if problem.mode == "__train__" else "forward"
-        return {part: tuple({n: s for n, s in zip(chosen, way, strict=True) if n in free} for way in ways)}
+        return {part: tuple({n: s for n, s in zip(chosen, option, strict=True) if n in free} for option in options)}
 
 
 NATIVE = NativeAttention()
@@ -187,13 +187,13 @@ def _in_parts(call: LocalCall, route: NativeRoute) -> LocalOutput:
     sizes = (route.block_q, route.block_kv, route.heads_per_tile, route.block_q_backward, route.block_kv_backward)
     block_q, block_kv, heads, block_q_backward, block_kv_backward = (size or 1 for size in sizes)
     blocks = Blocking(block_q, block_kv, heads)
-    kernel = BlockwisePart(
+    kernel = PartialBlockwise(
         call.layout,
         float(call.softmax_scale),
         call.logits_soft_cap,
         np.dtype(call.softmax_dtype),
         call.problem.platform,
-        forward=Pieces(block_kv, route.name == "decode_rows") if route.name in _FEW_QUERIES else blocks,
+        forward=KeyChunks(block_kv, route.name == "decode_rows") if route.name in _FEW_QUERIES else blocks,
         backward=Blocking(block_q_backward, block_kv_backward, heads),
     )
     output, lse = attend_call(call, kernel, call.query, call.key, call.value)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from attnops import Causal
+from attnops.operators.kernels.blocking import Blocking
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.operands import Operands
-from attnops.operators.kernels.part import differentiable
-from attnops.operators.kernels.ways import Blocking
+from attnops.operators.kernels.partial_attention import differentiable
 from attnops.operators.vanilla.kernel import blockwise
 from attnops.verify.reference import reference_attention, reference_gradients
 
@@ -62,7 +62,7 @@ def test_several_groups_of_several_heads(layout: str) -> None:
     blocking = Blocking(48, 32, 2)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        kernel = blockwise.BlockwisePart(layout, 0.25, None, np.dtype(np.float32), "cpu", blocking, blocking)
+        kernel = blockwise.PartialBlockwise(layout, 0.25, None, np.dtype(np.float32), "cpu", blocking, blocking)
         operands = Operands(query, key, value, None, None)
         return differentiable(kernel, operands, LocalMask(Causal(), 0, 100, 100, 0), None)[0]
 

@@ -17,7 +17,7 @@ from attnops.devices import gpu_specs, gpu_variant
 from attnops.operators.flash import FlashAttention2Config, flash_sizes
 from attnops.operators.flash.kernel.flash_sizes import dim_parts
 from attnops.operators.flash.kernel.fp8 import as_bits, from_bits
-from attnops.operators.flash.kernel.visits import Visits, visits
+from attnops.operators.flash.kernel.tile_schedule import TileSchedule, tile_schedule
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.planning.notes import has_note, is_info
 from attnops.verify import reference_gradients
@@ -30,7 +30,7 @@ MASKS = (
 )  # fmt: skip
 
 
-def _visited(table: Visits, row: int, part: int, parts: int) -> list[tuple[int, bool]]:
+def _visited(table: TileSchedule, row: int, part: int, parts: int) -> list[tuple[int, bool]]:
     """(tile, masked) in the order of the kernel's loops, by the arithmetic of a program that isn't traced."""
     found: list[tuple[int, bool]] = []
     array = np.asarray(table.table)
@@ -40,7 +40,7 @@ def _visited(table: Visits, row: int, part: int, parts: int) -> list[tuple[int, 
         return carry
 
     with jax.disable_jit():
-        table.each(jnp.asarray(array), 0, 0, row, part, parts, visit, jnp.zeros(()))
+        table.fold_tiles(jnp.asarray(array), 0, 0, row, part, parts, visit, jnp.zeros(()))
     return found
 
 
@@ -68,7 +68,7 @@ def _check_visits(
 ) -> None:
     (q_len, kv_len), (block_q, block_kv) = lengths, block
     local = LocalMask(mask, start, q_len, kv_len, 0)
-    table = visits(local, block_q, block_kv, slow)
+    table = tile_schedule(local, block_q, block_kv, slow)
     rows, keys = np.arange(q_len)[:, None] + start, np.arange(kv_len)[None]
     seen = np.broadcast_to(np.asarray(mask.test(rows, rows, keys)), (q_len, kv_len))
     blocks = -(-(q_len if slow == "q" else kv_len) // (block_q if slow == "q" else block_kv))

@@ -14,11 +14,11 @@ from attnops import Blocks, BlockSparseConfig, Causal, InputError, Mask, Operati
 from attnops.compat import abstract_device
 from attnops.masks import bigbird
 from attnops.operators.choices.mask_blocks import fitted_block
-from attnops.operators.flash.kernel.visits import visits
+from attnops.operators.flash.kernel.tile_schedule import tile_schedule as flash_schedule
 from attnops.operators.kernels.block_words import block_words, seen_by_words
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.tiles import tile_table
-from attnops.operators.splash.kernel.schedule import body_of, kv_block_of, q_block_of, tile_schedule
+from attnops.operators.splash.kernel.schedule import kv_block_of, q_block_of, tile_schedule, variant_of
 
 V5E = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device("TPU v5 lite", 1, "tpu"))
 H100 = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device("NVIDIA H100 80GB HBM3", 1, "gpu"))
@@ -58,7 +58,7 @@ def _mask(name: str) -> Mask:
 )
 def test_each_head_visits_its_own_tiles_on_a_gpu(name: str, blocks: tuple[int, int]) -> None:
     for slow, axis in (("q", 0), ("kv", 1)):
-        table = visits(LocalMask(_mask(name), 0, 96, 80, 0), *blocks, slow, 4)
+        table = flash_schedule(LocalMask(_mask(name), 0, 96, 80, 0), *blocks, slow, 4)
         rows = np.asarray(table.table)
         assert rows.shape[:2] == (1, 4)
         for head in range(4):
@@ -77,7 +77,7 @@ def test_tiles_of_heads_are_listed_apart_on_a_tpu(name: str, tables: int) -> Non
     words = np.asarray(made.words).reshape(tables, made.length)
     for table in range(tables):
         heads = slice(table * 4 // tables, (table + 1) * 4 // tables)
-        live = [word for word in words[table] if body_of(word)]
+        live = [word for word in words[table] if variant_of(word)]
         assert {(int(q_block_of(w)), int(kv_block_of(w))) for w in live} == _wanted(name, heads, 32, 16)
         assert len(live) == len(set(live))
 

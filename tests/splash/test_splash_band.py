@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from attnops import Causal, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
 from attnops.operators.kernels.local_mask import LocalMask
-from attnops.operators.splash.kernel.band import Band, band_of
-from attnops.operators.splash.kernel.schedule import body_of, kv_block_of, q_block_of, tile_schedule
+from attnops.operators.splash.kernel.band import DiagonalBand, band_of
+from attnops.operators.splash.kernel.schedule import kv_block_of, q_block_of, tile_schedule, variant_of
 
 _bounds = st.one_of(st.none(), st.integers(-400, 400))
 _sizes = st.sampled_from([128, 256, 384, 640, 1024])
@@ -30,7 +30,7 @@ def test_hidden_keys_are_those_outside_the_bounds(
     x = np.arange(rows * keys, dtype=np.float32).reshape(rows, keys)
     wanted = np.where(seen, x, -np.inf)
     unit = jnp.asarray(x.T if across else x)
-    found = np.asarray(Band(least, most).hide(unit, distance, across))
+    found = np.asarray(DiagonalBand(least, most).hide(unit, distance, across))
     np.testing.assert_array_equal(found, wanted.T if across else wanted)
 
 
@@ -38,7 +38,7 @@ def test_hidden_keys_are_those_outside_the_bounds(
 def test_only_squares_at_the_edge_are_tested(across: bool) -> None:
     """Two squares of a causal unit of 256 x 256 lie on the diagonal, one is hidden, one visible."""
     x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    equations = jax.make_jaxpr(lambda x: Band(None, 0).hide(x, 0, across))(x).jaxpr.eqns
+    equations = jax.make_jaxpr(lambda x: DiagonalBand(None, 0).hide(x, 0, across))(x).jaxpr.eqns
     tested = [one.outvars[0].aval.shape for one in equations if one.primitive.name in ("le", "ge", "lt", "gt")]
     assert tested == [(128, 128)] * 2
 
@@ -46,13 +46,13 @@ def test_only_squares_at_the_edge_are_tested(across: bool) -> None:
 @pytest.mark.parametrize(("rows", "keys", "tested"), [(512, 512, [(128, 128)] * 4), (512, 1024, [(512, 1024)])])
 def test_a_large_unit_is_one_square(rows: int, keys: int, tested: list[tuple[int, int]]) -> None:
     x = jax.ShapeDtypeStruct((rows, keys), jnp.float32)
-    equations = jax.make_jaxpr(lambda x: Band(None, 0).hide(x, 0, False))(x).jaxpr.eqns
+    equations = jax.make_jaxpr(lambda x: DiagonalBand(None, 0).hide(x, 0, False))(x).jaxpr.eqns
     assert [one.outvars[0].aval.shape for one in equations if one.primitive.name in ("le", "ge", "lt", "gt")] == tested
 
 
 def test_a_unit_inside_the_bounds_is_untouched() -> None:
     x = jnp.ones((128, 256))
-    assert Band(-1000, 0).hide(x, 300, False) is x
+    assert DiagonalBand(-1000, 0).hide(x, 300, False) is x
 
 
 @pytest.mark.parametrize("offset", [0, 5, 300])
@@ -64,16 +64,16 @@ def test_conjuncts_of_a_mask(offset: int) -> None:
         Causal(1) & SlidingWindow(9, 2, offset=offset),
     ):  # fmt: skip
         band, others = band_of(mask)
-        at = np.asarray(Band(*band).hide(jnp.zeros((128, 512)), 0, False)) == 0
+        at = np.asarray(DiagonalBand(*band).hide(jnp.zeros((128, 512)), 0, False)) == 0
         np.testing.assert_array_equal(at, mask.test(rows, rows, keys))
         assert others.describe() == "full"
     others = Prefix(3) | SlidingWindow(4, offset=0)
-    assert band_of(Causal(offset) & others) == (Band(None, offset), others)
-    assert band_of(Prefix(3) | Causal(offset)) == (Band(), Prefix(3) | Causal(offset))
+    assert band_of(Causal(offset) & others) == (DiagonalBand(None, offset), others)
+    assert band_of(Prefix(3) | Causal(offset)) == (DiagonalBand(), Prefix(3) | Causal(offset))
 
 
 def test_an_offset_of_the_running_program_leaves_the_others_in_the_band() -> None:
-    assert band_of(Causal() & SlidingWindow(9, offset=2)) == (Band(2 - 9, 2), Causal())
+    assert band_of(Causal() & SlidingWindow(9, offset=2)) == (DiagonalBand(2 - 9, 2), Causal())
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -113,19 +113,19 @@ def test_distances_of_bodies(mask: Mask, starts: tuple[int, int]) -> None:
     """Each is the first row less the first key of all the body's tiles, in the whole problem, or None."""
     block_q, block_kv = 64, 32
     local = LocalMask(mask, starts[0], 256, 256, None, starts[1])
-    visits = tile_schedule(local, block_q, block_kv, "q", unit=(16, 16))
+    schedule = tile_schedule(local, block_q, block_kv, "q", subtile=(16, 16))
     found: dict[int, set[int]] = {}
-    for word in np.asarray(visits.words):
+    for word in np.asarray(schedule.words):
         apart = int(q_block_of(word)) * block_q + starts[0] - int(kv_block_of(word)) * block_kv - starts[1]
-        found.setdefault(int(body_of(word)), set()).add(apart)
-    for number, distance in enumerate(visits.distances, 1):
+        found.setdefault(int(variant_of(word)), set()).add(apart)
+    for number, distance in enumerate(schedule.distances, 1):
         assert distance == (found[number].pop() if len(found[number]) == 1 else None)
 
 
 def test_starts_of_the_running_program_leave_no_distances() -> None:
     def bodies(start: jax.Array) -> jax.Array:
-        visits = tile_schedule(LocalMask(Causal(0), start, 64, 64, None), 16, 16, "q", unit=(16, 16))
-        assert set(visits.distances) == {None}
-        return visits.words
+        schedule = tile_schedule(LocalMask(Causal(0), start, 64, 64, None), 16, 16, "q", subtile=(16, 16))
+        assert set(schedule.distances) == {None}
+        return schedule.words
 
     jax.jit(bodies).trace(jnp.int32(0))

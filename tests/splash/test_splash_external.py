@@ -90,7 +90,7 @@ def test_tables_name_every_live_tile_once(name: str, shards: int) -> None:
     forward, backward = _tables(*sizes, False), _tables(*sizes, True)
     assert forward is not None
     assert backward is not None
-    assert forward.live == backward.live == pytest.approx((kinds > 0).mean())
+    assert forward.density == backward.density == pytest.approx((kinds > 0).mean())
     assert (backward.rows, backward.cols) == (None, None)
     np.testing.assert_array_equal(backward.kinds, kinds.swapaxes(1, 2).reshape(shards, -1))
     for shard in range(shards):

@@ -14,10 +14,10 @@ from attnops import Blocks, Full, Mask
 from attnops.masks import Lengths
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.operands import Operands
-from attnops.operators.kernels.part import differentiable
+from attnops.operators.kernels.partial_attention import differentiable
 from attnops.operators.splash import SplashConfig
 from attnops.operators.splash.kernel.key_sums import leaving_rows
-from attnops.operators.splash.kernel.splash_attention import SplashPart
+from attnops.operators.splash.kernel.splash_attention import PartialSplash
 from attnops.operators.splash.kernel.splash_blocks import SplashBlocks
 from attnops.operators.splash.passes import blocks_of
 from attnops.verify import reference_attention, reference_gradients
@@ -84,7 +84,7 @@ def test_heads_of_a_tile(kind: str, kv_heads: int, form: str) -> None:
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         scales = None if scale is None else jnp.asarray(scale)
-        kernel = SplashPart(0.25, None, blocks, "tpu", interpret=True, residual_checkpoint_name=None)
+        kernel = PartialSplash(0.25, None, blocks, "tpu", interpret=True, residual_checkpoint_name=None)
         operands = Operands(query, key, value, None, None, scales, scales)
         return differentiable(kernel, operands, LocalMask(mask, 0, Q_LEN, KV_LEN, 0), None)[0]
 

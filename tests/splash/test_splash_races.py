@@ -22,10 +22,10 @@ from attnops import Causal, Mask
 from attnops.masks import Lengths
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.operands import Operands
-from attnops.operators.kernels.part import differentiable
+from attnops.operators.kernels.partial_attention import differentiable
 from attnops.operators.splash import SplashConfig
 from attnops.operators.splash.kernel import key_sums
-from attnops.operators.splash.kernel.splash_attention import SplashPart
+from attnops.operators.splash.kernel.splash_attention import PartialSplash
 from attnops.operators.splash.kernel.splash_blocks import SplashBlocks
 from attnops.operators.splash.passes import blocks_of
 from attnops.verify import reference_attention, reference_gradients
@@ -111,7 +111,7 @@ def _forward_and_gradients(way: str, interpret: pltpu.InterpretParams, batch: in
     ) -> Any:
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             scale = scales if key.dtype == jnp.int8 else None
-            kernel = SplashPart(0.25, None, blocks, "tpu", interpret=interpret, residual_checkpoint_name=None)
+            kernel = PartialSplash(0.25, None, blocks, "tpu", interpret=interpret, residual_checkpoint_name=None)
             operands = Operands(query, key, value, None, None, scale, scale)
             return differentiable(kernel, operands, LocalMask(mask(lengths), 0, LENGTH, LENGTH, 0), None)[0]
 

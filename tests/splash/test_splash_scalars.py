@@ -29,8 +29,8 @@ from attnops import (
 )
 from attnops.compat import abstract_device
 from attnops.operators.splash import pass_cost
-from attnops.operators.splash.kernel.frame import Frame
-from attnops.operators.splash.kernel.schedule import MOST_WORDS
+from attnops.operators.splash.kernel.grid import KernelGrid
+from attnops.operators.splash.kernel.schedule import MAX_WORDS
 from attnops.operators.splash.pass_cost import tile_cost
 from attnops.operators.splash.scalar_memory import ScalarMemory
 
@@ -90,15 +90,15 @@ OFTEN = {("window", "apart"), ("everything", "parts"), ("split_keys", "apart"), 
 )
 def test_what_is_counted_is_what_is_prefetched(name: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, int] = {}
-    run = Frame.run
+    run = KernelGrid.run
 
-    def counted(self: Frame, kernel: str, *args: Any, **more: Any) -> Any:
+    def counted(self: KernelGrid, kernel: str, *args: Any, **more: Any) -> Any:
         kernel = "attnops_splash_backward" if kernel.startswith("attnops_splash_backward") else kernel
         words = sum(x.size for x in self.scalars.values())
         found[kernel] = max(words, found.get(kernel, 0))
         return run(self, kernel, *args, **more)
 
-    monkeypatch.setattr(Frame, "run", counted)
+    monkeypatch.setattr(KernelGrid, "run", counted)
     fields, call = CALLS[name]
     fields = fields | {"mesh": _mesh(**fields.get("mesh", {}))}
     metadata = OperationMetadata(
@@ -153,7 +153,7 @@ def test_long_sequences_take_larger_blocks(length: int, batch: int, ids: bool, k
         assert sizes == (2048, 2048, 2048, 2048)
         of_query = config.block_q_dq, config.block_kv_dq, config.block_kv_dq_compute
         assert config.use_fused_bwd_kernel or of_query == (config.block_q_dkv, 2048, 512)
-    assert max(ScalarMemory(plan.problem, plan.placement).words(config).values()) <= MOST_WORDS
+    assert max(ScalarMemory(plan.problem, plan.placement).words(config).values()) <= MAX_WORDS
     # By the count they fit everywhere but in a v4's 16 MiB.
     assert any("VMEM" in note for note in plan.notes) is (kind == "TPU v4")
 
@@ -226,7 +226,7 @@ def test_planning_of_long_sequences_looks_at_few_tiles(length: int, most: int, m
 
     count("live_blocks")
     count("live_blocks_by_head")
-    pass_cost._bodies.cache_clear()
+    pass_cost._variants.cache_clear()
     _plan(length, heads=6)  # a problem that no other test has planned
     assert 0 < sum(seen) < most
 

@@ -20,7 +20,7 @@ from test_traffic import CELLS
 from attnops import Causal, MaskFunction, OperationMetadata, OperationRegistry, register_mask_function
 from attnops.devices import gpu_specs
 from attnops.errors import ConfigError
-from attnops.operators.flash.flash_sizes import least_shared_bytes
+from attnops.operators.flash.flash_sizes import min_shared_bytes
 from attnops.verify.call import verify_call
 from attnops.verify.call_program import call_program
 from attnops.verify.devices import lowered_for, tracing_on
@@ -89,7 +89,7 @@ def test_a_forward_pass() -> None:
     assert kernel.registers is not None
     assert 32 < kernel.registers <= 255
     assert kernel.shared_bytes is not None
-    least = least_shared_bytes(report.plan.problem, report.plan.config)["forward"]  # type: ignore[arg-type]
+    least = min_shared_bytes(report.plan.problem, report.plan.config)["forward"]  # type: ignore[arg-type]
     assert least <= kernel.shared_bytes <= 232448
     assert kernel.occupancy is not None
     assert kernel.occupancy.blocks >= 1

@@ -1,1 +1,1 @@
-"""Flash attention for GPUs in Pallas' Triton flavour, forward and backward: FlashPart, in flash_attention."""
+"""Flash attention for GPUs in Pallas' Triton flavour, forward and backward: PartialFlash, in flash_attention."""

@@ -118,8 +118,8 @@ class Arrays:
         )
         # With jax_enable_x64 a Python number among the indices would be 64-bit. Inputs and outputs have 32 bits or fewer.
         with jax.enable_x64(False):
-            made = call(*arrays)
-        return dict(zip(self.outputs, made, strict=True))
+            results = call(*arrays)
+        return dict(zip(self.outputs, results, strict=True))
 
     # -- in the kernel -----------------------------------------------------------------------------------------------
 
@@ -131,13 +131,13 @@ class Arrays:
         along: Along,
         dim: int,
         bounded: bool = True,
-        wanted: jax.Array | None = None,
+        keep: jax.Array | None = None,
     ) -> list[jax.Array]:
-        """Rows of a head, [rows, width] for each part of the dim; 0 beyond the ends, and where `wanted` [rows] is False.
+        """Rows of a head, [rows, width] for each part of the dim; 0 beyond the ends, and where `keep` [rows] is False.
 
         bounded: some rows may be beyond.
         """
-        return [self._load(ref, batch, head, along, part, bounded, wanted) for part in dim_parts(dim)]
+        return [self._load(ref, batch, head, along, part, bounded, keep) for part in dim_parts(dim)]
 
     def put_tile(self, ref: Any, batch: Any, head: Any, along: Along, dim: int, values: list[jax.Array]) -> None:
         """Write what `tile` would read."""
@@ -153,11 +153,11 @@ class Arrays:
         along: Along,
         part: DimPart,
         bounded: bool,
-        wanted: jax.Array | None,
+        keep: jax.Array | None,
     ) -> jax.Array:
         inside = self._inside(along, part, bounded)
-        if wanted is not None:
-            rows = jnp.broadcast_to(wanted[:, None], (along.count, part.width))
+        if keep is not None:
+            rows = jnp.broadcast_to(keep[:, None], (along.count, part.width))
             inside = rows if inside is None else inside & rows
         other = None if inside is None else 0
         return plgpu.load(ref.at[self._place(batch, head, along, part)], mask=inside, other=other)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from .arrays import Along, Arrays
 from .flash_sizes import dim_parts
 from .tile import Logits, Tile, product, seen_rows, zeroing
-from .visits import Visits
+from .tile_schedule import TileSchedule
 
 __all__ = ["KeyGradients", "QueryGradient"]
 
@@ -25,7 +25,7 @@ __all__ = ["KeyGradients", "QueryGradient"]
 class _BackwardKernel:
     arrays: Arrays
     logits: Logits
-    table: Visits
+    table: TileSchedule
     group: int
     dims: tuple[int, int]
 
@@ -51,17 +51,17 @@ class QueryGradient(_BackwardKernel):
     """One program: the rows of a query block of one head. Grid: (query blocks, heads, batch)."""
 
     def __call__(self, refs: dict[str, Any]) -> None:
-        arrays, sizes, static_part = self.arrays, self.arrays.sizes, self.logits.static_part
+        arrays, sizes, static_args = self.arrays, self.arrays.sizes, self.logits.static_args
         dim, value_dim = self.dims
         place, head, batch = (pl.program_id(axis) for axis in range(3))
         q_block = pl.num_programs(0) - 1 - place
         kv_head = lax.div(head, self.group) if self.group > 1 else head
-        rows = Along(q_block * sizes.block_q, sizes.block_q, static_part.q_len)
+        rows = Along(q_block * sizes.block_q, sizes.block_q, static_args.q_len)
         query = arrays.tile(refs["query"], batch, head, rows, dim)
         d_output = arrays.tile(refs["d_output"], batch, head, rows, value_dim)
 
         def visit(kv_block: Any, sums: Any, masked: bool, zero: bool) -> Any:
-            keys = Along(kv_block * sizes.block_kv, sizes.block_kv, static_part.kv_len)
+            keys = Along(kv_block * sizes.block_kv, sizes.block_kv, static_args.kv_len)
             tile = Tile(self.logits, refs, batch, head, kv_head, rows, keys)
             seen = seen_rows(refs, batch, kv_head, keys) if masked and zero else None
             key = arrays.tile(refs["key"], batch, kv_head, keys, dim, masked, seen)
@@ -72,7 +72,7 @@ class QueryGradient(_BackwardKernel):
 
         usual, instead = zeroing(refs, visit)
         start = self._zeros(sizes.block_q, dim)
-        sums = self.table.each(refs["visits"], batch, head, q_block, 0, 1, usual, start, instead)
+        sums = self.table.fold_tiles(refs["schedule"], batch, head, q_block, 0, 1, usual, start, instead)
         arrays.put_tile(refs["d_query"], batch, head, rows, dim, [acc * self.logits.scale for acc in sums])
 
 
@@ -81,21 +81,21 @@ class KeyGradients(_BackwardKernel):
     """One program: the keys of a kv block of one kv head. Grid: (kv blocks, kv heads, batch)."""
 
     def __call__(self, refs: dict[str, Any]) -> None:
-        arrays, sizes, static_part = self.arrays, self.arrays.sizes, self.logits.static_part
+        arrays, sizes, static_args = self.arrays, self.arrays.sizes, self.logits.static_args
         dim, value_dim = self.dims
         kv_block, kv_head, batch = (pl.program_id(axis) for axis in range(3))
-        keys = Along(kv_block * sizes.block_kv, sizes.block_kv, static_part.kv_len)
+        keys = Along(kv_block * sizes.block_kv, sizes.block_kv, static_args.kv_len)
         seen = seen_rows(refs, batch, kv_head, keys)
-        key = arrays.tile(refs["key"], batch, kv_head, keys, dim, wanted=seen)
-        value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, wanted=seen)
+        key = arrays.tile(refs["key"], batch, kv_head, keys, dim, keep=seen)
+        value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, keep=seen)
 
         def of_head(number: Any, sums: Any) -> Any:
             head = kv_head * self.group + number
 
             def visit(q_block: Any, sums: Any, masked: bool) -> Any:
                 d_key, d_value = sums
-                rows = Along(q_block * sizes.block_q, sizes.block_q, static_part.q_len)
-                tile = Tile(self.logits, refs, batch, head, kv_head, rows, keys, across=True)
+                rows = Along(q_block * sizes.block_q, sizes.block_q, static_args.q_len)
+                tile = Tile(self.logits, refs, batch, head, kv_head, rows, keys, transposed=True)
                 query = arrays.tile(refs["query"], batch, head, rows, dim)
                 d_output = arrays.tile(refs["d_output"], batch, head, rows, value_dim)
                 p, d_x = self._gradient(refs, tile, product(key, query, 1, 1), product(value, d_output, 1, 1), masked)
@@ -104,7 +104,7 @@ class KeyGradients(_BackwardKernel):
                 d_key = tuple(acc + product([d_x], [part], 1, 0) for acc, part in zip(d_key, query, strict=True))
                 return d_key, d_value
 
-            return self.table.each(refs["visits"], batch, head, kv_block, 0, 1, visit, sums)
+            return self.table.fold_tiles(refs["schedule"], batch, head, kv_block, 0, 1, visit, sums)
 
         sums = self._zeros(sizes.block_kv, dim), self._zeros(sizes.block_kv, value_dim)
         d_key, d_value = lax.fori_loop(0, self.group, of_head, sums) if self.group > 1 else of_head(0, sums)

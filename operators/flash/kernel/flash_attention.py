@@ -1,4 +1,4 @@
-"""FlashPart: the kernels combined, with their gradient."""
+"""PartialFlash: the kernels combined, with their gradient."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...kernels.block_words import block_words
+from ...kernels.blocking import Blocking
 from ...kernels.dequantise import dequantised, quantised_gradients
 from ...kernels.local_mask import Dropout, LocalMask
 from ...kernels.lse import LOG2E, merge_stacked
-from ...kernels.operands import Operands, Results, StaticPart, Traced, join_static
-from ...kernels.part import residual_names
+from ...kernels.operands import DynamicArgs, Operands, Results, StaticArgs, join_static
+from ...kernels.partial_attention import residual_names
 from ...kernels.seen_keys import Seen, seen_keys
-from ...kernels.ways import Blocking
 from ...vanilla.kernel.blockwise import bias_gradient
 from .arrays import KERNELS, Arrays
 from .backward import KeyGradients, QueryGradient
@@ -24,14 +24,14 @@ from .flash_sizes import FlashSizes, TileSizes
 from .forward import ForwardKernel
 from .fp8 import as_bits
 from .tile import Logits, Words, add_arrays
-from .visits import Visits, visits
+from .tile_schedule import TileSchedule, tile_schedule
 
-__all__ = ["FlashPart"]
+__all__ = ["PartialFlash"]
 
 
 @dataclass(frozen=True)
-class FlashPart:
-    """These kernels as a PartKernel.
+class PartialFlash:
+    """These kernels as a PartialAttention.
 
     query [batch, q, heads, dim], key [batch, kv, kv_heads, dim], value [batch, kv, kv_heads, value_dim] in bthd, of any
     lengths; bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, unscaled or
@@ -50,37 +50,42 @@ class FlashPart:
 
     @property
     def names(self) -> tuple[str, str]:
-        """See PartKernel."""
+        """See PartialAttention."""
         return residual_names(self.residual_checkpoint_name)
 
-    def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-        """See PartKernel."""
-        mask, _ = join_static(static_part, traced)
+    def attend(self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs) -> tuple[jax.Array, jax.Array]:
+        """See PartialAttention."""
+        mask, _ = join_static(static_args, dynamic)
         sizes = self.sizes.forward
         if self.sizes.fold:  # all queries are one block, whatever their head
-            return self._attend_folded(static_part, operands, traced)
+            return self._attend_folded(static_args, operands, dynamic)
         tables = _tables(mask, operands.query.shape[self.layout.index("h")])
-        table = visits(mask, sizes.block_q, sizes.block_kv, "q", tables)
+        table = tile_schedule(mask, sizes.block_q, sizes.block_kv, "q", tables)
         words = block_words(mask, sizes.block_q, sizes.block_kv, mask.q_len, tables)
-        return self._forward(static_part, operands, traced, table, words, _seen(self, operands, mask), None)
+        return self._forward(static_args, operands, dynamic, table, words, _seen(self, operands, mask), None)
 
-    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
-        """See PartKernel."""
-        output, lse, d_output, d_lse = made
-        given, dtype = operands, operands.query.dtype
-        key = dequantised(given.key, given.key_scale, self.layout, dtype)
-        value = dequantised(given.value, given.value_scale, self.layout, dtype)
-        operands = given._replace(key=key, value=value, key_scale=None, value_scale=None)
+    def differentiate(
+        self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results
+    ) -> Operands:
+        """See PartialAttention."""
+        output, lse, d_output, d_lse = results
+        declared, dtype = operands, operands.query.dtype
+        key = dequantised(declared.key, declared.key_scale, self.layout, dtype)
+        value = dequantised(declared.value, declared.value_scale, self.layout, dtype)
+        operands = declared._replace(key=key, value=value, key_scale=None, value_scale=None)
         product = output.astype(jnp.float32) * d_output.astype(jnp.float32)
         delta = product.sum(-1)
         delta = (delta.swapaxes(1, 2) if self.layout == "bthd" else delta) - d_lse
         # A row without keys has no weights: 2 ** (x - inf) is 0.
         shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
-        work = _Backward(self, static_part, operands, traced, d_output.astype(dtype), shift, delta)
-        d_key, d_value = work.of_keys()
+        backward = _Backward(self, static_args, operands, dynamic, d_output.astype(dtype), shift, delta)
+        d_key, d_value = backward.of_keys()
         (d_key, d_key_scale), (d_value, d_value_scale) = (
             self._of_quantised(x, scale, gradient)
-            for x, scale, gradient in ((given.key, given.key_scale, d_key), (given.value, given.value_scale, d_value))
+            for x, scale, gradient in (
+                (declared.key, declared.key_scale, d_key),
+                (declared.value, declared.value_scale, d_value),
+            )
         )
         d_sinks = d_bias = None
         if operands.sinks is not None:
@@ -88,55 +93,57 @@ class FlashPart:
                 (0, 2)
             )
         if operands.bias is not None:
-            d_bias = self._of_bias(static_part, operands, traced, made)
-        return Operands(work.of_query(), d_key, d_value, d_bias, d_sinks, d_key_scale, d_value_scale)
+            d_bias = self._of_bias(static_args, operands, dynamic, results)
+        return Operands(backward.of_query(), d_key, d_value, d_bias, d_sinks, d_key_scale, d_value_scale)
 
     def _of_quantised(self, x: jax.Array, scale: jax.Array | None, gradient: jax.Array) -> tuple[Any, Any]:
         if self.layout == "bhtd":
             return quantised_gradients(x, scale, gradient)
-        made, d_scale = quantised_gradients(x.swapaxes(1, 2), scale, gradient.swapaxes(1, 2))
-        return made.swapaxes(1, 2), d_scale
+        d_x, d_scale = quantised_gradients(x.swapaxes(1, 2), scale, gradient.swapaxes(1, 2))
+        return d_x.swapaxes(1, 2), d_scale
 
-    def _of_bias(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> jax.Array:
+    def _of_bias(
+        self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results
+    ) -> jax.Array:
         if self.layout == "bthd":
             operands = operands._replace(
                 query=operands.query.swapaxes(1, 2),
                 key=operands.key.swapaxes(1, 2),
                 value=operands.value.swapaxes(1, 2),
             )
-            made = made._replace(output=made.output.swapaxes(1, 2), d_output=made.d_output.swapaxes(1, 2))
+            results = results._replace(output=results.output.swapaxes(1, 2), d_output=results.d_output.swapaxes(1, 2))
         return bias_gradient(
-            static_part,
+            static_args,
             operands,
-            traced,
-            made,
+            dynamic,
+            results,
             scale=self.scale,
             soft_cap=self.soft_cap,
             platform=self.platform,
-            blocking=Blocking(min(512, static_part.q_len), min(512, static_part.kv_len), 1),
+            blocking=Blocking(min(512, static_args.q_len), min(512, static_args.kv_len), 1),
         )
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def _forward(
         self,
-        static_part: StaticPart,
+        static_args: StaticArgs,
         operands: Operands,
-        traced: Traced,
-        table: Visits,
+        dynamic: DynamicArgs,
+        table: TileSchedule,
         words: Words,
         seen: Seen | None,
         period: int | None,
     ) -> tuple[jax.Array, jax.Array]:
         """period: the queries of a kv head's heads follow each other as one head, each with that many rows."""
         sizes, splits = self.sizes.forward, self.sizes.kv_splits
-        mask, dropout = join_static(static_part, traced)
+        mask, dropout = join_static(static_args, dynamic)
         query, (time, head) = operands.query, (self.layout.index("t"), self.layout.index("h"))
         batch, heads, rows = query.shape[0], query.shape[head], query.shape[time]
         dim, value_dim = query.shape[3], operands.value.shape[3]
         group = heads // operands.key.shape[head] if period is None else rows // period
         arrays = _arrays(self, sizes, operands, mask, words, seen, dropout)
-        arrays.inputs["visits"] = table.table
+        arrays.inputs["schedule"] = table.table
         if operands.sinks is not None:
             arrays.inputs["sinks"] = operands.sinks
         parts = [batch * splits, heads, rows]
@@ -148,7 +155,7 @@ class FlashPart:
         q_blocks = -(-rows // sizes.block_q)
         kernel = ForwardKernel(
             arrays,
-            Logits(self.scale, self.soft_cap, static_part, self.interpret),
+            Logits(self.scale, self.soft_cap, static_args, self.interpret),
             table,
             q_blocks,
             rows,
@@ -159,8 +166,8 @@ class FlashPart:
             period,
             self.sizes.steps,
         )
-        made = arrays.run("attnops_flash_forward", kernel, (q_blocks * splits, heads, batch))
-        output, lse = _first(made["output"], tuple(shape)), _first(made["lse"], tuple(parts))
+        outputs = arrays.run("attnops_flash_forward", kernel, (q_blocks * splits, heads, batch))
+        output, lse = _first(outputs["output"], tuple(shape)), _first(outputs["lse"], tuple(parts))
         if splits == 1:
             return output, lse
         output, lse = (x.reshape(splits, batch, *x.shape[1:]) for x in (output, lse))
@@ -168,7 +175,7 @@ class FlashPart:
         return output.astype(query.dtype), lse
 
     def _attend_folded(
-        self, static_part: StaticPart, operands: Operands, traced: Traced
+        self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs
     ) -> tuple[jax.Array, jax.Array]:
         """The queries of a kv head's heads as the rows of one head, so that a few queries share one read of the keys."""
         head = self.layout.index("h")
@@ -178,12 +185,12 @@ class FlashPart:
         batch, heads, q_len, dim = query.shape
         group = heads // kv_heads
         folded = query.reshape(batch, kv_heads, group * q_len, dim)
-        mask, _ = join_static(static_part, traced)
+        mask, _ = join_static(static_args, dynamic)
         rows, tables, block_kv = (kv_heads, group, q_len), _tables(mask, kv_heads), self.sizes.forward.block_kv
-        table = visits(mask, q_len, block_kv, "q", tables)
+        table = tile_schedule(mask, q_len, block_kv, "q", tables)
         words = tuple(
-            held and held._replace(words=_folded_words(held.words, *rows))
-            for held in block_words(mask, q_len, block_kv, q_len, tables)
+            leaf_words and leaf_words._replace(words=_folded_words(leaf_words.words, *rows))
+            for leaf_words in block_words(mask, q_len, block_kv, q_len, tables)
         )
         leaves = tuple(_folded(jnp.asarray(leaf.array), leaf.dims, *rows) for leaf in mask.mask.split()[1])
         bias = operands.bias
@@ -191,15 +198,15 @@ class FlashPart:
             bias = _folded(bias, ("batch", "heads", "q", "kv"), *rows)
         seen = _seen(self, operands, mask)  # by the queries of all heads
         operands = operands._replace(query=folded if self.layout == "bhtd" else folded.swapaxes(1, 2), bias=bias)
-        output, lse = self._forward(static_part, operands, traced._replace(leaves=leaves), table, words, seen, q_len)
+        output, lse = self._forward(static_args, operands, dynamic._replace(leaves=leaves), table, words, seen, q_len)
         output = output if self.layout == "bhtd" else output.swapaxes(1, 2)
         output = output.reshape(batch, heads, q_len, -1)
         return output if self.layout == "bhtd" else output.swapaxes(1, 2), lse.reshape(batch, heads, q_len)
 
 
 def _tables(mask: LocalMask, heads: int) -> int:
-    """How many tables of visits there are: one per head if heads have different blocks."""
-    return heads if mask.heads_apart else 1
+    """How many tile schedules there are: one per head if heads have different blocks."""
+    return heads if mask.heads_differ else 1
 
 
 def _folded_words(x: jax.Array, kv_heads: int, group: int, q_len: int) -> jax.Array:
@@ -224,7 +231,7 @@ def _folded(x: jax.Array, dims: tuple[str, ...], kv_heads: int, group: int, q_le
 
 
 def _arrays(
-    part: FlashPart,
+    part: PartialFlash,
     sizes: TileSizes,
     operands: Operands,
     mask: LocalMask,
@@ -244,7 +251,7 @@ def _arrays(
     return arrays
 
 
-def _seen(part: FlashPart, operands: Operands, mask: LocalMask) -> Seen | None:
+def _seen(part: PartialFlash, operands: Operands, mask: LocalMask) -> Seen | None:
     return seen_keys(mask, operands.key.shape[part.layout.index("h")], operands.of_keys)
 
 
@@ -258,10 +265,10 @@ def _first(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Backward:
-    part: FlashPart
-    static_part: StaticPart
+    part: PartialFlash
+    static_args: StaticArgs
     operands: Operands
-    traced: Traced
+    dynamic: DynamicArgs
     d_output: jax.Array
     shift: jax.Array
     delta: jax.Array
@@ -273,8 +280,8 @@ class _Backward:
         time, head = (self.part.layout.index(dim) for dim in "th")
         arrays.output("d_query", query.shape, query.dtype, {time: sizes.block_q}, dim=3)
         grid = (-(-query.shape[time] // sizes.block_q), query.shape[head], query.shape[0])
-        made = arrays.run("attnops_flash_dq", QueryGradient(arrays, *rest), grid)
-        return _first(made["d_query"], query.shape)
+        outputs = arrays.run("attnops_flash_dq", QueryGradient(arrays, *rest), grid)
+        return _first(outputs["d_query"], query.shape)
 
     def of_keys(self) -> tuple[jax.Array, jax.Array]:
         """The gradients of key and value."""
@@ -284,21 +291,21 @@ class _Backward:
         for name, x in (("d_key", key), ("d_value", value)):
             arrays.output(name, x.shape, x.dtype, {time: sizes.block_kv}, dim=3)
         grid = (-(-key.shape[time] // sizes.block_kv), key.shape[head], key.shape[0])
-        made = arrays.run("attnops_flash_dkv", KeyGradients(arrays, *rest), grid)
-        return _first(made["d_key"], key.shape), _first(made["d_value"], value.shape)
+        outputs = arrays.run("attnops_flash_dkv", KeyGradients(arrays, *rest), grid)
+        return _first(outputs["d_key"], key.shape), _first(outputs["d_value"], value.shape)
 
     def _prepare(self, sizes: TileSizes, slow: str) -> tuple[Arrays, tuple[Any, ...]]:
         part, operands = self.part, self.operands
-        mask, dropout = join_static(self.static_part, self.traced)
+        mask, dropout = join_static(self.static_args, self.dynamic)
         tables = _tables(mask, operands.query.shape[part.layout.index("h")])
         words = block_words(mask, sizes.block_q, sizes.block_kv, mask.q_len, tables)
         arrays = _arrays(part, sizes, operands, mask, words, _seen(part, operands, mask), dropout)
         arrays.rows_of_heads("d_output", self.d_output, sizes.block_q)
         arrays.row_numbers("lse", self.shift, sizes.block_q)
         arrays.row_numbers("delta", self.delta, sizes.block_q)
-        table = visits(mask, sizes.block_q, sizes.block_kv, slow, tables)
-        arrays.inputs["visits"] = table.table
+        table = tile_schedule(mask, sizes.block_q, sizes.block_kv, slow, tables)
+        arrays.inputs["schedule"] = table.table
         head = part.layout.index("h")
         group = operands.query.shape[head] // operands.key.shape[head]
-        logits = Logits(part.scale, part.soft_cap, self.static_part, part.interpret)
+        logits = Logits(part.scale, part.soft_cap, self.static_args, part.interpret)
         return arrays, (logits, table, group, (operands.query.shape[3], operands.value.shape[3]))

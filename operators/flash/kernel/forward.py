@@ -19,7 +19,7 @@ from .arrays import Along, Arrays
 from .flash_sizes import TileSteps, dim_parts
 from .fp8 import from_bits
 from .tile import Logits, Tile, product, seen_rows, zeroing
-from .visits import Visits
+from .tile_schedule import TileSchedule
 
 __all__ = ["ForwardKernel"]
 
@@ -34,7 +34,7 @@ class ForwardKernel:
 
     arrays: Arrays
     logits: Logits
-    table: Visits
+    table: TileSchedule
     q_blocks: int
     q_rows: int  # in a head, or, folded, in all heads of a kv head
     group: int
@@ -85,8 +85,8 @@ class ForwardKernel:
             sums, total = tuple(acc * shrink for acc in sums), total * shrink
             p, keep = logits.exp2(x, factor, shift[:, None]), tile.keep()
             parts = keys.parts(self.steps.products)
-            kept = [None] * len(parts) if keep is None else _columns(keep, len(parts))
-            for some, weights, left in zip(parts, _columns(p, len(parts)), kept, strict=True):
+            keep_parts = [None] * len(parts) if keep is None else _columns(keep, len(parts))
+            for some, weights, left in zip(parts, _columns(p, len(parts)), keep_parts, strict=True):
                 total = total + self._summed(weights)
                 weights = tile.dropped(weights, left).astype(query[0].dtype)
                 sums = tuple(
@@ -96,7 +96,7 @@ class ForwardKernel:
             return sums, new_peak, total
 
         def visit(kv_block: Any, carry: Any, masked: bool, zero: bool) -> Any:
-            keys = Along(kv_block * sizes.block_kv, sizes.block_kv, logits.static_part.kv_len)
+            keys = Along(kv_block * sizes.block_kv, sizes.block_kv, logits.static_args.kv_len)
             parts = keys.parts(self.steps.softmaxes)
             products = (product_of(part, masked) for part in parts)
             # Where there are fewest stalls: with a mask all of them come first, else each right before its softmax.
@@ -107,16 +107,16 @@ class ForwardKernel:
         usual, instead = zeroing(refs, visit)
         carry = self._start(refs, first_head, rows, split)
         block = 0 if self.period is not None else q_block
-        sums, peak, total = self.table.each(
-            refs["visits"], batch, head, block, split, self.splits, usual, carry, instead
+        sums, peak, total = self.table.fold_tiles(
+            refs["schedule"], batch, head, block, split, self.splits, usual, carry, instead
         )
         total = total.sum(axis=1)
-        live = total > 0
-        safe = jnp.where(live, total, 1.0)
-        lse = jnp.where(live, (peak + jnp.log2(safe)) * LN2, -jnp.inf)
+        visible = total > 0
+        safe = jnp.where(visible, total, 1.0)
+        lse = jnp.where(visible, (peak + jnp.log2(safe)) * LN2, -jnp.inf)
         # The table has no negative numbers, which the compiler doesn't know: it computes the output's addresses here. Those of
         # the query are the same, and would take registers in the loops. So would one division for each number of the output.
-        nothing, part = jnp.minimum(refs["visits"][0, 0, 0, 1], 0), (1.0 / safe)[:, None]
+        nothing, part = jnp.minimum(refs["schedule"][0, 0, 0, 1], 0), (1.0 / safe)[:, None]
         rows, head = Along(rows.start + nothing, rows.count, rows.length), head + nothing
         row = batch if self.splits == 1 else split * pl.num_programs(2) + batch
         arrays.put_tile(refs["output"], row, head, rows, value_dim, [acc * part for acc in sums])
@@ -147,8 +147,10 @@ class ForwardKernel:
         return weights.reshape(rows, keys // lanes, lanes).sum(axis=1) if lanes > 1 else weights.sum(axis=1)[:, None]
 
     @staticmethod
-    def _stored(tile: list[jax.Array], dtype: str, wanted: Any) -> list[jax.Array]:
-        return [from_bits(x, dtype, wanted) if dtype.startswith("float8") else x.astype(wanted) for x in tile]
+    def _stored(tile: list[jax.Array], dtype: str, target_dtype: Any) -> list[jax.Array]:
+        return [
+            from_bits(x, dtype, target_dtype) if dtype.startswith("float8") else x.astype(target_dtype) for x in tile
+        ]
 
 
 def _columns(x: jax.Array, number: int) -> list[jax.Array]:

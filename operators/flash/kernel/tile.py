@@ -1,6 +1,6 @@
 """Applies scale, cap, bias, mask and dropout to the products of a tile, inside a kernel.
 
-A tile is [query rows, keys] or, with `across`, [keys, query rows], where the gradients of key and value are summed.
+A tile is [query rows, keys] or, with `transposed`, [keys, query rows], where the gradients of key and value are summed.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def add_arrays(
         else:
             along = {axis: block[dim] for axis, dim in enumerate(leaf.dims) if dim in block}
             arrays.add(f"leaf{number}", x.astype(jnp.int32), along)
-    for number, held in enumerate(words):
-        if held is not None:
-            arrays.add(f"words{number}", held.words, {4: block["q"]})
+    for number, leaf_words in enumerate(words):
+        if leaf_words is not None:
+            arrays.add(f"words{number}", leaf_words.words, {4: block["q"]})
     if bias is not None:
         arrays.add("bias", bias, _by_blocks(bias, arrays))
 
@@ -126,7 +126,7 @@ def seen_rows(refs: dict[str, Any], batch: Any, kv_head: Any, keys: Along) -> ja
 
 
 class Tile(TileMask):
-    """The tile of a query head at some rows and keys. across: [keys, rows].
+    """The tile of a query head at some rows and keys. transposed: [keys, rows].
 
     period: rows hold the queries of several heads, each with that many rows, one after the other; None: those of one head.
     """
@@ -141,13 +141,13 @@ class Tile(TileMask):
         rows: Along,
         keys: Along,
         *,
-        across: bool = False,
+        transposed: bool = False,
         period: int | None = None,
     ) -> None:
-        super().__init__(logits.static_part, refs, batch)
+        super().__init__(logits.static_args, refs, batch)
         self.logits, self.head, self.kv_head = logits, head, kv_head
-        self.rows, self.keys, self.across, self.period = rows, keys, across, period
-        self.shape = (keys.count, rows.count) if across else (rows.count, keys.count)
+        self.rows, self.keys, self.transposed, self.period = rows, keys, transposed, period
+        self.shape = (keys.count, rows.count) if transposed else (rows.count, keys.count)
 
     def weigh(self, raw: jax.Array, masked: bool) -> tuple[jax.Array, float, jax.Array | None]:
         """(x, factor, tanh): logits in base 2 are x * factor, factor > 0; tanh is the soft cap's, for its gradient."""
@@ -172,15 +172,15 @@ class Tile(TileMask):
             return None
         key = self._dropout_key(self._heads())
         rows, keys = self._global_rows(self._local_rows()), self._global_keys(self._local_keys())
-        kept = Dropout.kept(*key, rows, keys, self.static_part.dropout)
-        return jnp.broadcast_to(kept, self.shape)
+        mask = Dropout.keep_mask(*key, rows, keys, self.static_args.dropout)
+        return jnp.broadcast_to(mask, self.shape)
 
     def of_rows(self, x: jax.Array) -> jax.Array:
         """One number per query row, in a shape that broadcasts to the tile."""
-        return x[None] if self.across else x[:, None]
+        return x[None] if self.transposed else x[:, None]
 
     def _of_keys(self, x: jax.Array) -> jax.Array:
-        return x[:, None] if self.across else x[None]
+        return x[:, None] if self.transposed else x[None]
 
     # -- where the tile lies -----------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Tile(TileMask):
 
     def _visible(self) -> list[jax.Array]:
         """The tests that a visible key passes. `weigh` selects by one after the other, which makes fewer stalls than by all."""
-        seen = self._tests(self.static_part.mask, self._local_rows(), self._global_keys(self._local_keys()))
+        seen = self._tests(self.static_args.mask, self._local_rows(), self._global_keys(self._local_keys()))
         if self.keys.beyond:
             seen.append(self._of_keys(self.keys.indices < self.keys.length))
         return seen
@@ -240,7 +240,7 @@ class Tile(TileMask):
                 inside = within if inside is None else inside & within
         values = plgpu.load(ref.at[tuple(place)], mask=inside, other=None if inside is None else 0)
         if len(cut) == 2:
-            return values.T if self.across else values
+            return values.T if self.transposed else values
         return self.of_rows(values) if ref.shape[2] > 1 else self._of_keys(values)
 
 

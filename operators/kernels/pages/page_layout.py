@@ -44,9 +44,9 @@ def fetch(
     would copy the whole cache.
     """
     pages, ids = lax.optimization_barrier((pages, ids))
-    given = as_bits(pages, platform) if dtype == pages.dtype else pages
+    stored = as_bits(pages, platform) if dtype == pages.dtype else pages
     form = LAYOUTS[layout]
-    whole = form.viewed(given).at[form.index(ids, half, first, dim)].get(mode="promise_in_bounds")
+    whole = form.viewed(stored).at[form.index(ids, half, first, dim)].get(mode="promise_in_bounds")
     at = ids.ndim - 1
     if form.heads_first:
         whole = whole.transpose(*range(at), at + 1, at, at + 2, at + 3)

@@ -26,7 +26,7 @@ __all__ = ["paged_attention", "places"]
 _KEYS = 256  # per block of pages
 _STEP_BYTES = 2**20  # of keys, in float32, per decode step: still in a CPU cache when they are multiplied
 _ROWS = 256  # per kv head in a block of queries
-_MOST_PAIRS = 8
+_MAX_PAIRS = 8
 _LARGE_KEYS = 1024  # per block of most of a single sequence
 
 
@@ -113,7 +113,7 @@ def _sizes(operands: PagedOperands, layout: str) -> tuple[int, int, int]:
     sequences, width = operands.page_table.shape
     pages = min(max(1, _KEYS // page), width)
     step = 4 * pages * page * kv_heads * dim
-    pairs = min(_power_of_two(max(1, _STEP_BYTES // step)), sequences, _MOST_PAIRS)
+    pairs = min(_power_of_two(max(1, _STEP_BYTES // step)), sequences, _MAX_PAIRS)
     rows = _power_of_two(max(8, _ROWS * kv_heads // operands.query.shape[1]))
     return pages, pairs, min(rows, operands.query.shape[0])
 

@@ -63,9 +63,9 @@ def _check_pages(query: jax.Array, key: jax.Array, value: jax.Array | None, layo
         raise InputError(f"query has dim {query.shape[2]} and key_pages {key.shape[-1]}; wanted one dim for both.")
     for name, pages in (("key_pages", key), ("value_pages", value)):
         if pages is not None and str(pages.dtype) not in (*_QUERIES, *_QUANTISED):
-            wanted = ", ".join((*_QUERIES, *_QUANTISED))
+            dtypes = ", ".join((*_QUERIES, *_QUANTISED))
             raise InputTypeError(
-                f"{name} is {pages.dtype}; wanted one of {wanted}: allocate the cache in one of these."
+                f"{name} is {pages.dtype}; wanted one of {dtypes}: allocate the cache in one of these."
             )
 
 
@@ -125,10 +125,10 @@ def _window(window: tuple[int | None, int | None] | None) -> tuple[int | None, i
     return ends[0], ends[1]
 
 
-def _rank(name: str, x: jax.Array, rank: int, wanted: str) -> None:
+def _rank(name: str, x: jax.Array, rank: int, expected: str) -> None:
     shape = x.shape
     if len(shape) != rank or 0 in shape:
-        raise InputError(f"{name} has the shape {shape}; wanted {wanted}, each at least 1.")
+        raise InputError(f"{name} has the shape {shape}; wanted {expected}, each at least 1.")
 
 
 def _check_batch(operands: PagedOperands) -> None:
@@ -159,6 +159,8 @@ def _check_scale(name: str, pages: jax.Array, scale: jax.Array | None, layout: s
         return
     if not quantised:
         raise InputError(f"{name}_scale was given for {name}_pages of {pages.dtype}; wanted none, or quantised pages.")
-    each = (pages.shape[0], kv_heads, pages.shape[2]) if LAYOUTS[layout].heads_first else (*pages.shape[:2], kv_heads)
-    if scale.shape not in ((), (kv_heads,), each):
-        raise InputError(f"{name}_scale has the shape {scale.shape}; wanted (), {(kv_heads,)} or {each}.")
+    per_key = (
+        (pages.shape[0], kv_heads, pages.shape[2]) if LAYOUTS[layout].heads_first else (*pages.shape[:2], kv_heads)
+    )
+    if scale.shape not in ((), (kv_heads,), per_key):
+        raise InputError(f"{name}_scale has the shape {scale.shape}; wanted (), {(kv_heads,)} or {per_key}.")

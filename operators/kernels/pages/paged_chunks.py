@@ -23,15 +23,15 @@ __all__ = ["attend_chunks"]
 
 
 def attend_chunks(
-    static: PagedStatic, operands: PagedOperands, batch: Batch, wanted: jax.Array
+    static: PagedStatic, operands: PagedOperands, batch: Batch, selected: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(output [T, heads, value_dim], lse [T, heads]) of the wanted sequences' rows; others hold arbitrary finite values or
+    """(output [T, heads, value_dim], lse [T, heads]) of the selected sequences' rows; others hold arbitrary finite values or
     -inf."""
     tiles = Tiles(static, operands, few_rows=None)
     tokens, heads, _ = operands.query.shape
     size, platform, dtype = static.block_q, static.platform, operands.query.dtype
     axes = varying(operands)
-    blocks = jnp.where(wanted, lax.div(batch.q_lens + np.int32(size - 1), np.int32(size)), 0)
+    blocks = jnp.where(selected, lax.div(batch.q_lens + np.int32(size - 1), np.int32(size)), 0)
     ends = jnp.cumsum(blocks, dtype=np.int32)
     query = jnp.pad(operands.query, ((0, size), (0, 0), (0, 0)))
     shape = tiles.kv_heads, size * tiles.group
@@ -47,14 +47,14 @@ def attend_chunks(
         start, q_len, kv_len = of(batch.starts) + first_row, of(batch.q_lens), of(batch.kv_lens)
         row = first_row + jnp.arange(size, dtype=np.int32)
         positions = jnp.where(row < q_len, kv_len - q_len + row, -1)
-        held = lax.optimization_barrier((query, start))[0]
-        rows = tiles.rows_of(from_bits(cut_along(as_bits(held, platform), start, size), dtype))
+        fixed_query = lax.optimization_barrier((query, start))[0]
+        rows = tiles.rows_of(from_bits(cut_along(as_bits(fixed_query, platform), start, size), dtype))
         first_page, end_page = tiles.range_of(positions[0], positions.max(), kv_len)
 
         def of_pages(m: Any, sums: Sums) -> Sums:
             first = first_page + m * np.int32(static.pages_a_block)
-            ids, live = tiles.slots(seq, first, end_page)
-            seen = tiles.seen(first, live, positions, kv_len)
+            ids, mapped = tiles.slots(seq, first, end_page)
+            seen = tiles.seen(first, mapped, positions, kv_len)
             x = tiles.logits(rows, ids, seen)
             peak = jnp.maximum(sums.peak, x.max(axis=-1))
             shift = subtracted(peak)

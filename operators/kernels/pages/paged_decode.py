@@ -38,12 +38,12 @@ class DecodePairs(NamedTuple):
     total: jax.Array
 
 
-def decode_pairs(tiles: Tiles, batch: Batch, wanted: jax.Array, done: jax.Array | None = None) -> DecodePairs:
-    """Which pages the queries of each wanted sequence can see, in blocks; from page `done` on if it is given."""
+def decode_pairs(tiles: Tiles, batch: Batch, selected: jax.Array, done: jax.Array | None = None) -> DecodePairs:
+    """Which pages the queries of each selected sequence can see, in blocks; from page `done` on if it is given."""
     first, end = tiles.range_of(batch.kv_lens - batch.q_lens, batch.kv_lens - 1, batch.kv_lens)
     first = first if done is None else done
     size = np.int32(tiles.static.pages_a_block)
-    blocks = jnp.where(wanted, lax.div(end - first + (size - 1), size), 0)
+    blocks = jnp.where(selected, lax.div(end - first + (size - 1), size), 0)
     ends = jnp.cumsum(blocks, dtype=np.int32)
     rank = jnp.cumsum(blocks > 0, dtype=np.int32) - 1
     return DecodePairs(first, end, ends - blocks, ends, rank, ends[-1])
@@ -58,21 +58,21 @@ def _whole_blocks(tiles: Tiles, pairs: DecodePairs) -> DecodePairs:
 
 
 def attend_decode(
-    static: PagedStatic, operands: PagedOperands, batch: Batch, wanted: jax.Array, q_len: int
+    static: PagedStatic, operands: PagedOperands, batch: Batch, selected: jax.Array, q_len: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(output [S, q_len, heads, value_dim], lse [S, q_len, heads]) of each wanted sequence's first `q_len` queries."""
+    """(output [S, q_len, heads, value_dim], lse [S, q_len, heads]) of each selected sequence's first `q_len` queries."""
     tiles = Tiles(static, operands, few_rows=q_len)
-    pairs = decode_pairs(tiles, batch, wanted)
+    pairs = decode_pairs(tiles, batch, selected)
     sequences, pair_count = len(batch.kv_lens), static.pairs
     axes = varying(operands)
     index = counted(batch.starts, q_len)
     all_rows = tiles.rows_of(operands.query.at[index].get(mode="clip"))
     shape = all_rows.shape[1:-1]  # kv heads, rows
-    held = sequences + pair_count - 1
+    slot_count = sequences + pair_count - 1
     start = Sums(
-        jnp.zeros((held, *shape, tiles.value_dim), np.float32),
-        jnp.full((held, *shape), -jnp.inf, np.float32),
-        jnp.zeros((held, *shape), np.float32),
+        jnp.zeros((slot_count, *shape, tiles.value_dim), np.float32),
+        jnp.full((slot_count, *shape), -jnp.inf, np.float32),
+        jnp.zeros((slot_count, *shape), np.float32),
     )
 
     def step(tiles: Tiles, pairs: DecodePairs, n: Any, carry: Sums) -> Sums:
@@ -85,23 +85,23 @@ def attend_decode(
         of = lambda x: x.at[seq].get(mode="promise_in_bounds")  # noqa: E731
         number = jnp.where(real, number, pairs.total - 1)
         first = of(pairs.first_page) + (number - of(pairs.begin)) * size
-        ids, live = tiles.slots(seq, first, of(pairs.end_page))
+        ids, mapped = tiles.slots(seq, first, of(pairs.end_page))
         kv_len, rows_len = of(batch.kv_lens), of(batch.q_lens)
         row = jnp.arange(q_len, dtype=np.int32)[None]
         positions = jnp.where(row < rows_len[:, None], (kv_len - rows_len)[:, None] + row, -1)
-        seen = tiles.seen(first, live & real[:, None], positions, kv_len)
+        seen = tiles.seen(first, mapped & real[:, None], positions, kv_len)
 
         x = tiles.logits(of(all_rows), ids, seen)
         rank = of(pairs.rank)
         place = rank - rank[0]
         old = jax.tree.map(lambda c: cut_along(c, rank[0], pair_count), carry)
-        own = place[None] == jnp.arange(pair_count, dtype=np.int32)[:, None]  # [places in the window, pairs]
-        peak = jnp.maximum(old.peak, _chosen(own, x.max(axis=-1), -jnp.inf).max(axis=1))
+        belongs = place[None] == jnp.arange(pair_count, dtype=np.int32)[:, None]  # [places in the window, pairs]
+        peak = jnp.maximum(old.peak, _chosen(belongs, x.max(axis=-1), -jnp.inf).max(axis=1))
         shift = subtracted(peak)
         p = tiles.exp2(x - shift.at[place].get(mode="promise_in_bounds")[..., None])
         shrink = jnp.exp2(old.peak - shift)
-        acc = old.acc * shrink[..., None] + _chosen(own, tiles.values(p, ids, seen), 0).sum(axis=1)
-        total = old.total * shrink + _chosen(own, p.sum(axis=-1), 0).sum(axis=1)
+        acc = old.acc * shrink[..., None] + _chosen(belongs, tiles.values(p, ids, seen), 0).sum(axis=1)
+        total = old.total * shrink + _chosen(belongs, p.sum(axis=-1), 0).sum(axis=1)
         window = Sums(acc, peak, total)
         return jax.tree.map(lambda c, part: put(c, part, (rank[0], *[0] * (c.ndim - 1))), carry, window)
 
@@ -113,7 +113,7 @@ def attend_decode(
     if static.large_blocks:
         large = Tiles(replace(static, pages_a_block=static.large_blocks), operands, few_rows=q_len)
         whole = _whole_blocks(large, pairs)
-        sums, rest = add(large, whole, sums), decode_pairs(tiles, batch, wanted, whole.end_page)
+        sums, rest = add(large, whole, sums), decode_pairs(tiles, batch, selected, whole.end_page)
     sums = add(tiles, rest, sums)
     alive = pairs.end > pairs.begin
     mine = Sums(*(x.at[jnp.maximum(pairs.rank, 0)].get(mode="promise_in_bounds") for x in sums))
@@ -126,6 +126,6 @@ def attend_decode(
     return tiles.heads_of(output, q_len), tiles.heads_of(lse[..., None], q_len)[..., 0]
 
 
-def _chosen(own: jax.Array, parts: jax.Array, otherwise: float) -> jax.Array:
+def _chosen(belongs: jax.Array, parts: jax.Array, otherwise: float) -> jax.Array:
     """[places, pairs, ...]: a pair's part where its sequence is, otherwise a number. A product with 0 would let NaN through."""
-    return jnp.where(own.reshape(*own.shape, *[1] * (parts.ndim - 1)), parts[None], np.float32(otherwise))
+    return jnp.where(belongs.reshape(*belongs.shape, *[1] * (parts.ndim - 1)), parts[None], np.float32(otherwise))

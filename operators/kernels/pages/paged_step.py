@@ -170,27 +170,27 @@ class Tiles:
         return page if shard is None else lax.div(page - shard + (stride - 1), stride)
 
     def slots(self, seq: jax.Array, first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(ids, live), both [..., n], of n pages of sequences `seq` from `first` on.
+        """(ids, mapped), both [..., n], of n pages of sequences `seq` from `first` on.
 
-        A slot that isn't live, beyond `end` or with an id out of range, gets the id of one that is, so that nothing else is
+        A slot that isn't mapped, beyond `end` or with an id out of range, gets the id of one that is, so that nothing else is
         read for it.
         """
         at = counted(first, self.static.pages_a_block)
         table = self.operands.page_table
         ids = table.at[seq[..., None], jnp.minimum(at, self.width - 1)].get(mode="promise_in_bounds")
-        live = (at < end[..., None]) & (ids >= 0) & (ids < self.pages)
-        own = jnp.where(live, ids, 0).max(axis=-1, keepdims=True)
-        return jnp.where(live, ids, own), live
+        mapped = (at < end[..., None]) & (ids >= 0) & (ids < self.pages)
+        fallback_id = jnp.where(mapped, ids, 0).max(axis=-1, keepdims=True)
+        return jnp.where(mapped, ids, fallback_id), mapped
 
-    def seen(self, first: jax.Array, live: jax.Array, positions: jax.Array, kv_len: jax.Array) -> jax.Array:
+    def seen(self, first: jax.Array, mapped: jax.Array, positions: jax.Array, kv_len: jax.Array) -> jax.Array:
         """Bool [..., queries, keys]: positions [..., queries], the pages of a block from `first` on."""
         static = self.static
         keys = counted(first * np.int32(self.page), self.block)
         if self.operands.shard is not None:  # page j of the table is page number j * stride + shard
             page = np.int32(self.page)
-            own = lax.div(keys, page)
-            keys = keys + (own * np.int32(static.stride - 1) + self.operands.shard) * page
-        seen = jnp.repeat(live, self.page, axis=-1) & (keys < kv_len[..., None])
+            page_index = lax.div(keys, page)
+            keys = keys + (page_index * np.int32(static.stride - 1) + self.operands.shard) * page
+        seen = jnp.repeat(mapped, self.page, axis=-1) & (keys < kv_len[..., None])
         seen, keys, rows = seen[..., None, :], keys[..., None, :], positions[..., None]
         seen = seen & (rows >= 0)
         if static.causal:
@@ -240,10 +240,10 @@ class Tiles:
     def _joint_logits(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
         """Rows as a block-diagonal factor times the untransposed keys: kv_heads times the arithmetic, but no copy per head."""
         keys = fetch_joint_heads(self.operands.key_pages, ids, self.dtype)
-        own = np.eye(self.kv_heads, dtype=bool)[:, None, :, None]
-        own, spread = same_rank(own, rows[..., None, :])
-        across = jnp.where(own, spread, 0).reshape(*ids.shape[:-1], -1, keys.shape[-1])
-        x = few_rows_product(across, keys, np.dtype(np.float32), self.static.platform)
+        same_head = np.eye(self.kv_heads, dtype=bool)[:, None, :, None]
+        same_head, spread = same_rank(same_head, rows[..., None, :])
+        by_head = jnp.where(same_head, spread, 0).reshape(*ids.shape[:-1], -1, keys.shape[-1])
+        x = few_rows_product(by_head, keys, np.dtype(np.float32), self.static.platform)
         return x.reshape(*rows.shape[:-1], -1)
 
     def _joint_values(self, weights: jax.Array, pages: jax.Array, ids: jax.Array, alive: jax.Array) -> jax.Array:

@@ -65,5 +65,5 @@ def jax_sdpa(
     output = output.astype(dtype)
     if mask is None or (all_rows_see and bias is None):
         return output
-    live = mask.any(axis=-1).swapaxes(1, 2)[..., None]  # [batch, q, heads, 1]
-    return where(live, output, 0)
+    visible = mask.any(axis=-1).swapaxes(1, 2)[..., None]  # [batch, q, heads, 1]
+    return where(visible, output, 0)

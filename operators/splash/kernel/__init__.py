@@ -1,1 +1,1 @@
-"""Block-sparse flash attention for TPUs in Pallas, forward and backward: SplashPart, in splash_attention."""
+"""Block-sparse flash attention for TPUs in Pallas, forward and backward: PartialSplash, in splash_attention."""

@@ -19,48 +19,48 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...kernels.precision import tile_product
-from .frame import Frame, Input, Output
+from .grid import Input, KernelGrid, Output
 from .key_sums import KeySums
 from .schedule import FIRST, LAST
+from .subtiles import SubTile, pipelined, rows_of, subtiles_of
 from .tile import Logits, Tile
-from .units import Unit, pipelined, rows_of, units_of
 
 __all__ = ["add_key_gradients", "add_query_gradient", "backward_kernel"]
 
 
 def add_query_gradient(
-    frame: Frame, q_padded: int, dim: int, dtype: Any, transposed: bool, before: jax.Array | None = None
+    grid: KernelGrid, q_padded: int, dim: int, dtype: Any, transposed: bool, before: jax.Array | None = None
 ) -> None:
     """Add d_query [batch, heads, q, dim] and its sum, maybe transposed, which starts with `before`: the result of a
     pass over earlier keys.
     """
-    shape = (frame.batch, frame.heads.q_heads, q_padded, dim)
-    spec = frame.query_block(dim, "head_dim_minor")
-    frame.outputs["d_query"] = Output(shape, dtype, spec)
+    shape = (grid.batch, grid.heads.q_heads, q_padded, dim)
+    spec = grid.query_block(dim, "head_dim_minor")
+    grid.outputs["d_query"] = Output(shape, dtype, spec)
     if before is not None:
-        frame.inputs["d_query_before"] = Input(before, spec, "q")
+        grid.inputs["d_query_before"] = Input(before, spec, "q")
         if before.dtype == dtype:  # each block is read once, before it is written
-            frame.aliased["d_query_before"] = "d_query"
-    sums = (dim, frame.block_q) if transposed else (frame.block_q, dim)
-    frame.scratch["q_sum"] = pltpu.VMEM((len(frame.heads.in_tile), *sums), jnp.float32)
+            grid.aliased["d_query_before"] = "d_query"
+    sums = (dim, grid.block_q) if transposed else (grid.block_q, dim)
+    grid.scratch["q_sum"] = pltpu.VMEM((len(grid.heads.in_tile), *sums), jnp.float32)
 
 
-def add_key_gradients(frame: Frame, kv_padded: int, dim: int, value_dim: int, dtype: Any, transposed: bool) -> None:
+def add_key_gradients(grid: KernelGrid, kv_padded: int, dim: int, value_dim: int, dtype: Any, transposed: bool) -> None:
     """Add d_key [batch, kv heads, kv, dim], d_value and their sums, maybe transposed, for one block of keys at a time."""
     for name, width in (("key", dim), ("value", value_dim)):
-        shape = (frame.batch, frame.heads.kv_heads, kv_padded, width)
-        frame.outputs[f"d_{name}"] = Output(shape, dtype, frame.key_block(width, "head_dim_minor"))
-        sums = (width, frame.block_kv) if transposed else (frame.block_kv, width)
-        frame.scratch[f"{name}_sum"] = pltpu.VMEM((frame.heads.kv_tile, *sums), jnp.float32)
+        shape = (grid.batch, grid.heads.kv_heads, kv_padded, width)
+        grid.outputs[f"d_{name}"] = Output(shape, dtype, grid.key_block(width, "head_dim_minor"))
+        sums = (width, grid.block_kv) if transposed else (grid.block_kv, width)
+        grid.scratch[f"{name}_sum"] = pltpu.VMEM((grid.heads.kv_tile, *sums), jnp.float32)
 
 
 def backward_kernel(
     refs: dict[str, Any],
     *,
-    frame: Frame,
+    grid: KernelGrid,
     logits: Logits,
     compute: tuple[int, int],
-    ahead: int,
+    pipeline_depth: int,
     layouts: tuple[str, str, str],
     stationary_weights: bool,
     first_block: int,
@@ -68,34 +68,34 @@ def backward_kernel(
 ) -> None:
     """One step of a backward pass; the sums that it is given determine which gradients it computes.
 
-    compute: the queries and keys of a unit. ahead: how many units the products of queries and keys, and of values and the
-    output's gradient, run ahead of what uses them. first_block: the first kv block of the sums of the keys, if
+    compute: the queries and keys of a sub-tile. pipeline_depth: how many sub-tiles the products of queries and keys, and of
+    values and the output's gradient, run ahead of what uses them. first_block: the first kv block of the sums of the keys, if
     they cover many. query_scale: the remaining factor of the query's gradient, 1 if another pass continues with it.
     stationary_weights: gradients are computed and summed transposed. The matrix unit then holds the weights, which fill it, and
     the other factor, whose few columns would fill only a part, streams past.
     """
-    tile = Tile(frame, logits, refs, across=True)
-    heads = frame.heads.in_tile
+    tile = Tile(grid, logits, refs, transposed=True)
+    heads = grid.heads.in_tile
     q_time, k_time, v_time = (1 if layout == "seq_minor" else 0 for layout in layouts)
     of_query, of_keys = "q_sum" in refs, "key_sum" in refs
     fused = of_query and of_keys
-    first, last = _ends(tile, frame, fused)
-    all_keys = KeySums(refs, frame, stationary_weights, first_block * frame.block_kv) if fused else None
+    first, last = _ends(tile, grid, fused)
+    all_keys = KeySums(refs, grid, stationary_weights, first_block * grid.block_kv) if fused else None
 
     def clear(*names: str) -> None:
         for name in names:
             refs[name][...] = jnp.zeros_like(refs[name])
 
-    def turned(x: jax.Array) -> jax.Array:
+    def stored_or_rows(x: jax.Array) -> jax.Array:
         """Convert a sum between its stored form and rows."""
         return x.T if stationary_weights else x
 
     # A kv head's guards are nested in those of a query block: this shows the static clock what is done once per head.
-    @pl.when(tile.says(FIRST) if of_query else first)
+    @pl.when(tile.has_flag(FIRST) if of_query else first)
     def _start() -> None:
         if "d_query_before" in refs:
             for number in range(len(heads)):
-                refs["q_sum"][number] = turned(refs["d_query_before"][number])
+                refs["q_sum"][number] = stored_or_rows(refs["d_query_before"][number])
         elif of_query:
             clear("q_sum")
         if all_keys is not None:
@@ -103,46 +103,46 @@ def backward_kernel(
         elif of_keys:
             clear("key_sum", "value_sum")
 
-    def visit(number: int) -> None:
-        body = tile.enter(number)
-        tile.zero_hidden(body, {"key": k_time, "value": v_time})
+    def run_variant(number: int) -> None:
+        variant = tile.enter(number)
+        tile.zero_hidden(variant, {"key": k_time, "value": v_time})
         dropout = tile.dropout_keys()
         factors: dict[Any, tuple[Any, int]] = {}
 
-        def multiply(unit: Unit) -> tuple[jax.Array, Any, jax.Array]:
+        def multiply(subtile: SubTile) -> tuple[jax.Array, Any, jax.Array]:
             """(logits, the cap's tanh, gradients of the weights)."""
-            key, value = key_and_value(unit)
-            products = tile_product(key, query_of(unit), 1 - k_time, 1 - q_time)
-            d_out = rows_of(refs["d_output"], (unit.number,), unit.queries, 0)
-            return *tile.weigh(products, unit), tile_product(value, d_out, 1 - v_time, 1)
+            key, value = key_and_value(subtile)
+            products = tile_product(key, query_of(subtile), 1 - k_time, 1 - q_time)
+            d_out = rows_of(refs["d_output"], (subtile.number,), subtile.queries, 0)
+            return *tile.weigh(products, subtile), tile_product(value, d_out, 1 - v_time, 1)
 
-        def accumulate(unit: Unit, made: tuple[jax.Array, Any, jax.Array]) -> None:
-            (x, capped, d_p), kv_head = made, unit.head[0]
-            query, d_out = query_of(unit), rows_of(refs["d_output"], (unit.number,), unit.queries, 0)
-            p = logits.exp(x - refs["lse"][unit.number, :, unit.queries])
-            keep = tile.keep(dropout[unit.number], unit)
+        def accumulate(subtile: SubTile, products: tuple[jax.Array, Any, jax.Array]) -> None:
+            (x, capped, d_p), kv_head = products, subtile.head[0]
+            query, d_out = query_of(subtile), rows_of(refs["d_output"], (subtile.number,), subtile.queries, 0)
+            p = logits.exp(x - refs["lse"][subtile.number, :, subtile.queries])
+            keep = tile.keep(dropout[subtile.number], subtile)
             d_p = tile.dropped(d_p, keep)
-            d_x = p * (d_p - refs["delta"][unit.number, :, unit.queries])
+            d_x = p * (d_p - refs["delta"][subtile.number, :, subtile.queries])
             if capped is not None:
                 d_x = d_x * (1.0 - capped * capped)
             d_x = d_x.astype(query.dtype)
             if of_keys:
-                start, size = unit.keys.start, unit.shape[1]
+                start, size = subtile.keys.start, subtile.shape[1]
                 rows = pl.ds(start, size)
                 if fused:
                     block = tile.step.kv_block - first_block
-                    rows = pl.ds(pl.multiple_of(block * frame.block_kv + start, size), size)
+                    rows = pl.ds(pl.multiple_of(block * grid.block_kv + start, size), size)
                 p = tile.dropped(p, keep).astype(d_out.dtype)
-                add("value_sum", kv_head, rows, p, 1, factor("d_output", (unit.number,), unit.queries, 0))
-                add("key_sum", kv_head, rows, d_x, 1, factor("query", (unit.number,), unit.queries, q_time))
+                add("value_sum", kv_head, rows, p, 1, factor("d_output", (subtile.number,), subtile.queries, 0))
+                add("key_sum", kv_head, rows, d_x, 1, factor("query", (subtile.number,), subtile.queries, q_time))
             if of_query:
-                add("q_sum", unit.number, unit.queries, d_x, 0, key_factor(unit))
+                add("q_sum", subtile.number, subtile.queries, d_x, 0, key_factor(subtile))
 
-        def key_factor(unit: Unit) -> tuple[Any, int]:
-            """`factor` of a unit's keys."""
-            at = "key", unit.head[:1], unit.keys.start
+        def key_factor(subtile: SubTile) -> tuple[Any, int]:
+            """`factor` of a sub-tile's keys."""
+            at = "key", subtile.head[:1], subtile.keys.start
             if at not in factors:
-                factors[at] = as_factor(tile.clean("key", unit, k_time), k_time)
+                factors[at] = as_factor(tile.clean("key", subtile, k_time), k_time)
             return factors[at]
 
         def factor(name: str, head: tuple[int, ...], rows: slice, seq_minor: int) -> tuple[Any, int]:
@@ -156,13 +156,13 @@ def backward_kernel(
             turns = stationary_weights and not seq_minor
             return (x.T, 1) if turns else (x, seq_minor)
 
-        pipelined(units_of(frame, *compute, body), ahead, multiply, accumulate)
+        pipelined(subtiles_of(grid, *compute, variant), pipeline_depth, multiply, accumulate)
 
-    def query_of(unit: Unit) -> Any:
-        return rows_of(refs["query"], (unit.number,), unit.queries, q_time)
+    def query_of(subtile: SubTile) -> Any:
+        return rows_of(refs["query"], (subtile.number,), subtile.queries, q_time)
 
-    def key_and_value(unit: Unit) -> tuple[Any, Any]:
-        return tile.clean("key", unit, k_time), tile.clean("value", unit, v_time)
+    def key_and_value(subtile: SubTile) -> tuple[Any, Any]:
+        return tile.clean("key", subtile, k_time), tile.clean("value", subtile, v_time)
 
     def add(name: str, head: int, rows: Any, weights: jax.Array, axis: int, factor: tuple[Any, int]) -> None:
         """Add the product of the weights with a factor, over this axis of the weights, to some rows of a sum."""
@@ -171,12 +171,14 @@ def backward_kernel(
         else:
             refs[name][head, rows, :] += tile_product(weights, factor[0], axis, factor[1])
 
-    for number in range(1, len(frame.visits.bodies) + 1):
-        pl.when(tile.body == number)(functools.partial(visit, number))
+    for number in range(1, len(grid.schedule.variants) + 1):
+        pl.when(tile.variant == number)(functools.partial(run_variant, number))
 
     def query_done() -> None:
         for number in range(len(heads)):
-            refs["d_query"][number] = (turned(refs["q_sum"][number]) * query_scale).astype(refs["d_query"].dtype)
+            refs["d_query"][number] = (stored_or_rows(refs["q_sum"][number]) * query_scale).astype(
+                refs["d_query"].dtype
+            )
 
     def keys_done() -> None:
         scales = {"key": logits.scale, "value": 1.0}
@@ -186,10 +188,10 @@ def backward_kernel(
         for name, scale in scales.items():
             sums, out = refs[f"{name}_sum"], refs[f"d_{name}"]
             for head in range(out.shape[0]):
-                out[head] = (turned(sums[head]) * scale).astype(out.dtype)
+                out[head] = (stored_or_rows(sums[head]) * scale).astype(out.dtype)
 
-    # A list made on the device may end in visits without flags; there the last query block is written twice.
-    @pl.when((tile.says(LAST) | last) if of_query else last)
+    # A list made on the device may end in entries without flags; there the last query block is written twice.
+    @pl.when((tile.has_flag(LAST) | last) if of_query else last)
     def _end() -> None:
         if of_query:
             query_done()
@@ -199,14 +201,14 @@ def backward_kernel(
             keys_done()
 
 
-def _ends(tile: Tile, frame: Frame, fused: bool) -> tuple[Any, Any]:
+def _ends(tile: Tile, grid: KernelGrid, fused: bool) -> tuple[Any, Any]:
     """(first, last) step that adds to the sums of the keys: of a kv head if fused, else of a kv block."""
-    of_group = frame.heads.group // frame.heads.group_tile
+    of_group = grid.heads.group // grid.heads.group_tile
     group_tile = tile.step.group_tile
     if not fused:
-        return tile.says(FIRST) & (group_tile == 0), tile.says(LAST) & (group_tile == of_group - 1)
-    visit, count = pl.program_id(3), pl.num_programs(3)  # the fused pass goes by query block
-    return (visit == 0) & (group_tile == 0), (visit == count - 1) & (group_tile == of_group - 1)
+        return tile.has_flag(FIRST) & (group_tile == 0), tile.has_flag(LAST) & (group_tile == of_group - 1)
+    entry, count = pl.program_id(3), pl.num_programs(3)  # the fused pass goes by query block
+    return (entry == 0) & (group_tile == 0), (entry == count - 1) & (group_tile == of_group - 1)
 
 
 def row_numbers(x: jax.Array, fill: float, q_padded: int) -> jax.Array:

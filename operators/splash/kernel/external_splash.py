@@ -139,7 +139,7 @@ def under_defaults(attend: Callable[[ExternalCall], Array], call: ExternalCall, 
     """
     arrays = {name: x for name, x in call._asdict().items() if isinstance(x, jax.Array)}
     what = f"{kernel}'s splash kernel"
-    output: Array = once_in_reverse(lambda given: attend(call._replace(**given)), arrays, what, within=_defaults)
+    output: Array = once_in_reverse(lambda replaced: attend(call._replace(**replaced)), arrays, what, within=_defaults)
     return output
 
 
@@ -174,12 +174,12 @@ def _pad(x: Array, length: int) -> Array:
 def block_kinds(
     mask: Mask, q_len: int, kv_len: int, q_padded: int, kv_padded: int, shards: int, block_q: int, block_kv: int
 ) -> np.ndarray:
-    """0 dead, 1 partial, 2 full: int8 [shards, q blocks, kv blocks]. A block with padding in it is never full."""
+    """0 empty, 1 partial, 2 full: int8 [shards, q blocks, kv blocks]. A block with padding in it is never full."""
     q_blocks, kv_blocks = q_padded // block_q, kv_padded // block_kv
     kinds = np.zeros((shards, q_blocks, kv_blocks), np.int8)
     for shard in range(shards):
-        found = mask.live_blocks(block_q, block_kv, q_len=q_len, kv_len=kv_len, q_start=shard * q_len)
-        kinds[shard, : found.shape[0], : found.shape[1]] = found
+        device_kinds = mask.live_blocks(block_q, block_kv, q_len=q_len, kv_len=kv_len, q_start=shard * q_len)
+        kinds[shard, : device_kinds.shape[0], : device_kinds.shape[1]] = device_kinds
     for whole, axis in ((q_len // block_q, 1), (kv_len // block_kv, 2)):
         edge = kinds[:, whole:] if axis == 1 else kinds[:, :, whole:]
         np.minimum(edge, 1, out=edge)

@@ -26,25 +26,25 @@ def jax_splash_attention(
     """Attend with jax's kernel, forward and gradient."""
     q_len, kv_len = call.query.shape[2], call.key.shape[2]
     padded = blocks.padded(q_len, kv_len)
-    given = call.operands(*padded)
-    tables = functools.partial(_tables, given.mask, q_len, kv_len, *padded, call.shards)
-    by_query = [tables(*one[:2], "forward") for one in (blocks.forward, blocks.dq) if one is not None]
+    arguments = call.operands(*padded)
+    tables = functools.partial(_tables, arguments.mask, q_len, kv_len, *padded, call.shards)
+    by_query = [tables(*block[:2], "forward") for block in (blocks.forward, blocks.dq) if block is not None]
     by_key = tables(*blocks.dkv[:2], "whole" if blocks.dq is None else "backward")
-    forward, *dq = (_info(t, given.rows, call) for t in by_query)
+    forward, *dq = (_info(t, arguments.rows, call) for t in by_query)
     kernel = splash.SplashAttentionKernel(
         forward,
         dq[0] if dq else None,
-        _info(by_key, given.rows, call),
+        _info(by_key, arguments.rows, call),
         block_sizes=_sizes(blocks),
         is_mqa=False,
         save_residuals=False,
         mask_value=splash.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=call.soft_cap,
         residual_checkpoint_name=residual_checkpoint_name,
-        mask_function=given.function,
+        mask_function=arguments.function,
         interpret=interpret,
     )
-    return given.attend(lambda q, k, v, ids, sinks: kernel(q, k, v, ids and splash.SegmentIds(*ids), sinks), q_len)
+    return arguments.attend(lambda q, k, v, ids, sinks: kernel(q, k, v, ids and splash.SegmentIds(*ids), sinks), q_len)
 
 
 def _sizes(blocks: ExternalBlocks) -> splash.BlockSizes:
@@ -78,27 +78,27 @@ def _tables(
     """
     if isinstance(mask, Full):
         return None
-    live = block_kinds(mask, q_len, kv_len, q_padded, kv_padded, shards, block_q, block_kv) > 0
-    q_blocks, kv_blocks = live.shape[1:]
+    visible = block_kinds(mask, q_len, kv_len, q_padded, kv_padded, shards, block_q, block_kv) > 0
+    q_blocks, kv_blocks = visible.shape[1:]
     if grid == "whole":
-        index = np.broadcast_to(np.arange(q_blocks)[None, :, None], live.shape)
-        return small(index, q_blocks), live.astype(np.int8)
+        index = np.broadcast_to(np.arange(q_blocks)[None, :, None], visible.shape)
+        return small(index, q_blocks), visible.astype(np.int8)
     if grid == "backward":
-        index, kept = _shrink(live.swapaxes(1, 2)[..., ::-1])
-        index = np.where(kept, q_blocks - 1 - index, 0)[..., ::-1].swapaxes(1, 2)
-        return small(index, q_blocks), kept[..., ::-1].swapaxes(1, 2).astype(np.int8)
-    index, kept = _shrink(live)
-    return small(index, kv_blocks), kept.astype(np.int8)
+        index, used = _shrink(visible.swapaxes(1, 2)[..., ::-1])
+        index = np.where(used, q_blocks - 1 - index, 0)[..., ::-1].swapaxes(1, 2)
+        return small(index, q_blocks), used[..., ::-1].swapaxes(1, 2).astype(np.int8)
+    index, used = _shrink(visible)
+    return small(index, kv_blocks), used.astype(np.int8)
 
 
-def _shrink(live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _shrink(visible: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Move the live columns of each row to the front, in order, and cut to the longest row (at least one column).
 
     The rest of a row repeats its last live index, because an index that doesn't change fetches nothing.
     """
-    counts = live.sum(axis=-1, keepdims=True)
+    counts = visible.sum(axis=-1, keepdims=True)
     width = max(1, int(counts.max()))
-    order = np.argsort(~live, axis=-1, kind="stable")
+    order = np.argsort(~visible, axis=-1, kind="stable")
     place = np.arange(width)
     index = np.take_along_axis(order, np.minimum(place, np.maximum(counts - 1, 0)), axis=-1)
     return index, place < counts
@@ -107,7 +107,7 @@ def _shrink(live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _info(tables: tuple[np.ndarray, np.ndarray] | None, rows: Array | None, call: ExternalCall) -> mask_info.MaskInfo:
     if tables is None:
         return mask_info.MaskInfo(None, None, None, None, None)
-    index, live = (jnp.asarray(t) for t in tables)
+    index, visible = (jnp.asarray(t) for t in tables)
     if call.shards > 1:
-        index, live = (jax.lax.dynamic_slice_in_dim(t, call.shard, 1) for t in (index, live))
-    return mask_info.MaskInfo(index, None, live, None, rows)  # type: ignore[arg-type]  # jax says NumPy only
+        index, visible = (jax.lax.dynamic_slice_in_dim(t, call.shard, 1) for t in (index, visible))
+    return mask_info.MaskInfo(index, None, visible, None, rows)  # type: ignore[arg-type]  # jax says NumPy only

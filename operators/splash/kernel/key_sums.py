@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .frame import Frame, Input, Output
+from .grid import Input, KernelGrid, Output
 
 __all__ = ["KeySums", "add_key_sums", "leaving_rows"]
 
@@ -31,7 +31,7 @@ def leaving_rows(rows: int, first: int = 0) -> int:
 
 
 def add_key_sums(
-    frame: Frame,
+    grid: KernelGrid,
     keys: range,
     dims: tuple[int, int],
     dtype: Any,
@@ -48,22 +48,22 @@ def add_key_sums(
     assert keys.stop <= whole, "a copy beyond the end would write over something else"
     at_a_time = leaving_rows(rows, keys.start)
     for name, dim in zip(_NAMES, dims, strict=True):
-        shape = (frame.batch, frame.heads.kv_heads, whole, dim)
-        frame.outputs[f"d_{name}"] = Output(shape, dtype, anywhere, rows / whole)
+        shape = (grid.batch, grid.heads.kv_heads, whole, dim)
+        grid.outputs[f"d_{name}"] = Output(shape, dtype, anywhere, rows / whole)
         if before is not None:
-            frame.inputs[f"d_{name}_before"] = Input(before[f"d_{name}"], anywhere, "none")
-            frame.aliased[f"d_{name}_before"] = f"d_{name}"
+            grid.inputs[f"d_{name}_before"] = Input(before[f"d_{name}"], anywhere, "none")
+            grid.aliased[f"d_{name}_before"] = f"d_{name}"
         sums = (dim, rows) if transposed else (rows, dim)
-        frame.scratch[f"{name}_sum"] = pltpu.VMEM((frame.heads.kv_tile, *sums), jnp.float32)
-        frame.scratch[f"{name}_leaving"] = pltpu.VMEM((_BUFFERS, at_a_time, dim), dtype)
-    frame.scratch["left"] = pltpu.SemaphoreType.DMA((_BUFFERS, len(_NAMES)))
+        grid.scratch[f"{name}_sum"] = pltpu.VMEM((grid.heads.kv_tile, *sums), jnp.float32)
+        grid.scratch[f"{name}_leaving"] = pltpu.VMEM((_BUFFERS, at_a_time, dim), dtype)
+    grid.scratch["left"] = pltpu.SemaphoreType.DMA((_BUFFERS, len(_NAMES)))
 
 
 class KeySums:
     """The sums of a kernel's keys, of which the first is key `first` of the head."""
 
-    def __init__(self, refs: dict[str, Any], frame: Frame, transposed: bool, first: int) -> None:
-        self.refs, self.frame, self.transposed, self.first = refs, frame, transposed, first
+    def __init__(self, refs: dict[str, Any], grid: KernelGrid, transposed: bool, first: int) -> None:
+        self.refs, self.grid, self.transposed, self.first = refs, grid, transposed, first
         rows = refs["key_sum"].shape[2 if transposed else 1]
         self.at_a_time = leaving_rows(rows, first)
         self.parts = rows // self.at_a_time
@@ -81,7 +81,7 @@ class KeySums:
 
     def leave(self, batch: Any, kv_tile: Any, scales: dict[str, float]) -> None:
         """Write the sums, each times its scale, to this batch row and these kv heads; returns when they have arrived."""
-        kv_heads = self.frame.heads.kv_tile
+        kv_heads = self.grid.heads.kv_tile
 
         def copies(number: Any, head: Any, start: Any) -> list[Any]:
             slot = lax.rem(number, np.int32(_BUFFERS))
@@ -133,4 +133,4 @@ class KeySums:
                 lax.rem(number, np.int32(self.parts)) * np.int32(self.at_a_time),
             )
 
-        lax.fori_loop(np.int32(0), np.int32(self.frame.heads.kv_tile * self.parts), turn, None)
+        lax.fori_loop(np.int32(0), np.int32(self.grid.heads.kv_tile * self.parts), turn, None)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...kernels.operands import Operands, Traced
+from ...kernels.operands import DynamicArgs, Operands
 
 __all__ = ["mapped_grid", "mapped_pass"]
 
-Pass = Callable[..., Operands]  # of Operands, Traced, and arrays with the batch first
+Pass = Callable[..., Operands]  # of Operands, DynamicArgs, and arrays with the batch first
 
 
 def mapped_pass(run: Pass) -> Pass:
@@ -24,13 +24,15 @@ def mapped_pass(run: Pass) -> Pass:
     call = jax.custom_batching.custom_vmap(run)
 
     @call.def_vmap
-    def rule(size: int, mapped: Any, operands: Operands, traced: Traced, *rest: jax.Array) -> tuple[Operands, Any]:
-        given, is_mapped = (operands, traced, *rest), jax.tree.leaves(mapped)
-        if operands.bias is None and operands.sinks is None and not jax.tree.leaves(traced):
-            made = _as_rows(call, size, is_mapped, given)
+    def rule(
+        size: int, mapped: Any, operands: Operands, dynamic: DynamicArgs, *rest: jax.Array
+    ) -> tuple[Operands, Any]:
+        arguments, is_mapped = (operands, dynamic, *rest), jax.tree.leaves(mapped)
+        if operands.bias is None and operands.sinks is None and not jax.tree.leaves(dynamic):
+            results = _as_rows(call, size, is_mapped, arguments)
         else:
-            made = _in_turn(call, is_mapped, given)
-        return made, jax.tree.map(lambda _: True, made)
+            results = _in_turn(call, is_mapped, arguments)
+        return results, jax.tree.map(lambda _: True, results)
 
     return call
 
@@ -42,31 +44,31 @@ def mapped_grid(run: Callable[..., Any], scalars: int) -> Callable[..., Any]:
     call = jax.custom_batching.custom_vmap(run)
 
     @call.def_vmap
-    def rule(size: int, mapped: Any, *given: jax.Array) -> tuple[Any, Any]:
+    def rule(size: int, mapped: Any, *arrays: jax.Array) -> tuple[Any, Any]:
         if any(mapped[: scalars + 1]):
-            made = _in_turn(call, mapped, given)
+            results = _in_turn(call, mapped, arrays)
         else:  # Pallas' rule, whose result may be mapped again
-            made = mapped_grid(jax.vmap(run, [0 if own else None for own in mapped]), scalars)(*given)
-        return made, jax.tree.map(lambda _: True, made)
+            results = mapped_grid(jax.vmap(run, [0 if has_axis else None for has_axis in mapped]), scalars)(*arrays)
+        return results, jax.tree.map(lambda _: True, results)
 
     return call
 
 
-def _as_rows(call: Pass, size: int, is_mapped: list[bool], given: Any) -> Operands:
-    leaves, tree = jax.tree.flatten(given)
+def _as_rows(call: Pass, size: int, is_mapped: list[bool], arguments: Any) -> Operands:
+    leaves, tree = jax.tree.flatten(arguments)
     whole = [
         x if mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, mapped in zip(leaves, is_mapped, strict=True)
     ]
-    made = call(*jax.tree.unflatten(tree, [x.reshape(-1, *x.shape[2:]) for x in whole]))
-    return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), made)
+    results = call(*jax.tree.unflatten(tree, [x.reshape(-1, *x.shape[2:]) for x in whole]))
+    return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
 
 
-def _in_turn(call: Callable[..., Any], is_mapped: list[bool], given: Any) -> Any:
-    leaves, tree = jax.tree.flatten(given)
+def _in_turn(call: Callable[..., Any], is_mapped: list[bool], arguments: Any) -> Any:
+    leaves, tree = jax.tree.flatten(arguments)
 
-    def one(of_call: list[jax.Array]) -> Any:
-        own = iter(of_call)
-        arrays = [next(own) if mapped else x for x, mapped in zip(leaves, is_mapped, strict=True)]
+    def of_one(of_call: list[jax.Array]) -> Any:
+        rest = iter(of_call)
+        arrays = [next(rest) if mapped else x for x, mapped in zip(leaves, is_mapped, strict=True)]
         return call(*jax.tree.unflatten(tree, arrays))
 
-    return lax.map(one, [x for x, mapped in zip(leaves, is_mapped, strict=True) if mapped])
+    return lax.map(of_one, [x for x, mapped in zip(leaves, is_mapped, strict=True) if mapped])

@@ -1,4 +1,4 @@
-"""SplashPart: the kernels combined, with their gradient."""
+"""PartialSplash: the kernels combined, with their gradient."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from ...kernels.block_words import block_words
+from ...kernels.blocking import Blocking
 from ...kernels.dequantise import dequantised, quantised_gradients
-from ...kernels.operands import Operands, Results, StaticPart, Traced, join_static
-from ...kernels.part import residual_names
+from ...kernels.operands import DynamicArgs, Operands, Results, StaticArgs, join_static
+from ...kernels.partial_attention import residual_names
 from ...kernels.seen_keys import seen_keys
-from ...kernels.ways import Blocking
 from ...vanilla.kernel.blockwise import bias_gradient
 from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
 from .bias import bias_block, bias_kernel, bias_order, visited_bias
 from .forward import forward_kernel, forward_outputs, forward_scratch
-from .frame import KERNELS, Frame, Heads, Input, Output
+from .grid import KERNELS, Heads, Input, KernelGrid, Output
 from .key_sums import add_key_sums
 from .mapped import mapped_pass
 from .schedule import tile_schedule
 from .schedule_rules import broken_rule
 from .splash_blocks import PassBlocks, SplashBlocks
-from .tile import Logits, add_to_frame
+from .tile import Logits, add_to_grid
 
-__all__ = ["SplashPart"]
+__all__ = ["PartialSplash"]
 
 
 @dataclass(frozen=True)
-class SplashPart:
-    """These kernels as a PartKernel.
+class PartialSplash:
+    """These kernels as a PartialAttention.
 
     query [batch, heads, q, dim], key [batch, kv_heads, kv, dim], value [batch, kv_heads, kv, value_dim], of any lengths;
     bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, unscaled or with
@@ -57,22 +57,24 @@ class SplashPart:
 
     @property
     def names(self) -> tuple[str, str]:
-        """See PartKernel."""
+        """See PartialAttention."""
         return residual_names(self.residual_checkpoint_name)
 
-    def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-        """See PartKernel."""
-        return _forward(self, self._logits(static_part), operands, traced)
+    def attend(self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs) -> tuple[jax.Array, jax.Array]:
+        """See PartialAttention."""
+        return _forward(self, self._logits(static_args), operands, dynamic)
 
-    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
-        """See PartKernel."""
-        run: Callable[..., Operands] = functools.partial(_backward, self, self._logits(static_part))
+    def differentiate(
+        self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results
+    ) -> Operands:
+        """See PartialAttention."""
+        run: Callable[..., Operands] = functools.partial(_backward, self, self._logits(static_args))
         if self.blocks.dq is None:
             run = mapped_pass(run)
-        return _of_quantised(operands, run(_dequantised(operands), traced, made))
+        return _of_quantised(operands, run(_dequantised(operands), dynamic, results))
 
-    def _logits(self, static_part: StaticPart) -> Logits:
-        return Logits(self.scale, self.soft_cap, static_part, self.blocks.use_base2_exp)
+    def _logits(self, static_args: StaticArgs) -> Logits:
+        return Logits(self.scale, self.soft_cap, static_args, self.blocks.use_base2_exp)
 
 
 def _dequantised(operands: Operands) -> Operands:
@@ -100,10 +102,10 @@ class _KernelPass:
 
     def __init__(
         self,
-        part: SplashPart,
+        part: PartialSplash,
         logits: Logits,
         operands: Operands,
-        traced: Traced,
+        dynamic: DynamicArgs,
         sizes: PassBlocks,
         slow: str,
         kv_blocks: slice = slice(None),
@@ -113,48 +115,48 @@ class _KernelPass:
         batch, q_heads = operands.query.shape[:2]
         kv_heads = operands.key.shape[1]
         heads = Heads.tiled(kv_heads, q_heads // kv_heads, blocks.heads_per_tile)
-        mask, dropout = join_static(logits.static_part, traced)
-        tables = heads.kv_heads // heads.kv_tile if mask.heads_apart else 1
+        mask, dropout = join_static(logits.static_args, dynamic)
+        tables = heads.kv_heads // heads.kv_tile if mask.heads_differ else 1
         block_q, block_kv = sizes.block_q, sizes.block_kv
-        visits = tile_schedule(mask, block_q, block_kv, slow, kv_blocks, tables, sizes.unit)
-        broken = broken_rule(visits, slow)
+        schedule = tile_schedule(mask, block_q, block_kv, slow, kv_blocks, tables, sizes.subtile)
+        broken = broken_rule(schedule, slow)
         assert broken is None, broken
-        self.frame = frame = Frame(batch, heads, block_q, block_kv, visits, slow)
+        self.grid = grid = KernelGrid(batch, heads, block_q, block_kv, schedule, slow)
         self.q_padded, self.kv_padded = (
-            -(-n // b) * b for n, b in ((logits.static_part.q_len, block_q), (logits.static_part.kv_len, block_kv))
+            -(-n // b) * b for n, b in ((logits.static_args.q_len, block_q), (logits.static_args.kv_len, block_kv))
         )
         self.dim, self.value_dim = operands.query.shape[-1], operands.value.shape[-1]
         words = block_words(mask, block_q, block_kv, self.q_padded, tables)
         seen = seen_keys(mask, kv_heads, operands.of_keys)
-        add_to_frame(frame, mask, words, operands.bias, dropout, seen)
+        add_to_grid(grid, mask, words, operands.bias, dropout, seen)
         self.queries("query", operands.query, blocks.q_layout)
         for name, x, layout in zip(("key", "value"), operands[1:3], blocks.layouts[1:], strict=True):
             x = _rows_padded(x, self.kv_padded)
             array = x.swapaxes(-1, -2) if layout == "seq_minor" else x
-            frame.inputs[name] = Input(array, frame.key_block(x.shape[-1], layout), "kv")
+            grid.inputs[name] = Input(array, grid.key_block(x.shape[-1], layout), "kv")
         for name, scale in (("key_scale", operands.key_scale), ("value_scale", operands.value_scale)):
             if scale is not None:
                 rows = _rows_padded(scale[..., None], self.kv_padded).swapaxes(-1, -2)
-                frame.inputs[name] = Input(rows, frame.key_block(1, "seq_minor"), "kv")
+                grid.inputs[name] = Input(rows, grid.key_block(1, "seq_minor"), "kv")
 
     def queries(self, name: str, x: jax.Array, layout: str) -> None:
         """Add an array of the queries' shape."""
         x = _rows_padded(x, self.q_padded)
         array = x.swapaxes(-1, -2) if layout == "seq_minor" else x
-        self.frame.inputs[name] = Input(array, self.frame.query_block(x.shape[-1], layout), "q")
+        self.grid.inputs[name] = Input(array, self.grid.query_block(x.shape[-1], layout), "q")
 
     def rows(self, name: str, x: jax.Array, fill: float) -> None:
         """Add one number per row, [batch, heads, q]."""
         numbers = row_numbers(x, fill, self.q_padded)
-        self.frame.inputs[name] = Input(numbers, self.frame.row_block(), "q")
+        self.grid.inputs[name] = Input(numbers, self.grid.row_block(), "q")
 
     def run(self, name: str, kernel: Any, parallel: int, depth: int) -> dict[str, jax.Array]:
         blocks = self.part.blocks
-        return self.frame.run(
+        return self.grid.run(
             name,
             kernel,
             parallel=parallel,
-            cost=self.frame.cost(depth),
+            cost=self.grid.cost(depth),
             vmem_limit_bytes=blocks.vmem_limit_bytes,
             scheduler=blocks.use_experimental_scheduler,
             interpret=self.part.interpret,
@@ -167,43 +169,49 @@ def _rows_padded(x: jax.Array, length: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0))) if short else x
 
 
-def _forward(part: SplashPart, logits: Logits, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+def _forward(
+    part: PartialSplash, logits: Logits, operands: Operands, dynamic: DynamicArgs
+) -> tuple[jax.Array, jax.Array]:
     blocks = part.blocks
-    work = _KernelPass(part, logits, operands, traced, blocks.forward, "q")
+    kernel_pass = _KernelPass(part, logits, operands, dynamic, blocks.forward, "q")
     if operands.sinks is not None:
-        work.frame.scalars["sinks"] = operands.sinks
+        kernel_pass.grid.scalars["sinks"] = operands.sinks
     normalised, tokens_first = blocks.fuse_reciprocal, part.tokens_first
-    forward_outputs(work.frame, work.q_padded, work.value_dim, operands.query.dtype, normalised, tokens_first)
-    forward_scratch(work.frame, work.value_dim, blocks.transposed_tiles)
+    forward_outputs(
+        kernel_pass.grid, kernel_pass.q_padded, kernel_pass.value_dim, operands.query.dtype, normalised, tokens_first
+    )
+    forward_scratch(kernel_pass.grid, kernel_pass.value_dim, blocks.transposed_tiles)
     kernel = functools.partial(
         forward_kernel,
-        frame=work.frame,
+        grid=kernel_pass.grid,
         logits=logits,
-        compute=blocks.forward.unit,
+        compute=blocks.forward.subtile,
         compute_in=blocks.block_kv_compute_in,
         transposed=blocks.transposed_tiles,
-        ahead=blocks.forward.ahead,
+        pipeline_depth=blocks.forward.pipeline_depth,
         layouts=blocks.layouts,
         normalised=normalised,
         sum_by_product=blocks.sum_by_product,
         tokens_first=tokens_first,
     )
-    made = work.run("attnops_splash_forward", kernel, 3, work.dim + work.value_dim)
-    output = made["output"]
+    outputs = kernel_pass.run("attnops_splash_forward", kernel, 3, kernel_pass.dim + kernel_pass.value_dim)
+    output = outputs["output"]
     if tokens_first:
-        output = output.reshape(*output.shape[:2], work.frame.heads.q_heads, work.value_dim).swapaxes(1, 2)
+        output = output.reshape(*output.shape[:2], kernel_pass.grid.heads.q_heads, kernel_pass.value_dim).swapaxes(1, 2)
     if not normalised:
-        output = (output / made["divisor"].swapaxes(-1, -2)).astype(operands.query.dtype)
-    rows = slice(logits.static_part.q_len)
-    return output[:, :, rows], made["lse"][:, :, 0, rows]
+        output = (output / outputs["divisor"].swapaxes(-1, -2)).astype(operands.query.dtype)
+    rows = slice(logits.static_args.q_len)
+    return output[:, :, rows], outputs["lse"][:, :, 0, rows]
 
 
-def _backward(part: SplashPart, logits: Logits, operands: Operands, traced: Traced, results: Results) -> Operands:
+def _backward(
+    part: PartialSplash, logits: Logits, operands: Operands, dynamic: DynamicArgs, results: Results
+) -> Operands:
     output, lse, d_output, d_lse = results
     blocks = part.blocks
     delta = (output.astype(jnp.float32) * d_output.astype(jnp.float32)).sum(-1) - d_lse
     # Rows without keys and padded rows have no weights: exp(x - inf) is 0.
-    shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * logits.unit)
+    shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * logits.exp_factor)
 
     def make(
         name: str,
@@ -213,62 +221,69 @@ def _backward(part: SplashPart, logits: Logits, operands: Operands, traced: Trac
         keys: slice = slice(None),  # those that the pass goes over
         before: dict[str, jax.Array] | None = None,  # the gradients after the pass over the keys before them
     ) -> dict[str, jax.Array]:
-        block_kv, kv_len = sizes.block_kv, logits.static_part.kv_len
+        block_kv, kv_len = sizes.block_kv, logits.static_args.kv_len
         first, end = (keys.start or 0) // block_kv, -(-min(keys.stop or kv_len, kv_len) // block_kv)
         goes_on = keys.stop is not None and keys.stop < kv_len
-        work = _KernelPass(part, logits, operands, traced, sizes, "q" if of_query else "kv", slice(first, end))
-        frame = work.frame
-        work.queries("d_output", d_output.astype(operands.query.dtype), "head_dim_minor")
-        work.rows("lse", shift, np.inf)
-        work.rows("delta", delta, 0.0)
+        kernel_pass = _KernelPass(part, logits, operands, dynamic, sizes, "q" if of_query else "kv", slice(first, end))
+        grid = kernel_pass.grid
+        kernel_pass.queries("d_output", d_output.astype(operands.query.dtype), "head_dim_minor")
+        kernel_pass.rows("lse", shift, np.inf)
+        kernel_pass.rows("delta", delta, 0.0)
         if of_query:
             dtype = jnp.float32 if goes_on else operands.query.dtype
             query_before = None if before is None else before["d_query"]
-            add_query_gradient(frame, work.q_padded, work.dim, dtype, blocks.stationary_weights, query_before)
-        dims, of_sums = (work.dim, work.value_dim), (operands.key.dtype, blocks.stationary_weights)
+            add_query_gradient(
+                grid, kernel_pass.q_padded, kernel_pass.dim, dtype, blocks.stationary_weights, query_before
+            )
+        dims, of_sums = (kernel_pass.dim, kernel_pass.value_dim), (operands.key.dtype, blocks.stationary_weights)
         if of_query and of_keys:
-            add_key_sums(frame, range(first * block_kv, end * block_kv), dims, *of_sums, work.kv_padded, before)
+            add_key_sums(grid, range(first * block_kv, end * block_kv), dims, *of_sums, kernel_pass.kv_padded, before)
         elif of_keys:
-            add_key_gradients(frame, work.kv_padded, *dims, *of_sums)
+            add_key_gradients(grid, kernel_pass.kv_padded, *dims, *of_sums)
         kernel = functools.partial(
             backward_kernel,
-            frame=frame,
+            grid=grid,
             logits=logits,
-            compute=sizes.unit,
-            ahead=sizes.ahead,
+            compute=sizes.subtile,
+            pipeline_depth=sizes.pipeline_depth,
             layouts=blocks.layouts,
             stationary_weights=blocks.stationary_weights,
             first_block=first,
             query_scale=1.0 if goes_on else logits.scale,
         )
-        depth = work.dim + work.value_dim + of_query * work.dim + of_keys * (work.dim + work.value_dim)
-        return work.run(f"attnops_splash_{name}", kernel, 3 if not of_keys else 2, depth)
+        depth = (
+            kernel_pass.dim
+            + kernel_pass.value_dim
+            + of_query * kernel_pass.dim
+            + of_keys * (kernel_pass.dim + kernel_pass.value_dim)
+        )
+        return kernel_pass.run(f"attnops_splash_{name}", kernel, 3 if not of_keys else 2, depth)
 
     if blocks.dq is None:
         fused = functools.partial(make, sizes=blocks.dkv, of_query=True, of_keys=True)
-        made = _in_parts(fused, blocks, logits.static_part.kv_len)
+        gradients = _in_parts(fused, blocks, logits.static_args.kv_len)
     else:
-        made = make("dkv", blocks.dkv, False, True) | make("dq", blocks.dq, True, False)
+        gradients = make("dkv", blocks.dkv, False, True) | make("dq", blocks.dq, True, False)
     d_sinks = None
     if operands.sinks is not None:
-        d_sinks = -(jnp.exp(operands.sinks[None, :, None] - shift / logits.unit) * delta).sum((0, 2))
+        d_sinks = -(jnp.exp(operands.sinks[None, :, None] - shift / logits.exp_factor) * delta).sum((0, 2))
     d_bias = None
     if operands.bias is not None:
-        d_bias = _bias_gradient(part, logits, operands, traced, results, shift, delta)
+        d_bias = _bias_gradient(part, logits, operands, dynamic, results, shift, delta)
     return Operands(
-        made["d_query"][:, :, : logits.static_part.q_len],
-        made["d_key"][:, :, : logits.static_part.kv_len],
-        made["d_value"][:, :, : logits.static_part.kv_len],
+        gradients["d_query"][:, :, : logits.static_args.q_len],
+        gradients["d_key"][:, :, : logits.static_args.kv_len],
+        gradients["d_value"][:, :, : logits.static_args.kv_len],
         d_bias,
         d_sinks,
     )
 
 
 def _bias_gradient(
-    part: SplashPart,
+    part: PartialSplash,
     logits: Logits,
     operands: Operands,
-    traced: Traced,
+    dynamic: DynamicArgs,
     results: Results,
     shift: jax.Array,
     delta: jax.Array,
@@ -276,44 +291,46 @@ def _bias_gradient(
     """The gradient of the bias: by the kernel, or in XLA where the kernel can't sum it."""
     blocks, bias = part.blocks, operands.bias
     assert bias is not None
-    q_len, kv_len = logits.static_part.q_len, logits.static_part.kv_len
+    q_len, kv_len = logits.static_args.q_len, logits.static_args.kv_len
     block = bias_block(q_len), bias_block(kv_len)
-    unit = (256, block[1]) if block[0] % 256 == 0 else block
+    subtile = (256, block[1]) if block[0] % 256 == 0 else block
     # A head at a time: the bias and its gradient take more VMEM than all else.
     alone = replace(part, blocks=replace(blocks, heads_per_tile=1))
-    work = _KernelPass(alone, logits, operands, traced, PassBlocks(*block, *unit), "q")
-    frame = work.frame
-    order = bias_order(bias.shape, frame.visits.rows, frame.visits.tables)
-    if order is None or not isinstance(frame.visits.words, np.ndarray):
+    kernel_pass = _KernelPass(alone, logits, operands, dynamic, PassBlocks(*block, *subtile), "q")
+    grid = kernel_pass.grid
+    order = bias_order(bias.shape, grid.schedule.rows, grid.schedule.tables)
+    if order is None or not isinstance(grid.schedule.words, np.ndarray):
         in_xla = Blocking(min(512, q_len), min(512, kv_len), 1)
         return bias_gradient(
-            logits.static_part, operands, traced, results, scale=logits.scale, soft_cap=logits.soft_cap,
+            logits.static_args, operands, dynamic, results, scale=logits.scale, soft_cap=logits.soft_cap,
             platform=part.platform, blocking=in_xla,
         )  # fmt: skip
-    frame.order = order
-    work.queries("d_output", results.d_output.astype(operands.query.dtype), "head_dim_minor")
-    work.rows("lse", shift, np.inf)
-    work.rows("delta", delta, 0.0)
-    shape = frame.inputs["bias"].array.shape
-    frame.outputs["d_bias"] = Output(shape, jnp.float32, frame.dense_block(shape))
+    grid.order = order
+    kernel_pass.queries("d_output", results.d_output.astype(operands.query.dtype), "head_dim_minor")
+    kernel_pass.rows("lse", shift, np.inf)
+    kernel_pass.rows("delta", delta, 0.0)
+    shape = grid.inputs["bias"].array.shape
+    grid.outputs["d_bias"] = Output(shape, jnp.float32, grid.dense_block(shape))
     kernel = functools.partial(
         bias_kernel,
-        frame=frame,
+        grid=grid,
         logits=logits,
-        compute=unit,
+        compute=subtile,
         layouts=blocks.layouts,
     )
-    made = work.run("attnops_splash_dbias", kernel, order.index("visit"), work.dim + work.value_dim)
-    gradient = visited_bias(made["d_bias"], frame)
+    outputs = kernel_pass.run(
+        "attnops_splash_dbias", kernel, order.index("entry"), kernel_pass.dim + kernel_pass.value_dim
+    )
+    gradient = visited_bias(outputs["d_bias"], grid)
     return gradient.reshape(*bias.shape[:2], *gradient.shape[3:])[:, :, :q_len, :kv_len].astype(bias.dtype)
 
 
 def _in_parts(make: Callable[..., dict[str, jax.Array]], blocks: SplashBlocks, kv_len: int) -> dict[str, jax.Array]:
     """The fused backward pass over parts of the keys, one after another: VMEM holds the sums of one part at a time."""
     part = blocks.block_kv_dkv_sums or kv_len
-    made = None
+    gradients = None
     for start in range(0, kv_len, part):
         name = "backward" if start == 0 else f"backward_{start}"
-        made = make(name, keys=slice(start, start + part), before=made)
-    assert made is not None
-    return made
+        gradients = make(name, keys=slice(start, start + part), before=gradients)
+    assert gradients is not None
+    return gradients

@@ -16,10 +16,10 @@ class PassBlocks(NamedTuple):
     block_kv: int
     compute_q: int
     compute_kv: int
-    ahead: int = 0
+    pipeline_depth: int = 0
 
     @property
-    def unit(self) -> tuple[int, int]:
+    def subtile(self) -> tuple[int, int]:
         """The queries and keys of one product."""
         return self.compute_q, self.compute_kv
 
@@ -49,8 +49,8 @@ class ExternalBlocks:
     @property
     def common(self) -> tuple[int, int]:
         """Queries and keys whose multiples the lengths must be: common multiples of every block in use."""
-        used = [one for one in (self.forward, self.dkv, self.dq) if one is not None]
-        return math.lcm(*(one.block_q for one in used)), math.lcm(*(one.block_kv for one in used))
+        used = [blocks for blocks in (self.forward, self.dkv, self.dq) if blocks is not None]
+        return math.lcm(*(blocks.block_q for blocks in used)), math.lcm(*(blocks.block_kv for blocks in used))
 
     def padded(self, q_len: int, kv_len: int) -> tuple[int, int]:
         """The lengths that the kernels require."""

@@ -1,7 +1,7 @@
 """Applies bias, cap, mask and dropout to the raw logits of a tile, inside a kernel.
 
-A tile is held as [query rows, keys] or, across, as [keys, query rows]. Across, the numbers that belong to a row (log-sum-exp,
-delta) lie along the lanes, as they are stored. The forward pass supports both, the backward passes are across.
+A tile is held as [query rows, keys] or, transposed, as [keys, query rows]. Transposed, the numbers that belong to a row
+(log-sum-exp, delta) lie along the lanes, as they are stored. The forward pass supports both, the backward passes are transposed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ...kernels.lse import LOG2E
 from ...kernels.seen_keys import Seen
 from ...kernels.tile_mask import TileLogits, TileMask, traced_numbers
 from .band import EVERYTHING, band_of
-from .bodies import Body
-from .frame import Frame, Input, Step
-from .schedule import body_of
-from .units import Unit, rows_of
+from .grid import Input, KernelGrid, Step
+from .schedule import variant_of
+from .subtiles import SubTile, rows_of
+from .variants import KernelVariant
 
-__all__ = ["HeadKey", "Logits", "Tile", "add_to_frame", "columns", "turned"]
+__all__ = ["HeadKey", "Logits", "Tile", "add_to_grid", "columns", "transpose"]
 
 _LANES = 128  # of a register
 
@@ -44,15 +44,15 @@ class Logits(TileLogits):
     base2: bool
 
     @property
-    def unit(self) -> float:
+    def exp_factor(self) -> float:
         return LOG2E if self.base2 else 1.0
 
     def exp(self, x: jax.Array) -> jax.Array:
         return jnp.exp2(x) if self.base2 else jnp.exp(x)
 
 
-def add_to_frame(
-    frame: Frame,
+def add_to_grid(
+    grid: KernelGrid,
     mask: LocalMask,
     words: tuple[BlockWords | None, ...],
     bias: jax.Array | None,
@@ -63,43 +63,43 @@ def add_to_frame(
 
     words: those of the mask's blocks; seen: keys by a query.
     """
-    frame.scalars |= traced_numbers(mask, dropout, seen)
+    grid.scalars |= traced_numbers(mask, dropout, seen)
     for number, leaf in enumerate(mask.mask.split()[1]):
         array = jnp.asarray(leaf.array)
         if "q_blocks" in leaf.dims:
             continue  # in words
         if leaf.dims == ("batch",):
-            frame.scalars[f"leaf{number}"] = array.astype(jnp.int32)
+            grid.scalars[f"leaf{number}"] = array.astype(jnp.int32)
         elif len(leaf.dims) == 2:
             along = leaf.dims[1]
-            size = frame.block_q if along == "q" else frame.block_kv
+            size = grid.block_q if along == "q" else grid.block_kv
             array = _padded(array.astype(jnp.int32), {1: size})[:, None]
-            spec = frame.leaf_block(array.shape[0], along)  # type: ignore[arg-type]
-            frame.inputs[f"leaf{number}"] = Input(array, spec, along)
+            spec = grid.leaf_block(array.shape[0], along)  # type: ignore[arg-type]
+            grid.inputs[f"leaf{number}"] = Input(array, spec, along)
         else:
             # As bytes: a bool array would take four bytes per weight.
-            array = _by_group(array.astype(jnp.int8), frame)
-            frame.inputs[f"leaf{number}"] = Input(array, frame.dense_block(array.shape), "both")
-    for number, held in enumerate(words):
-        if held is not None:
-            batch, heads, *rest = held.words.shape
-            split = (1, 1) if heads == 1 else (frame.heads.kv_heads, frame.heads.group)
-            array = held.words.reshape(batch, *split, *rest)
-            frame.inputs[f"words{number}"] = Input(array, frame.words_block(array.shape), "both")
+            array = _by_group(array.astype(jnp.int8), grid)
+            grid.inputs[f"leaf{number}"] = Input(array, grid.dense_block(array.shape), "both")
+    for number, leaf_words in enumerate(words):
+        if leaf_words is not None:
+            batch, heads, *rest = leaf_words.words.shape
+            split = (1, 1) if heads == 1 else (grid.heads.kv_heads, grid.heads.group)
+            array = leaf_words.words.reshape(batch, *split, *rest)
+            grid.inputs[f"words{number}"] = Input(array, grid.words_block(array.shape), "both")
     if bias is not None:
-        bias = _by_group(bias if bias.dtype in (jnp.float32, jnp.bfloat16) else bias.astype(jnp.float32), frame)
-        frame.inputs["bias"] = Input(bias, frame.dense_block(bias.shape), "both")
+        bias = _by_group(bias if bias.dtype in (jnp.float32, jnp.bfloat16) else bias.astype(jnp.float32), grid)
+        grid.inputs["bias"] = Input(bias, grid.dense_block(bias.shape), "both")
     if seen is not None:
-        _add_seen(frame, seen)
+        _add_seen(grid, seen)
 
 
-def _add_seen(frame: Frame, seen: Seen) -> None:
-    rows = _padded(seen.keys.astype(jnp.int32), {2: frame.block_kv})
+def _add_seen(grid: KernelGrid, seen: Seen) -> None:
+    rows = _padded(seen.keys.astype(jnp.int32), {2: grid.block_kv})
     if rows.shape[1] == 1:
-        frame.inputs["seen"] = Input(rows, frame.leaf_block(rows.shape[0], "kv"), "kv")
+        grid.inputs["seen"] = Input(rows, grid.leaf_block(rows.shape[0], "kv"), "kv")
         return
-    rows = jnp.broadcast_to(rows, (frame.batch, *rows.shape[1:]))[:, :, None]
-    frame.inputs["seen"] = Input(rows, frame.key_block(1, "seq_minor"), "kv")
+    rows = jnp.broadcast_to(rows, (grid.batch, *rows.shape[1:]))[:, :, None]
+    grid.inputs["seen"] = Input(rows, grid.key_block(1, "seq_minor"), "kv")
 
 
 def _padded(x: jax.Array, blocks: dict[int, int]) -> jax.Array:
@@ -108,88 +108,88 @@ def _padded(x: jax.Array, blocks: dict[int, int]) -> jax.Array:
     return jnp.pad(x, short) if any(n for _, n in short) else x
 
 
-def _by_group(x: jax.Array, frame: Frame) -> jax.Array:
+def _by_group(x: jax.Array, grid: KernelGrid) -> jax.Array:
     """[batch, heads, q, kv], each of them or 1, as [batch, kv heads, group, q, kv], padded."""
     batch, heads, q_len, kv_len = x.shape
-    split = (1, 1) if heads == 1 else (frame.heads.kv_heads, frame.heads.group)
+    split = (1, 1) if heads == 1 else (grid.heads.kv_heads, grid.heads.group)
     x = x.reshape(batch, *split, q_len, kv_len)
-    return _padded(x, {i: n for i, n in ((3, frame.block_q), (4, frame.block_kv)) if x.shape[i] > 1})
+    return _padded(x, {i: n for i, n in ((3, grid.block_q), (4, grid.block_kv)) if x.shape[i] > 1})
 
 
 class Tile(TileMask):
-    """A kernel's current tile, asked for in units. `across`: keys are rows and queries are lanes."""
+    """A kernel's current tile, asked for in sub-tiles. `transposed`: keys are rows and queries are lanes."""
 
-    def __init__(self, frame: Frame, logits: Logits, refs: dict[str, Any], across: bool) -> None:
-        self.frame, self.logits, self.across = frame, logits, across
-        self.step: Step = frame.here(refs)
-        super().__init__(logits.static_part, refs, self.step.batch)
+    def __init__(self, grid: KernelGrid, logits: Logits, refs: dict[str, Any], transposed: bool) -> None:
+        self.grid, self.logits, self.transposed = grid, logits, transposed
+        self.step: Step = grid.here(refs)
+        super().__init__(logits.static_args, refs, self.step.batch)
         self._seen: dict[Any, Any] = {}
         self._scales: dict[Any, jax.Array] = {}
         self._clean: dict[Any, jax.Array] = {}
         self._distance: int | None = None
-        self._band, self._others = EVERYTHING, logits.static_part.mask
+        self._band, self._others = EVERYTHING, logits.static_args.mask
 
-    def says(self, flag: int) -> Any:
-        """Whether the visit's word has a flag."""
-        return (self.step.word & flag) != 0
+    def has_flag(self, flag: int) -> Any:
+        """Whether the schedule's entry has a flag."""
+        return (self.step.entry & flag) != 0
 
-    def enter(self, number: int) -> Body:
-        """Start a body, by its number: one body's values don't exist in the next."""
+    def enter(self, number: int) -> KernelVariant:
+        """Start a variant, by its number: one variant's values don't exist in the next."""
         self._seen.clear()
         self._scales.clear()
         self._clean.clear()
-        static_part = self.static_part
-        self._distance = self.frame.visits.distances[number - 1]
-        self._band, self._others = EVERYTHING, static_part.mask
+        static_args = self.static_args
+        self._distance = self.grid.schedule.distances[number - 1]
+        self._band, self._others = EVERYTHING, static_args.mask
         if self._distance is not None:
-            self._band, self._others = band_of(static_part.mask)
-        return self.frame.visits.bodies[number - 1]
+            self._band, self._others = band_of(static_args.mask)
+        return self.grid.schedule.variants[number - 1]
 
     @property
-    def body(self) -> Any:
-        """The number of the tile's body."""
-        return body_of(self.step.word)
+    def variant(self) -> Any:
+        """The number of the tile's variant."""
+        return variant_of(self.step.entry)
 
-    def weigh(self, raw: jax.Array, unit: Unit) -> tuple[jax.Array, Any]:
-        """(logits, times log2 e if base2, and the cap's tanh for its gradient) from a unit's products."""
+    def weigh(self, raw: jax.Array, subtile: SubTile) -> tuple[jax.Array, Any]:
+        """(logits, times log2 e if base2, and the cap's tanh for its gradient) from a sub-tile's products."""
         logits = self.logits
         capped = None
         # The scale of a quantised key goes into the factor, one number per key: logits need no extra work.
-        of_keys = self._key_scale(unit) if "key_scale" in self.refs else 1.0
+        of_keys = self._key_scale(subtile) if "key_scale" in self.refs else 1.0
         if logits.soft_cap is None:
-            x = raw * (of_keys * (logits.scale * logits.unit))
+            x = raw * (of_keys * (logits.scale * logits.exp_factor))
         else:
             capped = jnp.tanh(raw * (of_keys * (logits.scale / logits.soft_cap)))
-            x = capped * (logits.soft_cap * logits.unit)
+            x = capped * (logits.soft_cap * logits.exp_factor)
         if "bias" in self.refs:
-            x = x + self._dense("bias", unit).astype(jnp.float32) * logits.unit
-        return (self._hide(x, unit) if unit.masked else x), capped
+            x = x + self._dense("bias", subtile).astype(jnp.float32) * logits.exp_factor
+        return (self._hide(x, subtile) if subtile.masked else x), capped
 
-    def _hide(self, x: jax.Array, unit: Unit) -> jax.Array:
+    def _hide(self, x: jax.Array, subtile: SubTile) -> jax.Array:
         """-inf where keys aren't visible."""
-        seen = self._visible(unit)
+        seen = self._visible(subtile)
         if seen is not None:
             x = jnp.where(seen, x, -jnp.inf)
         if self._distance is None:
             return x
-        return self._band.hide(x, self._distance + unit.queries.start - unit.keys.start, self.across)
+        return self._band.hide(x, self._distance + subtile.queries.start - subtile.keys.start, self.transposed)
 
-    def _key_scale(self, unit: Unit) -> jax.Array:
-        """The scales of a unit's keys: a row or, across, a square of columns, as wide as the unit's queries."""
-        scale = self.refs["key_scale"][unit.head[0], :, unit.keys]
-        if not self.across:
+    def _key_scale(self, subtile: SubTile) -> jax.Array:
+        """The scales of a sub-tile's keys: a row or, transposed, a square of columns, as wide as the sub-tile's queries."""
+        scale = self.refs["key_scale"][subtile.head[0], :, subtile.keys]
+        if not self.transposed:
             return scale
-        at = unit.head[0], unit.keys.start
+        at = subtile.head[0], subtile.keys.start
         if at not in self._scales:  # otherwise each use would spread a single column over the lanes
             self._scales[at] = jnp.broadcast_to(scale, (128, scale.shape[1])).T
-        return jnp.tile(self._scales[at], (1, unit.shape[0] // 128))
+        return jnp.tile(self._scales[at], (1, subtile.shape[0] // 128))
 
-    def zero_hidden(self, body: Body, names: dict[str, int]) -> None:
+    def zero_hidden(self, variant: KernelVariant, names: dict[str, int]) -> None:
         """Make zeros, in the tile's own copies, of the keys that no query sees, if there is anything but numbers in the tensors.
 
         names: 'key' and 'value' -> the axis of their keys. A weight of 0 wouldn't remove a NaN.
         """
-        if "clean" not in self.refs or not body.masked:
+        if "clean" not in self.refs or not variant.masked:
             return
 
         @pl.when(self.refs["clean"][0] == 0)
@@ -203,120 +203,122 @@ class Tile(TileMask):
         return "clean" in self.refs and self.refs[name].dtype.itemsize > 1
 
     def _zero_in_place(self, ref: Any, seq_minor: int) -> None:
-        size = self.frame.block_kv
+        size = self.grid.block_kv
         step = _LANES if size % _LANES == 0 else size
 
         def part(number: Any, carry: None) -> None:
             rows = pl.ds(pl.multiple_of(lax.rem(number, np.int32(size // step)) * np.int32(step), step), step)
             head = lax.div(number, np.int32(size // step))
             at = (head, slice(None), rows) if seq_minor else (head, rows, slice(None))
-            ref[at] = self._kept(ref[at], head, rows, seq_minor)
+            ref[at] = self._zero_unseen(ref[at], head, rows, seq_minor)
 
         lax.fori_loop(np.int32(0), np.int32(ref.shape[0] * (size // step)), part, None)
 
-    def _kept(self, x: jax.Array, head: Any, keys: Any, seq_minor: int) -> jax.Array:
+    def _zero_unseen(self, x: jax.Array, head: Any, keys: Any, seq_minor: int) -> jax.Array:
         """A head's keys or values, with zeros for those that no query sees."""
         row = self._seen_row(head, keys)
-        kept = row if seq_minor else columns(row, x.shape[1])
-        return jnp.where(kept != 0, x, jnp.zeros((), x.dtype))
+        seen = row if seq_minor else columns(row, x.shape[1])
+        return jnp.where(seen != 0, x, jnp.zeros((), x.dtype))
 
     def _seen_row(self, head: Any, keys: Any) -> jax.Array:
         """Which keys a query sees, int32 [1, keys]."""
         ref = self.refs["seen"]
         return ref[:, keys] if len(ref.shape) == 2 else ref[head, :, keys]
 
-    def clean(self, name: str, unit: Unit, seq_minor: int) -> Any:
-        """A unit's keys or values as they are stored, with zeros for keys that no query sees; these are made once per visit."""
-        at = name, unit.head[0], unit.keys.start, unit.keys.stop
+    def clean(self, name: str, subtile: SubTile, seq_minor: int) -> Any:
+        """A sub-tile's keys or values as they are stored, with zeros for keys that no query sees; these are made once per
+        visit.
+        """
+        at = name, subtile.head[0], subtile.keys.start, subtile.keys.stop
         if at in self._clean:
             return self._clean[at]
-        x = rows_of(self.refs[name], unit.head[:1], unit.keys, seq_minor)
-        if "seen" not in self.refs or not unit.masked or self._in_place(name) or x.dtype == jnp.int8:
+        x = rows_of(self.refs[name], subtile.head[:1], subtile.keys, seq_minor)
+        if "seen" not in self.refs or not subtile.masked or self._in_place(name) or x.dtype == jnp.int8:
             return x
-        self._clean[at] = self._kept(x, unit.head[0], unit.keys, seq_minor)
+        self._clean[at] = self._zero_unseen(x, subtile.head[0], subtile.keys, seq_minor)
         return self._clean[at]
 
-    def value_scale(self, unit: Unit) -> jax.Array:
-        """The scales of a unit's values, [1, keys], 0 for keys that no query sees."""
-        scale = self.refs["value_scale"][unit.head[0], :, unit.keys]
-        if "seen" not in self.refs or not unit.masked:
+    def value_scale(self, subtile: SubTile) -> jax.Array:
+        """The scales of a sub-tile's values, [1, keys], 0 for keys that no query sees."""
+        scale = self.refs["value_scale"][subtile.head[0], :, subtile.keys]
+        if "seen" not in self.refs or not subtile.masked:
             return scale
-        return jnp.where(self._seen_row(unit.head[0], unit.keys) != 0, scale, 0.0)
+        return jnp.where(self._seen_row(subtile.head[0], subtile.keys) != 0, scale, 0.0)
 
     def dropout_keys(self) -> list[HeadKey]:
         """Dropout's key of each head of the tile, computed once per visit."""
         if "dropout" not in self.refs:
-            return [None] * len(self.frame.heads.in_tile)
-        return [self._dropout_key(self.head(head)) for head in self.frame.heads.in_tile]
+            return [None] * len(self.grid.heads.in_tile)
+        return [self._dropout_key(self.head(head)) for head in self.grid.heads.in_tile]
 
-    def keep(self, key: HeadKey, unit: Unit) -> jax.Array | None:
+    def keep(self, key: HeadKey, subtile: SubTile) -> jax.Array | None:
         """Which weights dropout keeps; None without dropout."""
         if key is None:
             return None
-        rows, cols = self._indices(unit)
-        return Dropout.kept(*key, self._global_rows(rows), self._global_keys(cols), self.static_part.dropout)
+        rows, cols = self._indices(subtile)
+        return Dropout.keep_mask(*key, self._global_rows(rows), self._global_keys(cols), self.static_args.dropout)
 
     def head(self, head: tuple[int, int]) -> Any:
         """The query head's number."""
-        heads = self.frame.heads
+        heads = self.grid.heads
         kv_head = self.step.kv_tile * heads.kv_tile + head[0]
         return kv_head * heads.group + self.step.group_tile * heads.group_tile + head[1]
 
-    def _indices(self, unit: Unit) -> tuple[jax.Array, jax.Array]:
-        """Local rows and keys, both in the unit's shape."""
-        shape = unit.shape[::-1] if self.across else unit.shape
-        first_row = self.step.q_block * self.frame.block_q + unit.queries.start
-        first_key = self.step.kv_block * self.frame.block_kv + unit.keys.start
-        rows = lax.broadcasted_iota(jnp.int32, shape, 1 if self.across else 0) + first_row
-        cols = lax.broadcasted_iota(jnp.int32, shape, 0 if self.across else 1) + first_key
+    def _indices(self, subtile: SubTile) -> tuple[jax.Array, jax.Array]:
+        """Local rows and keys, both in the sub-tile's shape."""
+        shape = subtile.shape[::-1] if self.transposed else subtile.shape
+        first_row = self.step.q_block * self.grid.block_q + subtile.queries.start
+        first_key = self.step.kv_block * self.grid.block_kv + subtile.keys.start
+        rows = lax.broadcasted_iota(jnp.int32, shape, 1 if self.transposed else 0) + first_row
+        cols = lax.broadcasted_iota(jnp.int32, shape, 0 if self.transposed else 1) + first_key
         return rows, cols
 
-    def _visible(self, unit: Unit) -> Any:
+    def _visible(self, subtile: SubTile) -> Any:
         """Which weights are visible; None for all. Computed once for all heads, unless a mask has a plane for each."""
-        key = (unit.queries.start, unit.keys.start, unit.shape, unit.head if self._by_head() else None)
+        key = (subtile.queries.start, subtile.keys.start, subtile.shape, subtile.head if self._by_head() else None)
         if key not in self._seen:
-            self._seen[key] = self._test(unit)
+            self._seen[key] = self._test(subtile)
         return self._seen[key]
 
     def _by_head(self) -> bool:
         words = (ref for name, ref in self.refs.items() if name.startswith("words"))
         return any(ref.shape[0] > 1 or ref.shape[1] > 1 for ref in words) or any(
             isinstance(atom, Slot) and atom.broadcast and not atom.broadcast[1]
-            for atom in self.static_part.mask.atoms()
+            for atom in self.static_args.mask.atoms()
         )
 
-    def _test(self, unit: Unit) -> Any:
-        rows, cols = self._indices(unit)
-        seen = self._tests(self._others, rows, self._global_keys(cols), unit)
-        if unit.keys.stop > (self.static_part.kv_len % self.frame.block_kv or self.frame.block_kv):
-            seen.append(cols < self.static_part.kv_len)
+    def _test(self, subtile: SubTile) -> Any:
+        rows, cols = self._indices(subtile)
+        seen = self._tests(self._others, rows, self._global_keys(cols), subtile)
+        if subtile.keys.stop > (self.static_args.kv_len % self.grid.block_kv or self.grid.block_kv):
+            seen.append(cols < self.static_args.kv_len)
         return functools.reduce(operator.and_, seen) if seen else None
 
     def _words(self, ref: Any, *where: Any) -> tuple[list[jax.Array], Any]:
         """See TileMask."""
-        (unit,) = where
-        kv_head, of_group = (i if n > 1 else 0 for i, n in zip(unit.head, ref.shape[:2], strict=True))
-        rows = [ref[kv_head, of_group, word : word + 1, unit.queries] for word in range(ref.shape[2])]
-        return rows if self.across else [turned(row) for row in rows], self.step.kv_block * self.frame.block_kv
+        (subtile,) = where
+        kv_head, of_group = (i if n > 1 else 0 for i, n in zip(subtile.head, ref.shape[:2], strict=True))
+        rows = [ref[kv_head, of_group, word : word + 1, subtile.queries] for word in range(ref.shape[2])]
+        return rows if self.transposed else [transpose(row) for row in rows], self.step.kv_block * self.grid.block_kv
 
     def _along(self, name: str, dim: str, *where: Any) -> jax.Array:
         """See TileMask."""
-        (unit,) = where
-        values = self.refs[name][:, unit.queries if dim == "q" else unit.keys]
-        return turned(values) if (dim == "q") != self.across else values
+        (subtile,) = where
+        values = self.refs[name][:, subtile.queries if dim == "q" else subtile.keys]
+        return transpose(values) if (dim == "q") != self.transposed else values
 
     def _dense(self, name: str, *where: Any) -> jax.Array:
-        """See TileMask: [queries | 1, keys | 1], or across."""
-        (unit,) = where
+        """See TileMask: [queries | 1, keys | 1], or transposed."""
+        (subtile,) = where
         ref = self.refs[name]
-        kv_head, of_group = (i if n > 1 else 0 for i, n in zip(unit.head, ref.shape[:2], strict=True))
+        kv_head, of_group = (i if n > 1 else 0 for i, n in zip(subtile.head, ref.shape[:2], strict=True))
         rows, keys = (
-            slice(None) if n == 1 else at for n, at in zip(ref.shape[2:], (unit.queries, unit.keys), strict=True)
+            slice(None) if n == 1 else at for n, at in zip(ref.shape[2:], (subtile.queries, subtile.keys), strict=True)
         )
         part = ref[kv_head, of_group, rows, keys]
-        if not self.across:
+        if not self.transposed:
             return part
-        return turned(part.astype(jnp.int32) if part.dtype == jnp.int8 else part.astype(jnp.float32))
+        return transpose(part.astype(jnp.int32) if part.dtype == jnp.int8 else part.astype(jnp.float32))
 
 
 def columns(row: jax.Array, width: int) -> jax.Array:
@@ -326,7 +328,7 @@ def columns(row: jax.Array, width: int) -> jax.Array:
     return jnp.tile(square, (1, -(-width // _LANES)))[:, :width]
 
 
-def turned(x: jax.Array) -> jax.Array:
+def transpose(x: jax.Array) -> jax.Array:
     """The transpose. A single row or column is repeated first, because Mosaic transposes whole registers."""
     rows, lanes = x.shape
     x = jnp.broadcast_to(x, (8 if rows == 1 else rows, 128 if lanes == 1 else lanes))

@@ -58,24 +58,24 @@ def tokamax_splash_attention(
     splash, mask_info, base = _modules()
     q_len, kv_len = call.query.shape[2], call.key.shape[2]
     padded = blocks.padded(q_len, kv_len)
-    given = call.operands(*padded)
-    tables = functools.partial(_tables, given.mask, q_len, kv_len, *padded, call.shards)
+    arguments = call.operands(*padded)
+    tables = functools.partial(_tables, arguments.mask, q_len, kv_len, *padded, call.shards)
     forward, backward = tables(*blocks.forward[:2], False), tables(*blocks.dkv[:2], True)
-    alive = _alive(forward, given, call, blocks)
-    if alive is not None and given.sinks is not None:
-        given = given._replace(sinks=jnp.where(alive, given.sinks, 0.0))
+    alive = _alive(forward, arguments, call, blocks)
+    if alive is not None and arguments.sinks is not None:
+        arguments = arguments._replace(sinks=jnp.where(alive, arguments.sinks, 0.0))
     kernel = splash.SplashAttentionKernel(
-        _info(mask_info, forward, given, call),
-        _info(mask_info, backward, given, call),
+        _info(mask_info, forward, arguments, call),
+        _info(mask_info, backward, arguments, call),
         config=_config(splash, blocks, call.soft_cap, residual_checkpoint_name, interpret),
         is_mqa=False,
         save_residuals=False,
         mask_value=base.DEFAULT_MASK_VALUE,
-        mask_function=given.function,
-        fwd_mask_sparsity=1.0 if forward is None else forward.live,
-        dkv_mask_sparsity=1.0 if backward is None else backward.live,
+        mask_function=arguments.function,
+        fwd_mask_sparsity=1.0 if forward is None else forward.density,
+        dkv_mask_sparsity=1.0 if backward is None else backward.density,
     )
-    output = given.attend(lambda q, k, v, ids, sinks: kernel(q, k, v, ids and base.SegmentIds(*ids), sinks), q_len)
+    output = arguments.attend(lambda q, k, v, ids, sinks: kernel(q, k, v, ids and base.SegmentIds(*ids), sinks), q_len)
     return output if alive is None else jnp.where(alive, output, 0)
 
 
@@ -111,14 +111,14 @@ def _config(
 class _Tables(NamedTuple):
     """The steps of a pass for every shard: int [shards, steps]. Without `rows` and `cols` the steps are all tiles.
 
-    `kinds` is 0 for a skipped tile, 1 for one with its mask, 2 for one without; `live` is the share of live tiles.
+    `kinds` is 0 for a skipped tile, 1 for one with its mask, 2 for one without; `density` is the share of visible tiles.
     """
 
     rows: np.ndarray | None
     cols: np.ndarray | None
     kinds: np.ndarray
     steps: np.ndarray
-    live: float
+    density: float
 
 
 @functools.lru_cache(maxsize=256)
@@ -141,10 +141,10 @@ def _tables(
     if isinstance(mask, Full) and (of_keys or (q_padded // block_q) * (kv_padded // block_kv) > _LISTED):
         return None
     kinds = block_kinds(mask, q_len, kv_len, q_padded, kv_padded, shards, block_q, block_kv)
-    live = float((kinds > 0).mean())
+    density = float((kinds > 0).mean())
     if of_keys:
         every = kinds.swapaxes(1, 2).reshape(shards, -1)
-        return _Tables(None, None, every, np.full(shards, every.shape[1]), live)
+        return _Tables(None, None, every, np.full(shards, every.shape[1]), density)
     # A query block with no visible keys is visited once, because its output would otherwise never be written. Kind 1: in 0.0.12
     # the forward pass computes whatever it visits.
     kinds[:, :, 0] = np.where(kinds.any(axis=2), kinds[:, :, 0], 1)
@@ -152,23 +152,25 @@ def _tables(
     # After a shard's steps comes a row of -1, outside the grid: it tells the kernel that the last row has ended.
     rows, cols, listed = (np.full((shards, steps.max()), -1) for _ in range(3))
     for shard, count in enumerate(steps):
-        found = np.nonzero(kinds[shard])
-        rows[shard, :count], cols[shard, :count], listed[shard, :count] = *found, kinds[shard][found]
+        places = np.nonzero(kinds[shard])
+        rows[shard, :count], cols[shard, :count], listed[shard, :count] = *places, kinds[shard][places]
     q_blocks, kv_blocks = kinds.shape[1:]
-    return _Tables(small(rows, q_blocks - 1), small(cols, kv_blocks - 1), small(listed, 2), steps, live)
+    return _Tables(small(rows, q_blocks - 1), small(cols, kv_blocks - 1), small(listed, 2), steps, density)
 
 
-def _alive(tables: _Tables | None, given: ExternalOperands, call: ExternalCall, blocks: ExternalBlocks) -> Array | None:
+def _alive(
+    tables: _Tables | None, arguments: ExternalOperands, call: ExternalCall, blocks: ExternalBlocks
+) -> Array | None:
     """Whether the forward pass has a tile in which ids may match; None without ids.
 
     0.0.17 skips tiles in which they can't, by the blocks' least and greatest ids. If that leaves none at all, its
     log-sum-exp is the mask's value instead of the sink, and gradients come out wrong or NaN; they should be 0.
     """
-    if given.segments is None:
+    if arguments.segments is None:
         return None
     (q_low, q_high), (kv_low, kv_high) = (
         (blocked.min(-1), blocked.max(-1))
-        for ids, block in zip(given.segments, blocks.forward[:2], strict=True)
+        for ids, block in zip(arguments.segments, blocks.forward[:2], strict=True)
         for blocked in [ids.reshape(ids.shape[0], -1, block)]
     )
     meet = ((q_high[:, :, None] >= kv_low[:, None]) & (kv_high[:, None] >= q_low[:, :, None])).any(axis=0)
@@ -183,7 +185,7 @@ def _of_shard(x: np.ndarray | None, call: ExternalCall) -> Array | None:
     return None if x is None else jax.lax.dynamic_index_in_dim(jnp.asarray(x), call.shard, keepdims=False)
 
 
-def _info(mask_info: ModuleType, tables: _Tables | None, given: ExternalOperands, call: ExternalCall) -> Any:
+def _info(mask_info: ModuleType, tables: _Tables | None, arguments: ExternalOperands, call: ExternalCall) -> Any:
     if tables is None:
         return mask_info.MaskInfo(None, None, None, None, None, None, None)
 
@@ -196,5 +198,5 @@ def _info(mask_info: ModuleType, tables: _Tables | None, given: ExternalOperands
         block_mask=kinds,
         num_active_blocks=steps,
         partial_mask_blocks=None,
-        q_sequence=given.rows,
+        q_sequence=arguments.rows,
     )

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .frame import Heads
+from .grid import Heads
 from .key_sums import leaving_rows
 from .splash_blocks import PassBlocks, SplashBlocks
 
 __all__ = ["Shape", "backward_parts", "forward_parts"]
 
 _LANES = 128
-_OVERLAPPED = 1024  # queries and keys of a tile, beyond which the logits of several units must be counted
+_OVERLAPPED = 1024  # queries and keys of a tile, beyond which the logits of several sub-tiles must be counted
 _MIB = 1 << 20
 # What a kernel holds besides blocks and sums is up to the compiler: logits, weights and masks for which there are no registers.
-# Bytes per weight of a unit in bfloat16 and float32, in the middle of what was compiled (tools/vmem_counts.py): forward of each
-# unit that is worked on at once, backward of one.
+# Bytes per weight of a sub-tile in bfloat16 and float32, in the middle of what was compiled (tools/vmem_counts.py): forward of
+# each sub-tile that is worked on at once, backward of one.
 _SPILLED = {"forward": (4.5, 9.0), "backward": (7.0, 16.0)}
-# Of 64, those that hold the numbers of a unit; where units overlap, they are spilled all the same.
+# Of 64, those that hold the numbers of a sub-tile; where sub-tiles overlap, they are spilled all the same.
 _REGISTERS = 56 * 4096
 
 
@@ -69,30 +69,34 @@ def forward_parts(shape: Shape, blocks: SplashBlocks, *, at_most: bool = False) 
 
 
 def _forward_tile(shape: Shape, blocks: SplashBlocks) -> int:
-    """Bytes that the compiler takes for the logits and weights of a tile: of one unit, or of the two or three that overlap."""
-    unit, tile = math.prod(blocks.forward.unit), math.prod(blocks.forward[:2])
-    most = 2 if blocks.transposed_tiles or tile <= _OVERLAPPED**2 else 3
-    at_once = max(1, min(most, tile // unit // 2))
-    held = _spilled("forward", at_once * unit, shape.itemsize, alone=unit == tile)
-    # On a v4 the compiler begins with the products of all units if the head dim is wider than a register.
-    return max(held, 4 * tile) if shape.device_kind == "TPU v4" and shape.dim > _LANES and unit < tile else held
+    """Bytes that the compiler takes for the logits and weights of a tile: of one sub-tile, or of the two or three that
+    overlap.
+    """
+    subtile, tile = math.prod(blocks.forward.subtile), math.prod(blocks.forward[:2])
+    max_units = 2 if blocks.transposed_tiles or tile <= _OVERLAPPED**2 else 3
+    at_once = max(1, min(max_units, tile // subtile // 2))
+    spilled = _spilled("forward", at_once * subtile, shape.itemsize, alone=subtile == tile)
+    # On a v4 the compiler begins with the products of all sub-tiles if the head dim is wider than a register.
+    return (
+        max(spilled, 4 * tile) if shape.device_kind == "TPU v4" and shape.dim > _LANES and subtile < tile else spilled
+    )
 
 
 def _whole_forward_tile(shape: Shape, blocks: SplashBlocks) -> int:
-    """The same if registers held nothing of a unit, and of those in flight."""
-    unit, tile = math.prod(blocks.forward.unit), math.prod(blocks.forward[:2])
-    working = _working(unit, shape.itemsize) + blocks.forward.ahead * unit * 4  # whose logits wait
-    # The compiler begins with later units: 15 MiB in a compiled program of 2048 x 2048, 49 of 4096 x 4096, 76 with 4096 rows
-    # in a unit.
-    if not blocks.transposed_tiles and unit < tile and tile > _OVERLAPPED**2:
+    """The same if registers held nothing of a sub-tile, and of those in flight."""
+    subtile, tile = math.prod(blocks.forward.subtile), math.prod(blocks.forward[:2])
+    working = _working(subtile, shape.itemsize) + blocks.forward.pipeline_depth * subtile * 4  # whose logits wait
+    # The compiler begins with later sub-tiles: 15 MiB in a compiled program of 2048 x 2048, 49 of 4096 x 4096, 76 with 4096 rows
+    # in a sub-tile.
+    if not blocks.transposed_tiles and subtile < tile and tile > _OVERLAPPED**2:
         working = max(working + 2 * tile, working * (4 if blocks.forward.compute_q > 2 * _OVERLAPPED else 1))
     return working
 
 
 def _spilled(what: str, weights: int, itemsize: int, alone: bool) -> int:
-    """Bytes for so many weights of units that are worked on at once, or of one that is alone in its tile."""
-    held = int(weights * _SPILLED[what][itemsize == 4])
-    return max(0, held - _REGISTERS) if alone else held
+    """Bytes for so many weights of sub-tiles that are worked on at once, or of one that is alone in its tile."""
+    bytes_ = int(weights * _SPILLED[what][itemsize == 4])
+    return max(0, bytes_ - _REGISTERS) if alone else bytes_
 
 
 def backward_parts(shape: Shape, blocks: SplashBlocks, *, at_most: bool = False) -> dict[str, dict[str, int]]:
@@ -118,7 +122,7 @@ def _backward_pass(
     at_a_time: int | None = None,
 ) -> dict[str, int]:
     tiles, kv_tile, size = len(shape.heads.in_tile), shape.heads.kv_tile, shape.itemsize
-    rows, keys, unit = blocks.block_q, blocks.block_kv, math.prod(blocks.unit)
+    rows, keys, subtile = blocks.block_q, blocks.block_kv, math.prod(blocks.subtile)
     dim, dims = _lanes(shape.dim), _lanes(shape.dim) + _lanes(shape.value_dim)
     q, kv = f"block_q_{suffix}", f"block_kv_{suffix}"
     parts = {
@@ -126,11 +130,13 @@ def _backward_pass(
         f"key and value ({kv})": 2 * kv_tile * keys * dims * size,
         f"mask arrays and bias ({q} x {kv})": 2 * shape.dense_itemsize * rows * keys * tiles,
     }
-    working = _spilled("backward", unit, size, alone=unit == rows * keys)
+    working = _spilled("backward", subtile, size, alone=subtile == rows * keys)
     if at_most:
-        whole = _working(unit, size) * 2 + blocks.ahead * unit * 2 * 4  # logits and the weights' gradients that wait
-        turned = tiles * rows * (dims if of_keys else 0) + kv_tile * keys * (dim if of_query else 0)
-        working = max(working, whole + turned * size * transposed)
+        whole = (
+            _working(subtile, size) * 2 + blocks.pipeline_depth * subtile * 2 * 4
+        )  # logits and the weights' gradients that wait
+        transposed_elements = tiles * rows * (dims if of_keys else 0) + kv_tile * keys * (dim if of_query else 0)
+        working = max(working, whole + transposed_elements * size * transposed)
     sum_dim, sum_dims = dim, dims
     if transposed:
         sum_dim, sum_dims = _sublanes(shape.dim), _sublanes(shape.dim) + _sublanes(shape.value_dim)

@@ -20,32 +20,32 @@ import numpy as np
 from jax import lax
 
 from ....symbolic import surely
+from ...kernels.blocking import Blocking, BlockwiseMethod
 from ...kernels.derivatives import twice_forward_only
 from ...kernels.lse import LN2, LOG2E, divisor_and_lse, subtracted
-from ...kernels.operands import Operands, Results, StaticPart, Traced, join_static
-from ...kernels.part import residual_names
+from ...kernels.operands import DynamicArgs, Operands, Results, StaticArgs, join_static
+from ...kernels.partial_attention import residual_names
 from ...kernels.primitives import cut, cut_along, dot, fold, loop, put, row_dots, split_index, summed, where
 from ...kernels.seen_keys import seen_keys
 from ...kernels.tiles import TilePosition, TileSource, is_arithmetic, tile_table
 from ...kernels.varying import vary, varying
-from ...kernels.ways import Blocking, Ways
 from .cpu_tuning import as_bits, compute_dtype, exp2, from_bits, held_in_loop
 from .decode import decode_forward
 from .decode_rows import decode_rows_forward
 
-__all__ = ["BlockwisePart", "bias_gradient"]
+__all__ = ["PartialBlockwise", "bias_gradient"]
 
 
 @dataclass(frozen=True)
-class _BlockwiseStatic(Ways):
+class _BlockwiseStatic(BlockwiseMethod):
     """Everything known at trace time."""
 
-    static_part: StaticPart
+    static_args: StaticArgs
 
 
 @dataclass(frozen=True)
-class BlockwisePart(Ways):
-    """Blockwise attention as a PartKernel.
+class PartialBlockwise(BlockwiseMethod):
+    """Blockwise attention as a PartialAttention.
 
     Query, key, value in `layout` (bthd or bhtd); bias broadcasts to [batch, heads, q, kv]; sinks [heads], in the softmax dtype,
     as the lse. Fully masked rows give output 0, lse -inf (or that of the sink) and zero gradients.
@@ -55,26 +55,28 @@ class BlockwisePart(Ways):
 
     @property
     def names(self) -> tuple[str, str]:
-        """See PartKernel."""
+        """See PartialAttention."""
         return residual_names()
 
-    def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-        """See PartKernel."""
-        return _forward(self._static(static_part), operands, traced)
+    def attend(self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs) -> tuple[jax.Array, jax.Array]:
+        """See PartialAttention."""
+        return _forward(self._static(static_args), operands, dynamic)
 
-    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
-        """See PartKernel."""
-        return _backward(self._static(static_part), operands, traced, made)
+    def differentiate(
+        self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results
+    ) -> Operands:
+        """See PartialAttention."""
+        return _backward(self._static(static_args), operands, dynamic, results)
 
-    def _static(self, static_part: StaticPart) -> _BlockwiseStatic:
-        return _BlockwiseStatic(**vars(self), static_part=static_part)
+    def _static(self, static_args: StaticArgs) -> _BlockwiseStatic:
+        return _BlockwiseStatic(**vars(self), static_args=static_args)
 
 
 def bias_gradient(
-    static_part: StaticPart,
+    static_args: StaticArgs,
     operands: Operands,
-    traced: Traced,
-    made: Results,
+    dynamic: DynamicArgs,
+    results: Results,
     *,
     scale: float,
     soft_cap: float | None,
@@ -85,8 +87,8 @@ def bias_gradient(
 
     If the compiler drops unused results, this costs nothing unless it is used.
     """
-    static = _BlockwiseStatic("bhtd", scale, soft_cap, np.dtype(np.float32), platform, blocking, blocking, static_part)
-    gradient = _backward(static, operands, traced, made).bias
+    static = _BlockwiseStatic("bhtd", scale, soft_cap, np.dtype(np.float32), platform, blocking, blocking, static_args)
+    gradient = _backward(static, operands, dynamic, results).bias
     assert gradient is not None
     return gradient
 
@@ -116,9 +118,9 @@ class _BlockPass:
         static: _BlockwiseStatic,
         blocking: Blocking,
         operands: Operands,
-        traced: Traced,
+        dynamic: DynamicArgs,
         *,
-        apart: bool = True,
+        separate_full: bool = True,
         sums: bool = False,
     ) -> None:
         self.static, self.blocking, self.operands = static, blocking, operands
@@ -132,20 +134,20 @@ class _BlockPass:
         self.groups = self.kv_heads // blocking.heads
         self.tile_heads = blocking.heads * self.group
         self.rows = self.group * blocking.block_q  # per kv head
-        self.q_blocks = -(-static.static_part.q_len // blocking.block_q)
-        self.kv_blocks = -(-static.static_part.kv_len // blocking.block_kv)
+        self.q_blocks = -(-static.static_args.q_len // blocking.block_q)
+        self.kv_blocks = -(-static.static_args.kv_len // blocking.block_kv)
         self.q_padded = self.q_blocks * blocking.block_q
         self.kv_padded = self.kv_blocks * blocking.block_kv
         self.dtype = np.dtype(static.softmax_dtype)
         self.compute = compute_dtype(query.dtype, self.dtype, static.platform)
         staged = self.batch * self.kv_heads * self.kv_padded * (self.dim + self.value_dim)
-        each = self.compute.itemsize + sums * self.dtype.itemsize
-        together = surely(lambda: staged * each <= _STAGED_TOGETHER)
-        self.stages, self.slots = (1, self.batch * self.groups) if together else (self.batch * self.groups, 1)
-        mask, dropout = join_static(static.static_part, traced)
-        tables = self.groups if mask.heads_apart else 1
+        row_bytes = self.compute.itemsize + sums * self.dtype.itemsize
+        all_staged = surely(lambda: staged * row_bytes <= _STAGED_TOGETHER)
+        self.stages, self.slots = (1, self.batch * self.groups) if all_staged else (self.batch * self.groups, 1)
+        mask, dropout = join_static(static.static_args, dynamic)
+        tables = self.groups if mask.heads_differ else 1
         self.source = TileSource(mask, dropout, blocking.block_q, blocking.block_kv, tables=tables)
-        self.table = tile_table(mask, blocking.block_q, blocking.block_kv, tables=tables, apart=apart)
+        self.table = tile_table(mask, blocking.block_q, blocking.block_kv, tables=tables, separate_full=separate_full)
         self.bias = None if operands.bias is None else self.source.pad(operands.bias)
         self.seen = seen_keys(mask, self.kv_heads, operands.of_keys)
         self.axes = varying(operands)
@@ -154,11 +156,11 @@ class _BlockPass:
         """A constant that varies over the mesh like the operands, so that it can be a loop's first value."""
         return vary(jnp.full(shape, value, dtype), self.axes)
 
-    def each_stage(self, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+    def fold_stages(self, step: Callable[[Any, Any], Any], carry: Any) -> Any:
         """Fold over the stages: one for each (batch row, group of kv heads), or one for all."""
         return fold(self.stages, step, carry)
 
-    def each_q_block(self, stage: Any, step: Callable[[QueryBlock, Any], Any], carry: Any) -> Any:
+    def fold_q_blocks(self, stage: Any, step: Callable[[QueryBlock, Any], Any], carry: Any) -> Any:
         """Fold over the query blocks of a stage."""
 
         def visit(n: Any, carry: Any) -> Any:
@@ -168,13 +170,13 @@ class _BlockPass:
 
         return fold(self.slots * self.q_blocks, visit, carry)
 
-    def each_live(self, at: QueryBlock, step: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
+    def fold_tiles(self, at: QueryBlock, step: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
         """Fold over the kv blocks that a query block sees: (kv block, carry, whether a mask is needed)."""
         plan = self.table
         if self.kv_blocks == 1:  # its mask is enough: no loop, even if it is known only at run time
             known = plan.some_partial or plan.some_full
             return step(0, carry, plan.some_partial) if known else carry
-        first, ends, block = plan.visits(at.batch, at.group, at.q_block)
+        first, ends, block = plan.tile_range(at.batch, at.group, at.q_block)
 
         def visit(begin: Any, end: Any, masked: bool, carry: Any) -> Any:
             carry = loop(begin, end, lambda n, c: step(block(n), c, masked), carry)
@@ -315,61 +317,64 @@ class _BlockPass:
         """Weights, or their gradients, after dropout."""
         if keep is None:
             return x
-        kept = where(keep, self.spread(x), 0) / (1.0 - self.static.static_part.dropout)
-        return kept.reshape(x.shape).astype(x.dtype)
+        masked = where(keep, self.spread(x), 0) / (1.0 - self.static.static_args.dropout)
+        return masked.reshape(x.shape).astype(x.dtype)
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
 
 
-def _forward(static: _BlockwiseStatic, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+def _forward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs) -> tuple[jax.Array, jax.Array]:
     if not isinstance(static.forward, Blocking):
-        mask, dropout = join_static(static.static_part, traced)
+        mask, dropout = join_static(static.static_args, dynamic)
         of_few_queries = decode_rows_forward if static.forward.in_place else decode_forward
         return of_few_queries(static, operands, mask, dropout, static.forward.block_kv)
-    work = _BlockPass(static, static.forward, operands, traced)
-    heads, rows = work.blocking.heads, work.rows
-    query = work.padded_queries(operands.query)
+    block_pass = _BlockPass(static, static.forward, operands, dynamic)
+    heads, rows = block_pass.blocking.heads, block_pass.rows
+    query = block_pass.padded_queries(operands.query)
 
     def of_stage(stage: Any, outputs: tuple[jax.Array, jax.Array]) -> Any:
         # Hidden keys have weights of 0 whatever they hold; hidden values would be multiplied by these.
-        key, value = work.take(operands.key, stage, clean=False), work.take(operands.value, stage, clean=True)
+        key, value = (
+            block_pass.take(operands.key, stage, clean=False),
+            block_pass.take(operands.value, stage, clean=True),
+        )
 
         def of_q_block(at: QueryBlock, outputs: tuple[jax.Array, jax.Array]) -> Any:
-            q = work.queries(query, at)
+            q = block_pass.queries(query, at)
 
             def of_tile(kv_block: Any, carry: Any, masked: bool) -> Any:
                 acc, peak, total = carry
-                tile = work.tile(at, kv_block)
-                x, factor, _ = work.logits(q, work.keys(key, at, kv_block), tile, masked)
+                tile = block_pass.tile(at, kv_block)
+                x, factor, _ = block_pass.logits(q, block_pass.keys(key, at, kv_block), tile, masked)
                 new_peak = jnp.maximum(peak, x.max(axis=-1) * factor)
                 shift = subtracted(new_peak)
-                p = work.exp2(x * factor - shift[..., None])
+                p = block_pass.exp2(x * factor - shift[..., None])
                 shrink = jnp.exp2(peak - shift)
                 total = total * shrink + p.sum(axis=-1)
-                p = work.dropped(p, work.source.keep(tile)).astype(work.compute)
-                step = dot(p, work.keys(value, at, kv_block), 1, work.dtype)
+                p = block_pass.dropped(p, block_pass.source.keep(tile)).astype(block_pass.compute)
+                step = dot(p, block_pass.keys(value, at, kv_block), 1, block_pass.dtype)
                 return acc * shrink[..., None] + step, new_peak, total
 
             carry = (
-                work.full((heads, rows, work.value_dim), 0, work.dtype),
-                *_first_row_sums(work, at.group),
+                block_pass.full((heads, rows, block_pass.value_dim), 0, block_pass.dtype),
+                *_first_row_sums(block_pass, at.group),
             )
-            acc, peak, total = work.each_live(at, of_tile, carry)
+            acc, peak, total = block_pass.fold_tiles(at, of_tile, carry)
             safe, lse = divisor_and_lse(total, peak * LN2)
             return (
-                work.put_queries(outputs[0], acc / safe[..., None], at),
-                work.put_row_values(outputs[1], lse, at),
+                block_pass.put_queries(outputs[0], acc / safe[..., None], at),
+                block_pass.put_row_values(outputs[1], lse, at),
             )
 
-        return work.each_q_block(stage, of_q_block, outputs)
+        return block_pass.fold_q_blocks(stage, of_q_block, outputs)
 
-    shape = (*query.shape[:-1], work.value_dim)
-    output = as_bits(work.full(shape, 0, operands.query.dtype), static.platform)
-    lse = work.full((work.batch, work.heads, work.q_padded), 0, work.dtype)
-    output, lse = work.each_stage(of_stage, (output, lse))
-    output = from_bits(_first(output, static.static_part.q_len, work.time), operands.query.dtype)
-    return output, _first(lse, static.static_part.q_len, 2)
+    shape = (*query.shape[:-1], block_pass.value_dim)
+    output = as_bits(block_pass.full(shape, 0, operands.query.dtype), static.platform)
+    lse = block_pass.full((block_pass.batch, block_pass.heads, block_pass.q_padded), 0, block_pass.dtype)
+    output, lse = block_pass.fold_stages(of_stage, (output, lse))
+    output = from_bits(_first(output, static.static_args.q_len, block_pass.time), operands.query.dtype)
+    return output, _first(lse, static.static_args.q_len, 2)
 
 
 def _first(x: jax.Array, length: int, axis: int) -> jax.Array:
@@ -377,32 +382,34 @@ def _first(x: jax.Array, length: int, axis: int) -> jax.Array:
     return x if x.shape[axis] == length else lax.slice_in_dim(x, 0, length, axis=axis)
 
 
-def _first_row_sums(work: _BlockPass, group: Any) -> tuple[jax.Array, jax.Array]:
+def _first_row_sums(block_pass: _BlockPass, group: Any) -> tuple[jax.Array, jax.Array]:
     """(peak, total) of rows that have seen no key: a sink is a key without a value."""
-    heads, rows = work.blocking.heads, work.rows
-    if work.operands.sinks is None:
-        return work.full((heads, rows), -jnp.inf, work.dtype), work.full((heads, rows), 0, work.dtype)
-    sinks = cut_along(work.operands.sinks, group * work.tile_heads, work.tile_heads) * LOG2E
-    peak = jnp.broadcast_to(sinks[:, None], (work.tile_heads, work.blocking.block_q)).reshape(heads, rows)
-    return peak.astype(work.dtype), work.full((heads, rows), 1, work.dtype)
+    heads, rows = block_pass.blocking.heads, block_pass.rows
+    if block_pass.operands.sinks is None:
+        return block_pass.full((heads, rows), -jnp.inf, block_pass.dtype), block_pass.full(
+            (heads, rows), 0, block_pass.dtype
+        )
+    sinks = cut_along(block_pass.operands.sinks, group * block_pass.tile_heads, block_pass.tile_heads) * LOG2E
+    peak = jnp.broadcast_to(sinks[:, None], (block_pass.tile_heads, block_pass.blocking.block_q)).reshape(heads, rows)
+    return peak.astype(block_pass.dtype), block_pass.full((heads, rows), 1, block_pass.dtype)
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------
 
 
-def _backward(static: _BlockwiseStatic, operands: Operands, traced: Traced, made: Results) -> Operands:
-    output, lse, d_output, d_lse = made
+def _backward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs, results: Results) -> Operands:
+    output, lse, d_output, d_lse = results
     # In the forward pass XLA:CPU reads and writes a masked tile once more before the row's greatest logit is found. Here the
     # mask is part of the exponential, so masked and unmasked tiles need no separate loops of five products each.
-    apart = not is_arithmetic(static.static_part.mask)
-    work = _BlockPass(static, static.backward, operands, traced, apart=apart, sums=True)
-    heads, blocks, size = work.blocking.heads, work.kv_blocks, work.blocking.block_kv
-    time, head = work.time, work.head
+    separate_full = not is_arithmetic(static.static_args.mask)
+    block_pass = _BlockPass(static, static.backward, operands, dynamic, separate_full=separate_full, sums=True)
+    heads, blocks, size = block_pass.blocking.heads, block_pass.kv_blocks, block_pass.blocking.block_kv
+    time, head = block_pass.time, block_pass.head
     # For all rows at once: in the loop the output's rows would be copied first.
-    delta = row_dots(output.astype(work.dtype), d_output.astype(work.dtype), static.platform)
-    delta = (delta if head == 1 else delta.swapaxes(1, 2)) - d_lse.astype(work.dtype)
-    query, d_output = (work.padded_queries(x) for x in (operands.query, d_output))
-    short = work.q_padded - static.static_part.q_len
+    delta = row_dots(output.astype(block_pass.dtype), d_output.astype(block_pass.dtype), static.platform)
+    delta = (delta if head == 1 else delta.swapaxes(1, 2)) - d_lse.astype(block_pass.dtype)
+    query, d_output = (block_pass.padded_queries(x) for x in (operands.query, d_output))
+    short = block_pass.q_padded - static.static_args.q_len
     # Rows without keys and padded rows have no weights: exp(x - inf) is 0.
     padded_lse = where(lse != -jnp.inf, lse, jnp.inf)
     if short:
@@ -413,12 +420,12 @@ def _backward(static: _BlockwiseStatic, operands: Operands, traced: Traced, made
     d_sinks = None if operands.sinks is None else jnp.zeros_like(operands.sinks)
 
     def of_stage(stage: Any, gradients: Any) -> Any:
-        key, value = (work.take(x, stage, clean=True) for x in operands[1:3])
+        key, value = (block_pass.take(x, stage, clean=True) for x in operands[1:3])
 
         def of_q_block(at: QueryBlock, carry: Any) -> Any:
             d_key, d_value, d_query, d_bias, d_sinks = carry
-            q, d_out = (work.queries(x, at) for x in (query, d_output))
-            row_lse, row_delta = (work.row_values(x, at) for x in (padded_lse, delta))
+            q, d_out = (block_pass.queries(x, at) for x in (query, d_output))
+            row_lse, row_delta = (block_pass.row_values(x, at) for x in (padded_lse, delta))
             shift = row_lse * LOG2E
             # Left factors with the contracted dimension last: otherwise XLA:CPU would copy the other factor, which is as large
             # as a tile.
@@ -426,36 +433,36 @@ def _backward(static: _BlockwiseStatic, operands: Operands, traced: Traced, made
 
             def of_tile(kv_block: Any, carry: Any, masked: bool) -> Any:
                 d_q, d_key, d_value, d_bias = carry
-                tile = work.tile(at, kv_block)
-                k, v = work.keys(key, at, kv_block), work.keys(value, at, kv_block)
-                x, factor, capped = work.logits(q, k, tile, masked)
-                p = work.exp2(x * factor - shift[..., None])
-                keep = work.source.keep(tile)
-                d_p = work.dropped(dot(d_out, v, 2, work.dtype), keep)
+                tile = block_pass.tile(at, kv_block)
+                k, v = block_pass.keys(key, at, kv_block), block_pass.keys(value, at, kv_block)
+                x, factor, capped = block_pass.logits(q, k, tile, masked)
+                p = block_pass.exp2(x * factor - shift[..., None])
+                keep = block_pass.source.keep(tile)
+                d_p = block_pass.dropped(dot(d_out, v, 2, block_pass.dtype), keep)
                 d_x = p * (d_p - row_delta[..., None])
                 if d_bias is not None:
-                    d_bias = _add_bias_gradient(work, d_bias, d_x, tile)
+                    d_bias = _add_bias_gradient(block_pass, d_bias, d_x, tile)
                 if capped is not None:
                     d_x = d_x * (1 - capped * capped)
-                p, d_x = work.dropped(p, keep).astype(work.compute), d_x.astype(work.compute)
-                d_q = d_q + dot(d_x, k, 1, work.dtype)
-                d_value = _add_block(d_value, dot(d_out_across, p, 1, work.dtype), at, kv_block)
-                d_key = _add_block(d_key, dot(q_across, d_x, 1, work.dtype), at, kv_block)
+                p, d_x = block_pass.dropped(p, keep).astype(block_pass.compute), d_x.astype(block_pass.compute)
+                d_q = d_q + dot(d_x, k, 1, block_pass.dtype)
+                d_value = _add_block(d_value, dot(d_out_across, p, 1, block_pass.dtype), at, kv_block)
+                d_key = _add_block(d_key, dot(q_across, d_x, 1, block_pass.dtype), at, kv_block)
                 return d_q, d_key, d_value, d_bias
 
-            start = work.full((heads, work.rows, work.dim), 0, work.dtype)
-            d_q, d_key, d_value, d_bias = work.each_live(at, of_tile, (start, d_key, d_value, d_bias))
-            d_query = work.put_queries(d_query, d_q * static.scale, at)
+            start = block_pass.full((heads, block_pass.rows, block_pass.dim), 0, block_pass.dtype)
+            d_q, d_key, d_value, d_bias = block_pass.fold_tiles(at, of_tile, (start, d_key, d_value, d_bias))
+            d_query = block_pass.put_queries(d_query, d_q * static.scale, at)
             if d_sinks is not None:
-                d_sinks = _add_sink_gradient(work, d_sinks, row_lse, row_delta, at.group)
+                d_sinks = _add_sink_gradient(block_pass, d_sinks, row_lse, row_delta, at.group)
             return d_key, d_value, d_query, d_bias, d_sinks
 
         d_query, d_key, d_value, d_bias, d_sinks = gradients
         start = (
-            work.full((work.slots, blocks, heads, work.dim, size), 0, work.dtype),
-            work.full((work.slots, blocks, heads, work.value_dim, size), 0, work.dtype),
+            block_pass.full((block_pass.slots, blocks, heads, block_pass.dim, size), 0, block_pass.dtype),
+            block_pass.full((block_pass.slots, blocks, heads, block_pass.value_dim, size), 0, block_pass.dtype),
         )
-        carry = work.each_q_block(stage, of_q_block, (*start, d_query, d_bias, d_sinks))
+        carry = block_pass.fold_q_blocks(stage, of_q_block, (*start, d_query, d_bias, d_sinks))
         of_key, of_value, d_query, d_bias, d_sinks = carry
         return (
             d_query,
@@ -467,25 +474,30 @@ def _backward(static: _BlockwiseStatic, operands: Operands, traced: Traced, made
 
     def put_keys(whole: jax.Array, sums: jax.Array, stage: Any) -> jax.Array:
         """Write a stage's [slots, kv blocks, kv heads, dim, block_kv] into an array in the layout."""
-        batch, dim = (work.batch if work.stages == 1 else 1), whole.shape[-1]
+        batch, dim = (block_pass.batch if block_pass.stages == 1 else 1), whole.shape[-1]
         sums = as_bits(sums.astype(operands.key.dtype), static.platform).reshape(batch, -1, *sums.shape[1:])
         part = sums.transpose((0, 1, 3, 2, 5, 4) if head == 1 else (0, 2, 5, 1, 3, 4))
-        part = part.reshape((batch, -1, work.kv_padded, dim) if head == 1 else (batch, work.kv_padded, -1, dim))
-        part = _first(part, static.static_part.kv_len, time)
-        if work.stages == 1:
+        part = part.reshape(
+            (batch, -1, block_pass.kv_padded, dim) if head == 1 else (batch, block_pass.kv_padded, -1, dim)
+        )
+        part = _first(part, static.static_args.kv_len, time)
+        if block_pass.stages == 1:
             return part
-        starts = [*split_index(stage, work.groups, work.batch), 0, 0]
+        starts = [*split_index(stage, block_pass.groups, block_pass.batch), 0, 0]
         starts[1], starts[head] = 0, starts[1] * heads
         return put(whole, part, starts)
 
-    d_bias = None if work.bias is None else work.full(work.bias.shape, 0, work.dtype)
+    d_bias = None if block_pass.bias is None else block_pass.full(block_pass.bias.shape, 0, block_pass.dtype)
     gradients = (
-        *(as_bits(work.full(x.shape, 0, x.dtype), static.platform) for x in (query, operands.key, operands.value)),
+        *(
+            as_bits(block_pass.full(x.shape, 0, x.dtype), static.platform)
+            for x in (query, operands.key, operands.value)
+        ),
         d_bias,
-        None if d_sinks is None else work.full(d_sinks.shape, 0, work.dtype),
+        None if d_sinks is None else block_pass.full(d_sinks.shape, 0, block_pass.dtype),
     )
-    d_query, d_key, d_value, d_bias, d_sinks = work.each_stage(of_stage, gradients)
-    d_query = _first(d_query, static.static_part.q_len, time)
+    d_query, d_key, d_value, d_bias, d_sinks = block_pass.fold_stages(of_stage, gradients)
+    d_query = _first(d_query, static.static_args.q_len, time)
     d_query, d_key, d_value = (
         from_bits(bits, x.dtype) for bits, x in zip((d_query, d_key, d_value), operands[:3], strict=True)
     )
@@ -502,20 +514,22 @@ def _add_block(whole: jax.Array, part: jax.Array, at: QueryBlock, kv_block: Any)
     return put(whole, cut(whole, start, (1, 1, *part.shape)) + part[None, None], start)
 
 
-def _add_bias_gradient(work: _BlockPass, d_bias: jax.Array, d_logits: jax.Array, tile: TilePosition) -> jax.Array:
+def _add_bias_gradient(block_pass: _BlockPass, d_bias: jax.Array, d_logits: jax.Array, tile: TilePosition) -> jax.Array:
     """Add a tile's gradient, summed over the dimensions in which the bias broadcasts."""
-    old = work.source.cut(d_bias, tile)
-    part = work.spread(d_logits)
+    old = block_pass.source.cut(d_bias, tile)
+    part = block_pass.spread(d_logits)
     for axis in (i for i in range(3) if old.shape[i] == 1 and part.shape[i] > 1):
         part = summed(part, axis)
-    return put(d_bias, (old + part)[None], work.source.start(d_bias, tile))
+    return put(d_bias, (old + part)[None], block_pass.source.start(d_bias, tile))
 
 
-def _add_sink_gradient(work: _BlockPass, d_sinks: jax.Array, lse: jax.Array, delta: jax.Array, group: Any) -> jax.Array:
+def _add_sink_gradient(
+    block_pass: _BlockPass, d_sinks: jax.Array, lse: jax.Array, delta: jax.Array, group: Any
+) -> jax.Array:
     """Add the rows of a query block: a sink's weight is exp(sink - lse) and its value 0."""
-    assert work.operands.sinks is not None
-    start = group * work.tile_heads
-    sinks = cut_along(work.operands.sinks, start, work.tile_heads)
-    weight = jnp.exp(sinks[:, None] - lse.reshape(work.tile_heads, -1))
-    part = -(weight * delta.reshape(work.tile_heads, -1)).sum(-1)
-    return put(d_sinks, cut_along(d_sinks, start, work.tile_heads) + part, (start,))
+    assert block_pass.operands.sinks is not None
+    start = group * block_pass.tile_heads
+    sinks = cut_along(block_pass.operands.sinks, start, block_pass.tile_heads)
+    weight = jnp.exp(sinks[:, None] - lse.reshape(block_pass.tile_heads, -1))
+    part = -(weight * delta.reshape(block_pass.tile_heads, -1)).sum(-1)
+    return put(d_sinks, cut_along(d_sinks, start, block_pass.tile_heads) + part, (start,))

@@ -1,7 +1,7 @@
 """The forward pass of a few queries against many keys: K and V are read once, without copies.
 
 With K seen as [batch, kv, kv heads * dim], one product with a block-diagonal query gives the logits of all heads, so no
-head is copied out of K or V. The keys are processed in a few pieces; a piece that no row sees is skipped at run time: a mostly
+head is copied out of K or V. The keys are processed in a few chunks; a chunk that no row sees is skipped at run time: a mostly
 empty cache costs only as much as its filled part. On a CPU decode_rows is faster for a large cache.
 """
 
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...kernels.blocking import BlockwiseMethod
 from ...kernels.local_mask import Dropout, LocalMask
 from ...kernels.lse import LN2, LOG2E, divisor_and_lse, subtracted
 from ...kernels.operands import Operands
 from ...kernels.primitives import where
 from ...kernels.varying import vary, varying
-from ...kernels.ways import Ways
 from .cpu_tuning import compute_dtype, exp2, few_rows_product, product
 
 __all__ = ["decode_forward"]
@@ -27,12 +27,12 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def decode_forward(
-    ways: Ways, operands: Operands, mask: LocalMask, dropout: Dropout | None, block_kv: int
+    method: BlockwiseMethod, operands: Operands, mask: LocalMask, dropout: Dropout | None, block_kv: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output in the layout, lse [batch, heads, q]); not differentiable by itself."""
     query, key, value, bias, sinks, *_ = operands
-    layout, scale, soft_cap = ways.layout, ways.scale, ways.soft_cap
-    softmax_dtype, platform = ways.softmax_dtype, ways.platform
+    layout, scale, soft_cap = method.layout, method.scale, method.soft_cap
+    softmax_dtype, platform = method.softmax_dtype, method.platform
     at = layout.index("h")
     batch, heads, kv_heads = query.shape[0], query.shape[at], key.shape[at]
     group, q_len, kv_len = heads // kv_heads, mask.q_len, mask.kv_len
@@ -42,13 +42,13 @@ def decode_forward(
     time = layout.index("t")
     flat = layout == "bthd"
     if flat:
-        own = np.eye(kv_heads, dtype=bool)[None, :, None, :, None]
-        across = jnp.where(own, rows[:, :, :, None, :], 0).reshape(batch, kv_heads * group * q_len, -1)
+        same_head = np.eye(kv_heads, dtype=bool)[None, :, None, :, None]
+        rows_by_head = jnp.where(same_head, rows[:, :, :, None, :], 0).reshape(batch, kv_heads * group * q_len, -1)
 
     def logits_of(keys: jax.Array) -> jax.Array:
         """[batch, heads, q, keys of the piece]."""
         if flat:
-            return few_rows_product(across, keys.reshape(*keys.shape[:2], -1), softmax_dtype, platform).reshape(
+            return few_rows_product(rows_by_head, keys.reshape(*keys.shape[:2], -1), softmax_dtype, platform).reshape(
                 batch, heads, q_len, -1
             )
         return few_rows_product(rows, keys, softmax_dtype, platform).reshape(batch, heads, q_len, -1)
@@ -62,28 +62,28 @@ def decode_forward(
         return product("bhns,bhsx->bhnx", p, values, softmax_dtype).reshape(batch, heads * q_len, -1)
 
     kinds = mask.kinds(q_len, block_kv)
-    live = None
+    visible = None
     if isinstance(kinds, np.ndarray):
-        pieces_of = _known_range(kinds, block_kv, kv_len)
+        chunks = _known_range(kinds, block_kv, kv_len)
     else:
-        pieces_of = [(i * block_kv, min((i + 1) * block_kv, kv_len)) for i in range(kinds.shape[-1])]
-        live = (kinds > 0).any(axis=(0, 1))
+        chunks = [(i * block_kv, min((i + 1) * block_kv, kv_len)) for i in range(kinds.shape[-1])]
+        visible = (kinds > 0).any(axis=(0, 1))
     width = value.shape[-1] * (kv_heads if flat else 1)
     carry = _start((batch, heads, q_len), width, sinks, softmax_dtype, varying((query, key, value, sinks)))
-    for index, (first, last) in enumerate(pieces_of):
+    for index, (first, last) in enumerate(chunks):
 
         def visit(carry: _Sums, first: int = first, last: int = last) -> _Sums:
             acc, peak, total = carry
             seen = mask.array(slice(first, last))
-            alive = None
+            seen_keys = None
             if seen is not None:
                 seen = jnp.asarray(seen)
-                alive = _seen_keys(seen, kv_heads, layout) if mask.hides_keys else None
+                seen_keys = _seen_keys(seen, kv_heads, layout) if mask.hides_keys else None
             keys = lax.slice_in_dim(key, first, last, axis=time).astype(compute)
             if (
-                alive is not None and seen is not None and flat and seen.shape[1] != 1
+                seen_keys is not None and seen is not None and flat and seen.shape[1] != 1
             ):  # the other heads' rows are 0 here, and 0 times NaN is NaN
-                keys = where(alive, keys, 0)
+                keys = where(seen_keys, keys, 0)
             x = logits_of(keys)
             x = x * scale if soft_cap is None else soft_cap * jnp.tanh(x * (scale / soft_cap))
             x = x * LOG2E
@@ -101,12 +101,12 @@ def decode_forward(
                 keep = dropout.keep_all(batch, heads, q_len, slice(first, last))
                 p = where(keep, p, 0) / (1.0 - dropout.probability)
             values = lax.slice_in_dim(value, first, last, axis=time).astype(compute)
-            if alive is not None:
-                values = where(alive, values, 0)
+            if seen_keys is not None:
+                values = where(seen_keys, values, 0)
             acc = acc * shrink.reshape(batch, -1, 1) + values_of(p.astype(compute), values)
             return acc, new_peak, total
 
-        carry = visit(carry) if live is None else lax.cond(live[index], visit, lambda c: c, carry)
+        carry = visit(carry) if visible is None else lax.cond(visible[index], visit, lambda c: c, carry)
     acc, peak, total = carry
     safe, lse = divisor_and_lse(total, peak * LN2)
     if flat:  # select each row's own head
@@ -129,9 +129,9 @@ def _seen_keys(seen: jax.Array, kv_heads: int, layout: str) -> jax.Array:
 
 
 def _known_range(kinds: np.ndarray, block_kv: int, kv_len: int) -> list[tuple[int, int]]:
-    """The keys from the first live block to the last as one piece: slicing K and V copies them."""
-    live = np.flatnonzero((kinds > 0).any(axis=(0, 1)))
-    return [(int(live[0]) * block_kv, min((int(live[-1]) + 1) * block_kv, kv_len))] if len(live) else []
+    """The keys from the first live block to the last as one chunk: slicing K and V copies them."""
+    visible = np.flatnonzero((kinds > 0).any(axis=(0, 1)))
+    return [(int(visible[0]) * block_kv, min((int(visible[-1]) + 1) * block_kv, kv_len))] if len(visible) else []
 
 
 def _start(

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from ....masks import Full
+from ...kernels.blocking import BlockwiseMethod
 from ...kernels.derivatives import twice_forward_only
 from ...kernels.local_mask import Dropout, LocalMask
 from ...kernels.lse import divisor_and_lse, subtracted
@@ -26,13 +27,12 @@ from ...kernels.precision import exact
 from ...kernels.primitives import cut, cut_along, fold, loop, put, where
 from ...kernels.tiles import TilePosition, TileSource, tile_table
 from ...kernels.varying import vary, varying
-from ...kernels.ways import Ways
 from .cpu_tuning import as_bits, held_in_loop, widened
 
 __all__ = ["decode_rows_forward"]
 
 _LANES = 8
-_MOST_TERMS = 16  # of a sum of lanes: each is a few instructions of the program
+_MAX_TERMS = 16  # of a sum of lanes: each is a few instructions of the program
 _EIGHTHS = 8  # of a block's values: a core's first cache holds as many lines that begin at the same place of a page
 
 
@@ -46,15 +46,15 @@ class _Sums(NamedTuple):
 
 
 def decode_rows_forward(
-    ways: Ways, operands: Operands, mask: LocalMask, dropout: Dropout | None, block_kv: int
+    method: BlockwiseMethod, operands: Operands, mask: LocalMask, dropout: Dropout | None, block_kv: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output in the layout, lse [batch, heads, q]); not differentiable by itself.
 
     block_kv: at most all keys, and a multiple of 8 unless there are fewer.
     """
     query, key, value, bias, sinks, *_ = operands
-    layout, scale, soft_cap = ways.layout, ways.scale, ways.soft_cap
-    softmax_dtype, platform = ways.softmax_dtype, ways.platform
+    layout, scale, soft_cap = method.layout, method.scale, method.soft_cap
+    softmax_dtype, platform = method.softmax_dtype, method.platform
     head, time = layout.index("h"), layout.index("t") - 1  # time: within a batch row
     batch, heads, kv_heads = query.shape[0], query.shape[head], key.shape[head]
     q_len, group, dim, value_dim = mask.q_len, heads // kv_heads, query.shape[-1], value.shape[-1]
@@ -66,7 +66,7 @@ def decode_rows_forward(
     if soft_cap is None:
         all_rows = all_rows * scale
     source = TileSource(mask, dropout, q_len, block_kv, in_place=True)
-    table = tile_table(mask, q_len, block_kv, apart=False)
+    table = tile_table(mask, q_len, block_kv, separate_full=False)
     hides = mask.hides_keys and not isinstance(mask.mask, Full)
     axes = varying((query, key, value, bias, sinks))
 
@@ -92,16 +92,16 @@ def decode_rows_forward(
         keys = held_in_loop(key, row, first, platform)
         if keys.dtype != compute:  # converted once, not for every row
             whole = lax.optimization_barrier(tokens(keys, row, first, block_kv))
-        lanes = _LANES * -(-dim // (_LANES * _MOST_TERMS))
+        lanes = _LANES * -(-dim // (_LANES * _MAX_TERMS))
         terms = []
         for lane in range(0, dim, lanes):
             width = min(lanes, dim - lane)
-            own = lax.slice_in_dim(by_row, lane, lane + width, axis=2)
+            query_lane = lax.slice_in_dim(by_row, lane, lane + width, axis=2)
             if keys.dtype == compute:
                 part = tokens(keys, row, first, block_kv, lane, width)
             else:
                 part = lax.slice_in_dim(whole, lane, lane + width, axis=2)
-            term = jnp.expand_dims(part, 2) * jnp.expand_dims(own, time)
+            term = jnp.expand_dims(part, 2) * jnp.expand_dims(query_lane, time)
             terms.append(
                 term if width == lanes else lax.pad(term, compute.type(0), [*[(0, 0, 0)] * 3, (0, lanes - width, 0)])
             )
@@ -146,7 +146,7 @@ def decode_rows_forward(
             full((*of_tokens(block_kv // eighths), rows, value_dim), 0, softmax_dtype),
             *_first_sums(sinks, full((kv_heads, group, q_len), 0, softmax_dtype)),
         )
-        first, ends, block_of = table.visits(row, 0, 0)
+        first, ends, block_of = table.tile_range(row, 0, 0)
         if table.some_partial or table.some_full:
             end = ends[0] if table.some_partial else ends[1]
             known = isinstance(first, int) and isinstance(end, int) and end - first > 1

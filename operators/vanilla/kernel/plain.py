@@ -61,9 +61,9 @@ def plain_attention(
     weights = exponentials / divisor(total)
     lse = lax.squeeze(log_of_sum(total, shift), (3,))
 
-    kept = weights if keep is None else where(keep, weights / keep_probability, 0)
-    kept = kept.astype(v.dtype).reshape(batch, kv_heads, -1, kv_len)
-    output = dot(kept, v, 2, softmax_dtype).astype(query.dtype).reshape(batch, heads, q_len, value.shape[-1])
+    dropped = weights if keep is None else where(keep, weights / keep_probability, 0)
+    dropped = dropped.astype(v.dtype).reshape(batch, kv_heads, -1, kv_len)
+    output = dot(dropped, v, 2, softmax_dtype).astype(query.dtype).reshape(batch, heads, q_len, value.shape[-1])
     return output if layout == "bhtd" else output.swapaxes(1, 2), weights, lse
 
 

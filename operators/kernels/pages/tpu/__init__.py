@@ -2,7 +2,7 @@
 
 from .attend import PageArrays, paged_attention_tpu
 from .geometry import Geometry, Layout, Options
-from .limits import advice, chosen_sizes, most_vmem, reasons_against
+from .limits import advice, chosen_sizes, max_vmem, reasons_against
 from .memory import scalar_words, several_rows, vmem_parts, vmem_room
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "PageArrays",
     "advice",
     "chosen_sizes",
-    "most_vmem",
+    "max_vmem",
     "paged_attention_tpu",
     "reasons_against",
     "scalar_words",

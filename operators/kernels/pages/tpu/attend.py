@@ -23,7 +23,7 @@ from .geometry import LANES, Geometry, Layout, Options
 from .limits import chosen_sizes, reasons_against
 from .memory import several_rows
 from .softmax import Columns
-from .units import chunk_units, decode_units
+from .work_items import chunk_items, decode_items
 
 __all__ = ["PageArrays", "paged_attention_tpu"]
 
@@ -125,14 +125,14 @@ def _check_rows(geometry: Geometry, rows: PageArrays) -> None:
     """Refuse rows that aren't what the pages hold for a token."""
     for name, x in rows._asdict().items():
         stream = geometry.streams().get(name)
-        wanted = None
+        expected = None
         if stream is not None:
             width = () if name.endswith("scale") else (stream[0][-1],)
-            wanted = (geometry.tokens, geometry.kv_heads, *width), np.dtype(stream[1])
-        found = None if x is None else (x.shape, np.dtype(x.dtype))
-        if found != wanted:
+            expected = (geometry.tokens, geometry.kv_heads, *width), np.dtype(stream[1])
+        actual = None if x is None else (x.shape, np.dtype(x.dtype))
+        if actual != expected:
             raise InputError(
-                f"rows.{name} is {found}; wanted {wanted}, what the pages hold for each token of the query."
+                f"rows.{name} is {actual}; wanted {expected}, what the pages hold for each token of the query."
             )
 
 
@@ -149,9 +149,9 @@ def _as_split(
         )
     dim = query.shape[-1] if query.ndim else 0
     if key.ndim != 4 or key.shape[3] < dim + (value is None) * (value_dim or 1):
-        wanted = "dim + value_dim" if value is None else "dim"
+        expected = "dim + value_dim" if value is None else "dim"
         raise InputError(
-            f"key_pages has the shape {key.shape}; wanted four dimensions, the last of them at least {wanted}, with the "
+            f"key_pages has the shape {key.shape}; wanted four dimensions, the last of them at least {expected}, with the "
             f"query's dim of {dim}."
         )
     if value is not None and value_dim is not None and (value.ndim != 4 or value.shape[3] < value_dim):
@@ -204,34 +204,34 @@ def _attend(
     batch = batch_of(operands)
     seq, row, real = places(operands, batch)
     arrays = _arrays(geometry, options, operands, rows)
-    heads_last = lambda live, x: live.reshape(-1, *[1] * (x.ndim - 1))  # noqa: E731
+    heads_last = lambda has_output, x: has_output.reshape(-1, *[1] * (x.ndim - 1))  # noqa: E731
     pick = lambda x: x.at[seq].get(mode="promise_in_bounds")  # noqa: E731
 
     several = several_rows(geometry, options.max_q_len)
-    words, count, listed = decode_units(
+    words, count, listed = decode_items(
         geometry, options, operands, batch, batch.q_lens == 1 if several else batch.q_lens > 0
     )
     output, lse, written = decode(geometry, options, arrays, words, count)
     arrays |= written  # the chunks' kernel reads the same memory
-    live = real & (row == 0) & pick(listed)
+    has_output = real & (row == 0) & pick(listed)
     if several:
-        chunks = chunk_units(geometry, options, operands, batch, batch.q_lens > 1, seq, row)
+        chunks = chunk_items(geometry, options, operands, batch, batch.q_lens > 1, seq, row)
         packed = arrays["query"].at[chunks.source].get(mode="promise_in_bounds").transpose(1, 0, 2)
         many, many_lse = attend_chunks(geometry, options, arrays | {"query": packed}, chunks.words, chunks.listed)
         many = many.transpose(1, 0, 2).at[chunks.place].get(mode="promise_in_bounds")
         block = options.queries_per_block
         by_head = many_lse.reshape(-1, geometry.heads, block).swapaxes(1, 2)
-        many_lse = by_head.at[chunks.unit, chunks.row].get(mode="promise_in_bounds")
-        output = jnp.where(heads_last(chunks.live, output), many, output)
-        lse = jnp.where(heads_last(chunks.live, lse), many_lse, lse)
-        live |= chunks.live
-    output = jnp.where(heads_last(live, output), output[..., geometry.output_lanes], 0)
+        many_lse = by_head.at[chunks.item, chunks.row].get(mode="promise_in_bounds")
+        output = jnp.where(heads_last(chunks.in_list, output), many, output)
+        lse = jnp.where(heads_last(chunks.in_list, lse), many_lse, lse)
+        has_output |= chunks.in_list
+    output = jnp.where(heads_last(has_output, output), output[..., geometry.output_lanes], 0)
     unseen: Any = -jnp.inf
     if operands.sinks is not None:
         attended = real if options.max_q_len is None else real & (row < options.max_q_len)
         unseen = jnp.where(attended[:, None], operands.sinks.astype(np.float32)[None], -jnp.inf)
     after = PageArrays(**{name: arrays[f"{name}_pages"] for name in geometry.streams()}) if written else None
-    return output, jnp.where(heads_last(live, lse), lse, unseen), after
+    return output, jnp.where(heads_last(has_output, lse), lse, unseen), after
 
 
 _attend.defjvp(refuse_gradient)
@@ -240,7 +240,7 @@ _attend.defjvp(refuse_gradient)
 def _arrays(
     geometry: Geometry, options: Options, operands: PagedOperands, rows: PageArrays | None
 ) -> dict[str, jax.Array]:
-    """What the kernels take besides the units."""
+    """What the kernels take besides the work items."""
     query = operands.query
     if geometry.query_dim > geometry.dim:
         query = jnp.pad(query, ((0, 0), (0, 0), (0, geometry.query_dim - geometry.dim)))
@@ -260,12 +260,12 @@ def _arrays(
             assert pages is not None
             arrays[f"{name}_pages"] = pages if name in ("key", "value") else pages.astype(np.float32)
     for name in () if rows is None else geometry.streams():
-        own = getattr(rows, name)
+        row = getattr(rows, name)
         if name.endswith("scale"):
-            own = own.astype(np.float32)
-            wide = own[:, :, None], (*own.shape, LANES)
-            own = own[:, None, :] if geometry.layout == "split" else jnp.broadcast_to(*wide)
-        arrays[f"{name}_row"] = own
+            row = row.astype(np.float32)
+            wide = row[:, :, None], (*row.shape, LANES)
+            row = row[:, None, :] if geometry.layout == "split" else jnp.broadcast_to(*wide)
+        arrays[f"{name}_row"] = row
     return arrays
 
 

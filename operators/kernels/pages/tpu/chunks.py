@@ -19,8 +19,8 @@ from ...precision import tile_product
 from .geometry import LANES, Geometry, Options
 from .pages import Pages, walk, whole_word
 from .run import call
-from .softmax import Columns, Sums, add, begin, finish, in_lanes, live_keys, pieces, seen_keys, spread, weigh
-from .units import FIELDS, Unit, most_chunk_units, row_alignment
+from .softmax import Columns, Sums, add, begin, finish, in_lanes, lane_chunks, live_keys, seen_keys, spread, weigh
+from .work_items import FIELDS, WorkItem, max_chunk_items, row_alignment
 
 __all__ = ["attend_chunks", "chunk_scratch"]
 
@@ -50,8 +50,8 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
         """A column for the rows of a kv head, [rows, 128]."""
         if index is None:
             return None
-        one = refs["columns"][index, pl.ds(head * group, group), :]
-        return jnp.broadcast_to(one[:, None, :], (group, block, LANES)).reshape(rows, LANES)
+        of_head = refs["columns"][index, pl.ds(head * group, group), :]
+        return jnp.broadcast_to(of_head[:, None, :], (group, block, LANES)).reshape(rows, LANES)
 
     def query_copy(number: Any) -> Any:
         start = pl.multiple_of(refs["words"][number * FIELDS + 1], align)
@@ -67,8 +67,8 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
         )
 
     @pl.when(number < count)
-    def _unit() -> None:
-        unit = Unit.read(refs["words"], number)
+    def _run_item() -> None:
+        item = WorkItem.read(refs["words"], number)
         pl.when(number == 0)(lambda: query_copy(number).start())
         pl.when(number + 1 < count)(lambda: query_copy(number + 1).start())
         query_copy(number).wait()
@@ -81,7 +81,7 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
         def visit(slot: Any, first: Any, word: Any, carry: None) -> None:
             by_token = {}
             if 3 in (geometry.key_scale, geometry.value_scale):
-                _, there = live_keys(geometry, options, first, word, unit.keys)
+                _, there = live_keys(geometry, options, first, word, item.keys)
                 by_token = {
                     name: pages.scale_rows(name, slot, there)
                     for name in ("key_scale", "value_scale")
@@ -91,11 +91,11 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
             def of_heads(masked: bool) -> None:
                 seen = None
                 if masked:
-                    place, there = live_keys(geometry, options, first, word, unit.keys)
+                    place, there = live_keys(geometry, options, first, word, item.keys)
                     row = lax.broadcasted_iota(jnp.int32, (group, block, size), 1).reshape(rows, size)
                     wide = lambda x: jnp.broadcast_to(x, (rows, size))  # noqa: E731
                     there = wide(there.astype(jnp.int32)) == 1
-                    seen = seen_keys(options, there, wide(place), row + unit.position)
+                    seen = seen_keys(options, there, wide(place), row + item.position)
 
                 def of_head(head: Any) -> None:
                     query = refs["query_buffer"][half_of_query, pl.ds(head * group, group)]
@@ -118,11 +118,11 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
                 each_head(geometry, of_head)
 
             place = first * np.int32(geometry.page)
-            full = (word == whole_word(options.pages_per_block)) & (place + size <= unit.keys) & (unit.position >= 0)
+            full = (word == whole_word(options.pages_per_block)) & (place + size <= item.keys) & (item.position >= 0)
             if options.reach is not None:
-                full &= place + (size - 1) <= unit.position + options.reach
+                full &= place + (size - 1) <= item.position + options.reach
             if options.left is not None:
-                full &= place >= unit.position + (block - 1) - options.left
+                full &= place >= item.position + (block - 1) - options.left
             pl.when(full)(lambda: of_heads(False))
             pl.when(jnp.logical_not(full))(lambda: of_heads(True))
 
@@ -153,19 +153,20 @@ def each_head(geometry: Geometry, step: Any) -> None:
 
 def row_of(rows: jax.Array, head: Any) -> jax.Array:
     """One row [1, keys] of [kv_heads, keys]."""
-    own = lax.broadcasted_iota(jnp.int32, rows.shape, 0) == head
-    return jnp.where(own, rows, 0.0).sum(axis=0, keepdims=True)
+    on_head = lax.broadcasted_iota(jnp.int32, rows.shape, 0) == head
+    return jnp.where(on_head, rows, 0.0).sum(axis=0, keepdims=True)
 
 
 def attend_chunks(
     geometry: Geometry, options: Options, arrays: dict[str, jax.Array], words: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(output [heads, packed rows, summed dim], lse [units, kv_heads, group * rows of a block]); only units' rows are written.
+    """(output [heads, packed rows, summed dim], lse [work items, kv_heads, group * rows of a block]); only work items' rows are
+    written.
 
     arrays: as decode's, the query packed.
     """
-    units, packed = most_chunk_units(geometry, options.queries_per_block)
-    lse_rows = pieces(geometry.group * options.queries_per_block)
+    items, packed = max_chunk_items(geometry, options.queries_per_block)
+    lse_rows = lane_chunks(geometry.group * options.queries_per_block)
     anywhere = pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
     scalars = {"words": words, "count": count.reshape(1), "table": arrays["table"]}
     inputs = {"query": (arrays["query"], anywhere)}
@@ -175,10 +176,10 @@ def attend_chunks(
         inputs["columns"] = arrays["columns"], pl.BlockSpec(arrays["columns"].shape, lambda *_: (0, 0, 0))
     outputs = {
         "output": ((geometry.heads, packed, geometry.summed_dim), geometry.dtype),
-        "lse": ((units, geometry.kv_heads, lse_rows, LANES), np.dtype(np.float32)),
+        "lse": ((items, geometry.kv_heads, lse_rows, LANES), np.dtype(np.float32)),
     }
     specs = [anywhere, pl.BlockSpec((None, geometry.kv_heads, lse_rows, LANES), lambda number, *_: (number, 0, 0, 0))]
     scratch = chunk_scratch(geometry, options)
-    made = call("attnops_paged_chunks", kernel, geometry, options, scalars, inputs, outputs, specs, scratch, count)
+    results = call("attnops_paged_chunks", kernel, geometry, options, scalars, inputs, outputs, specs, scratch, count)
     rows = geometry.group * options.queries_per_block
-    return made["output"], made["lse"].reshape(units, geometry.kv_heads, lse_rows * LANES)[..., :rows]
+    return results["output"], results["lse"].reshape(items, geometry.kv_heads, lse_rows * LANES)[..., :rows]

@@ -19,8 +19,21 @@ from ...precision import tile_product
 from .geometry import LANES, Geometry, Options, sublanes
 from .pages import Pages, walk
 from .run import call
-from .softmax import Columns, Sums, add, begin, divided, finish, in_lanes, live_keys, pieces, seen_keys, spread, weigh
-from .units import FIELDS, Unit
+from .softmax import (
+    Columns,
+    Sums,
+    add,
+    begin,
+    divided,
+    finish,
+    in_lanes,
+    lane_chunks,
+    live_keys,
+    seen_keys,
+    spread,
+    weigh,
+)
+from .work_items import FIELDS, WorkItem
 from .writes import Writer, write_scratch
 
 __all__ = ["decode", "windows"]
@@ -29,12 +42,12 @@ __all__ = ["decode", "windows"]
 def windows(geometry: Geometry) -> list[tuple[slice, list[tuple[int, int]]]]:
     """Whole registers of query heads: (rows, [(kv head, its first row among them)])."""
     tile = sublanes(geometry.compute_dtype)
-    found = []
+    head_windows = []
     for low in range(0, geometry.heads, tile):
         high = min(low + tile, geometry.heads)
         kv_heads = range(low // geometry.group, (high - 1) // geometry.group + 1)
-        found.append((slice(low, high), [(j, j * geometry.group - low) for j in kv_heads]))
-    return found
+        head_windows.append((slice(low, high), [(j, j * geometry.group - low) for j in kv_heads]))
+    return head_windows
 
 
 def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
@@ -44,13 +57,13 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
     column = lambda i: None if i is None else refs["columns"][i]  # noqa: E731
 
     @pl.when(number < count)
-    def _unit() -> None:
-        unit = Unit.read(refs["words"], number)
+    def _run_item() -> None:
+        item = WorkItem.read(refs["words"], number)
         query = refs["query"][...].astype(geometry.compute_dtype)
         sums = begin(geometry.heads, geometry.summed_dim, column(columns.sinks))
 
         visit = _all_at_once if by_product(geometry) else _head_by_head
-        step = lambda *at: visit(geometry, options, pages, columns, refs, unit, query, *at)  # noqa: E731
+        step = lambda *at: visit(geometry, options, pages, columns, refs, item, query, *at)  # noqa: E731
         sums = walk(pages, refs["words"], number, count, step, sums)
         output, lse = finish(sums, column(columns.value_scale))
         refs["output"][...] = output.astype(refs["output"].dtype)
@@ -73,7 +86,7 @@ def _all_at_once(
     pages: Pages,
     columns: Columns,
     refs: dict[str, Any],
-    unit: Unit,
+    item: WorkItem,
     query: jax.Array,
     slot: Any,
     first: Any,
@@ -81,14 +94,14 @@ def _all_at_once(
     sums: Sums,
 ) -> Sums:
     kv_heads = geometry.kv_heads
-    place, there = live_keys(geometry, options, first, word, unit.keys, kv_heads)
+    place, there = live_keys(geometry, options, first, word, item.keys, kv_heads)
     raw = tile_product(query, pages.flat(False, slot), 1, 1)
     lane = lax.broadcasted_iota(jnp.int32, (1, raw.shape[1]), 1)
     head = lane - divided(lane, kv_heads) * kv_heads
-    head = jnp.where(seen_keys(options, there, place, unit.position), head, -1)
-    own = head == divided(lax.broadcasted_iota(jnp.int32, raw.shape, 0), geometry.group)
+    head = jnp.where(seen_keys(options, there, place, item.position), head, -1)
+    own_head = head == divided(lax.broadcasted_iota(jnp.int32, raw.shape, 0), geometry.group)
     scale = None if columns.key_scale is None else spread(refs["columns"][columns.key_scale], raw.shape[1])
-    p, peak, total, shrink = add(sums, jnp.where(own, weigh(options, raw, scale), -jnp.inf))
+    p, peak, total, shrink = add(sums, jnp.where(own_head, weigh(options, raw, scale), -jnp.inf))
     step = tile_product(p.astype(geometry.compute_dtype), pages.flat(True, slot), 1, 0)
     return Sums(peak, total, sums.weighted * spread(shrink, step.shape[1]) + step)
 
@@ -99,15 +112,15 @@ def _head_by_head(
     pages: Pages,
     columns: Columns,
     refs: dict[str, Any],
-    unit: Unit,
+    item: WorkItem,
     query: jax.Array,
     slot: Any,
     first: Any,
     word: Any,
     sums: Sums,
 ) -> Sums:
-    place, there = live_keys(geometry, options, first, word, unit.keys)
-    seen = seen_keys(options, there, place, unit.position)
+    place, there = live_keys(geometry, options, first, word, item.keys)
+    seen = seen_keys(options, there, place, item.position)
     by_token = {
         name: pages.scale_rows(name, slot, there)
         for name in ("key_scale", "value_scale")
@@ -136,25 +149,25 @@ def _head_by_head(
 
 def _by_head(geometry: Geometry, of_head: Any) -> jax.Array:
     """of_head(rows, kv head), each for the rows of its own query heads: [heads, ...]."""
-    found = []
+    head_outputs = []
     for rows, kv_heads in windows(geometry):
         whole = of_head(rows, kv_heads[0][0])
         for head, start in kv_heads[1:]:
             row = lax.broadcasted_iota(jnp.int32, whole.shape, 0)
             whole = jnp.where(row >= start, of_head(rows, head), whole)
-        found.append(whole)
-    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
+        head_outputs.append(whole)
+    return head_outputs[0] if len(head_outputs) == 1 else jnp.concatenate(head_outputs, axis=0)
 
 
 def decode(
     geometry: Geometry, options: Options, arrays: dict[str, jax.Array], words: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """(output [tokens, heads, summed dim], lse [tokens, heads], the pages after); only the units' rows are written.
+    """(output [tokens, heads, summed dim], lse [tokens, heads], the pages after); only the work items' rows are written.
 
     arrays: table, flat; query; key_pages and others that are fetched; columns. If the kernel writes, key_row and others with
     the tokens' own numbers; else the pages after are {}.
     """
-    heads, lse_rows = geometry.heads, pieces(geometry.heads)
+    heads, lse_rows = geometry.heads, lane_chunks(geometry.heads)
     row = lambda number, words, *_: (words[number * FIELDS + 1], 0, 0)  # noqa: E731
     scalars = {"words": words, "count": count.reshape(1), "table": arrays["table"]}
     inputs: dict[str, tuple[jax.Array, pl.BlockSpec]] = {
@@ -162,12 +175,12 @@ def decode(
     }
     anywhere = pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
     where = [f"{name}_pages" for name in geometry.streams()]
-    given = {name: f"{name}_before" if options.writes else name for name in where}
-    inputs |= {given[name]: (arrays[name], anywhere) for name in where}
+    source = {name: f"{name}_before" if options.writes else name for name in where}
+    inputs |= {source[name]: (arrays[name], anywhere) for name in where}
     if options.writes:
         for name in geometry.streams():
-            own = arrays[f"{name}_row"]
-            inputs[f"{name}_row"] = own, pl.BlockSpec((None, *own.shape[1:]), row)
+            row_array = arrays[f"{name}_row"]
+            inputs[f"{name}_row"] = row_array, pl.BlockSpec((None, *row_array.shape[1:]), row)
     if "columns" in arrays:
         shape = arrays["columns"].shape
         inputs["columns"] = arrays["columns"], pl.BlockSpec(shape, lambda *_: (0, 0, 0))
@@ -180,8 +193,8 @@ def decode(
     if options.writes:
         outputs |= {name: (arrays[name].shape, arrays[name].dtype) for name in where}
         specs += [anywhere] * len(where)
-        scratch, same = write_scratch(geometry), {given[name]: name for name in where}
+        scratch, same = write_scratch(geometry), {source[name]: name for name in where}
     name = "attnops_paged_decode"
-    made = call(name, kernel, geometry, options, scalars, inputs, outputs, specs, scratch, count, same)
-    lse = made["lse"].reshape(geometry.tokens, lse_rows * LANES)[:, :heads]
-    return made["output"], lse, {name: made[name] for name in same.values()}
+    results = call(name, kernel, geometry, options, scalars, inputs, outputs, specs, scratch, count, same)
+    lse = results["lse"].reshape(geometry.tokens, lse_rows * LANES)[:, :heads]
+    return results["output"], lse, {name: results[name] for name in same.values()}

@@ -107,17 +107,17 @@ class Geometry:
     def streams(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """What is fetched per page: name -> (shape, dtype)."""
         if self.joined:
-            found: dict[str, Any] = {"key": (self.row_shape(self.key_row), self.key_dtype)}
+            rows: dict[str, Any] = {"key": (self.row_shape(self.key_row), self.key_dtype)}
         else:
-            found = {
+            rows = {
                 "key": (self.row_shape(self.key_row), self.key_dtype),
                 "value": (self.row_shape(self.value_row), self.value_dtype),
             }
         for name, rank in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
             if rank == 3:
                 shape = (self.page, self.kv_heads) if self.layout == "split" else (self.kv_heads, self.page)
-                found[name] = shape, np.dtype(np.float32)
-        return found
+                rows[name] = shape, np.dtype(np.float32)
+        return rows
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ import numpy as np
 
 from .....devices import LEAST_VMEM_BYTES
 from .geometry import LANES, Geometry, Options, sublanes
-from .memory import MOST_SCALAR_BYTES, ROOM, scalar_words, several_rows, vmem_parts
-from .units import row_alignment
+from .memory import MAX_SCALAR_BYTES, ROOM, scalar_words, several_rows, vmem_parts
+from .work_items import row_alignment
 
-__all__ = ["advice", "chosen_sizes", "most_vmem", "reasons_against"]
+__all__ = ["advice", "chosen_sizes", "max_vmem", "reasons_against"]
 
-MOST_PAGES = 32  # per block: each has a bit of a word
+MAX_PAGES = 32  # per block: each has a bit of a word
 # Per block of pages. Larger blocks spread the fixed cost of a step over more keys: on tpu7x a step takes 0.64 of the time of its
 # bytes at 2 MiB, 0.89 at 1 MiB.
-_BLOCK_BYTES, _LEAST_BLOCK_BYTES = 2 << 20, 1 << 20
+_BLOCK_BYTES, _MIN_BLOCK_BYTES = 2 << 20, 1 << 20
 _BLOCK_KEYS = 1024
 _ROWS = 512  # per kv head in a block of queries
 _DTYPES = ("bfloat16", "float32")
@@ -26,38 +26,38 @@ _PAGES = (*_DTYPES, "int8", "float8_e4m3fn", "float8_e5m2")
 
 def reasons_against(geometry: Geometry, options: Options) -> list[tuple[str, str, str]]:
     """(code, message, hint) for everything that the kernels don't support, except VMEM, whose size depends on the device."""
-    found: list[tuple[str, str, str]] = []
+    reasons: list[tuple[str, str, str]] = []
     if str(geometry.dtype) not in _DTYPES:
-        found.append(
+        reasons.append(
             ("dtype", f"the query is {geometry.dtype}, which TPUs don't have", "cast it to bfloat16 or float32")
         )
     for name, dtype in (("keys", geometry.key_dtype), ("values", geometry.value_dtype)):
         if str(dtype) not in _PAGES:
-            found.append(("dtype", f"{name} are {dtype}", f"allocate the cache in one of {', '.join(_PAGES)}"))
-    if options.pages_per_block > MOST_PAGES:
+            reasons.append(("dtype", f"{name} are {dtype}", f"allocate the cache in one of {', '.join(_PAGES)}"))
+    if options.pages_per_block > MAX_PAGES:
         message = (
-            f"pages_per_block={options.pages_per_block} is more than the {MOST_PAGES} that the kernels keep track of"
+            f"pages_per_block={options.pages_per_block} is more than the {MAX_PAGES} that the kernels keep track of"
         )
-        found.append(("pages_per_block", message, f"ask for at most {MOST_PAGES}, or larger pages"))
+        reasons.append(("pages_per_block", message, f"ask for at most {MAX_PAGES}, or larger pages"))
     align = row_alignment(geometry)
     if several_rows(geometry, options.max_q_len) and options.queries_per_block % align:
         message = f"queries_per_block={options.queries_per_block} isn't a multiple of {align}, the rows of a tile"
-        found.append(("queries_per_block", message, f"ask for a multiple of {align}"))
+        reasons.append(("queries_per_block", message, f"ask for a multiple of {align}"))
     if options.buffers < 2:
-        found.append(("buffers", "one buffer leaves none for fetching pages", "ask for 2 or more"))
+        reasons.append(("buffers", "one buffer leaves none for fetching pages", "ask for 2 or more"))
     words = max(sum(parts.values()) for parts in scalar_words(geometry, options).values())
-    if 4 * words > MOST_SCALAR_BYTES:
+    if 4 * words > MAX_SCALAR_BYTES:
         message = (
             f"a page table of {geometry.sequences} sequences x {geometry.width} pages and the units of work are {4 * words} "
-            f"bytes, of {MOST_SCALAR_BYTES} in scalar memory"
+            f"bytes, of {MAX_SCALAR_BYTES} in scalar memory"
         )
-        found.append(("page_table_smem", message, "use larger pages, or fewer sequences per step"))
-    return found
+        reasons.append(("page_table_smem", message, "use larger pages, or fewer sequences per step"))
+    return reasons
 
 
 def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
     """(code, message, hint) for what the kernels support, but slowly or with wasted memory."""
-    found: list[tuple[str, str, str]] = []
+    hints: list[tuple[str, str, str]] = []
     rows = {"key_pages": geometry.key_row} if geometry.joined else {
         "key_pages": geometry.key_row, "value_pages": geometry.value_row
     }  # fmt: skip
@@ -69,7 +69,7 @@ def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
             if geometry.joined or (geometry.dim + geometry.value_dim) % LANES
             else "; layout 'joined' needs no padding"
         )
-        found.append((
+        hints.append((
             "page_rows",
             f"rows of {', '.join(f'{row} ({name})' for name, row in odd.items())} aren't whole tiles of {LANES}: XLA keeps such "
             "arrays in another order, and copies all of the cache before each call",
@@ -80,25 +80,25 @@ def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
             tile = max(2, 4 // dtype.itemsize) if dtype.itemsize < 4 else 1
             if geometry.kv_heads & (geometry.kv_heads - 1) or geometry.kv_heads < tile:
                 message = f"{geometry.kv_heads} heads of {name} of a token don't fill their tile"
-                found.append(("kv_heads", message, "layout 'heads' or 'joined'"))
+                hints.append(("kv_heads", message, "layout 'heads' or 'joined'"))
                 break
         if 3 in (geometry.key_scale, geometry.value_scale):
             message = f"scales of {geometry.kv_heads} heads per token take {LANES} numbers of memory"
-            found.append(("scales", message, "layout 'heads' or 'joined', whose scales lie along the page"))
+            hints.append(("scales", message, "layout 'heads' or 'joined', whose scales lie along the page"))
     else:
         tile = max(sublanes(geometry.key_dtype), sublanes(geometry.value_dtype))
         if geometry.page % tile:
             message = f"pages of {geometry.page} don't fill tiles of {tile} rows"
-            found.append(("page_size", message, f"a page size that is a multiple of {tile}"))
+            hints.append(("page_size", message, f"a page size that is a multiple of {tile}"))
         if 3 in (geometry.key_scale, geometry.value_scale) and geometry.page % LANES:
             message = (
                 f"scales of pages of {geometry.page} take the memory of {math.ceil(geometry.page / LANES) * LANES}"
             )
-            found.append(("scales", message, f"a page size that is a multiple of {LANES}"))
-    return found
+            hints.append(("scales", message, f"a page size that is a multiple of {LANES}"))
+    return hints
 
 
-def most_vmem(geometry: Geometry, options: Options) -> int:
+def max_vmem(geometry: Geometry, options: Options) -> int:
     """Counted bytes of VMEM of a call's larger kernel, with some margin."""
     return math.ceil(ROOM * max(sum(parts.values()) for parts in vmem_parts(geometry, options, at_most=True).values()))
 
@@ -111,30 +111,32 @@ def chosen_sizes(geometry: Geometry, options: Options, room: int | None = None) 
     if room is None:
         room = options.vmem_limit_bytes or LEAST_VMEM_BYTES
     bytes_a_page = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in geometry.streams().values())
-    most = min(max(1, _BLOCK_KEYS // geometry.page), geometry.width, MOST_PAGES)
-    pages = max(1, min(most, _BLOCK_BYTES // bytes_a_page))
+    max_pages = min(max(1, _BLOCK_KEYS // geometry.page), geometry.width, MAX_PAGES)
+    pages = max(1, min(max_pages, _BLOCK_BYTES // bytes_a_page))
     align = row_alignment(geometry)
     queries = max(align, min(_ROWS // geometry.group, geometry.tokens) // align * align)
-    made = replace(
+    sized = replace(
         options,
         pages_per_block=options.pages_per_block or 1 << (pages.bit_length() - 1),
         queries_per_block=options.queries_per_block or queries,
         buffers=options.buffers or 4,
     )
-    while most_vmem(geometry, made) > room:
-        parts = vmem_parts(geometry, made, at_most=True)
+    while max_vmem(geometry, sized) > room:
+        parts = vmem_parts(geometry, sized, at_most=True)
         chunks = parts.get("attnops_paged_chunks", {})
         of_queries = sum(n for name, n in chunks.items() if "queries" in name)
-        if not options.pages_per_block and made.pages_per_block * bytes_a_page > max(_LEAST_BLOCK_BYTES, bytes_a_page):
-            made = replace(made, pages_per_block=made.pages_per_block // 2)
-        elif not options.queries_per_block and made.queries_per_block > align and 2 * of_queries > sum(chunks.values()):
-            made = replace(made, queries_per_block=max(align, made.queries_per_block // 2 // align * align))
-        elif not options.pages_per_block and made.pages_per_block > 1:
-            made = replace(made, pages_per_block=made.pages_per_block // 2)
-        elif not options.buffers and made.buffers > 2:
-            made = replace(made, buffers=made.buffers - 1)
-        elif not options.queries_per_block and made.queries_per_block > align:
-            made = replace(made, queries_per_block=max(align, made.queries_per_block // 2 // align * align))
+        if not options.pages_per_block and sized.pages_per_block * bytes_a_page > max(_MIN_BLOCK_BYTES, bytes_a_page):
+            sized = replace(sized, pages_per_block=sized.pages_per_block // 2)
+        elif (
+            not options.queries_per_block and sized.queries_per_block > align and 2 * of_queries > sum(chunks.values())
+        ):
+            sized = replace(sized, queries_per_block=max(align, sized.queries_per_block // 2 // align * align))
+        elif not options.pages_per_block and sized.pages_per_block > 1:
+            sized = replace(sized, pages_per_block=sized.pages_per_block // 2)
+        elif not options.buffers and sized.buffers > 2:
+            sized = replace(sized, buffers=sized.buffers - 1)
+        elif not options.queries_per_block and sized.queries_per_block > align:
+            sized = replace(sized, queries_per_block=max(align, sized.queries_per_block // 2 // align * align))
         else:
             break
-    return made
+    return sized

@@ -12,14 +12,14 @@ from .chunks import chunk_scratch
 from .decode import by_product
 from .geometry import LANES, Geometry, Options, sublanes
 from .pages import page_scratch
-from .softmax import Columns, pieces
-from .units import FIELDS, most_chunk_units
+from .softmax import Columns, lane_chunks
+from .work_items import FIELDS, max_chunk_items
 from .writes import row_block, write_scratch
 
-__all__ = ["MOST_SCALAR_BYTES", "ROOM", "scalar_words", "several_rows", "vmem_parts", "vmem_room"]
+__all__ = ["MAX_SCALAR_BYTES", "ROOM", "scalar_words", "several_rows", "vmem_parts", "vmem_room"]
 
 # The compiler's own share of scalar memory was measured as less than 16 KiB.
-MOST_SCALAR_BYTES = SCALAR_BYTES - (16 << 10)
+MAX_SCALAR_BYTES = SCALAR_BYTES - (16 << 10)
 # In everything compiled so far, the compiler took at most this many times what is counted here.
 ROOM = 1.1
 # The paths through a block of queries and pages, with and without a mask, of which each has its logits. They share most of the
@@ -34,20 +34,20 @@ def several_rows(geometry: Geometry, max_q_len: int | None) -> bool:
 
 def vmem_parts(geometry: Geometry, options: Options, *, at_most: bool = False) -> dict[str, dict[str, int]]:
     """Each kernel of a call -> bytes of VMEM by what they hold. at_most: as if code paths shared nothing, to choose sizes by."""
-    found = {"attnops_paged_decode": _decode_parts(geometry, options)}
+    parts = {"attnops_paged_decode": _decode_parts(geometry, options)}
     if several_rows(geometry, options.max_q_len):
-        found["attnops_paged_chunks"] = _chunk_parts(geometry, options, 2 if at_most else _PATHS)
-    return found
+        parts["attnops_paged_chunks"] = _chunk_parts(geometry, options, 2 if at_most else _PATHS)
+    return parts
 
 
 def scalar_words(geometry: Geometry, options: Options) -> dict[str, dict[str, int]]:
     """Each kernel of a call -> words of scalar memory by what they hold."""
     table = {"page table": geometry.sequences * geometry.width}
-    found = {"attnops_paged_decode": table | {"units": geometry.sequences * FIELDS}}
+    words = {"attnops_paged_decode": table | {"units": geometry.sequences * FIELDS}}
     if several_rows(geometry, options.max_q_len):
-        units, _ = most_chunk_units(geometry, options.queries_per_block)
-        found["attnops_paged_chunks"] = table | {"units": units * FIELDS}
-    return found
+        items, _ = max_chunk_items(geometry, options.queries_per_block)
+        words["attnops_paged_chunks"] = table | {"units": items * FIELDS}
+    return words
 
 
 def vmem_room(device_kind: str, vmem_limit_bytes: int | None) -> int:
@@ -64,7 +64,9 @@ def _decode_parts(geometry: Geometry, options: Options) -> dict[str, int]:
     return (
         _page_parts(geometry, options)
         | {
-            "query, output and lse, twice": query + output + 2 * _bytes((pieces(geometry.heads), LANES), np.float32),
+            "query, output and lse, twice": query
+            + output
+            + 2 * _bytes((lane_chunks(geometry.heads), LANES), np.float32),
             "numbers of heads": _columns(geometry, options),
             "logits and weights (pages_per_block)": _logits(geometry, geometry.heads, keys),
             "keys and values on their way to a product": _converted(geometry, options, by_product(geometry)),
@@ -75,17 +77,17 @@ def _decode_parts(geometry: Geometry, options: Options) -> dict[str, int]:
 
 def _written(geometry: Geometry) -> int:
     rows = (_bytes(row_block(geometry, name), dtype) for name, (_, dtype) in geometry.streams().items())
-    held = (_bytes(x.shape, x.dtype) for x in _buffers(write_scratch(geometry)).values())
-    return 2 * sum(rows) + sum(held)
+    buffer_sizes = (_bytes(x.shape, x.dtype) for x in _buffers(write_scratch(geometry)).values())
+    return 2 * sum(rows) + sum(buffer_sizes)
 
 
 def _chunk_parts(geometry: Geometry, options: Options, paths: float) -> dict[str, int]:
     rows, keys = geometry.group * options.queries_per_block, options.pages_per_block * geometry.page
-    held = {name: _bytes(x.shape, x.dtype) for name, x in _buffers(chunk_scratch(geometry, options)).items()}
+    buffer_sizes = {name: _bytes(x.shape, x.dtype) for name, x in _buffers(chunk_scratch(geometry, options)).items()}
     return _page_parts(geometry, options) | {
-        "query, twice, and output (queries_per_block)": held["query_buffer"] + held["output_buffer"],
-        "sums (queries_per_block)": held["peak"] + held["total"] + held["weighted"],
-        "lse, twice": 2 * _bytes((geometry.kv_heads, pieces(rows), LANES), np.float32),
+        "query, twice, and output (queries_per_block)": buffer_sizes["query_buffer"] + buffer_sizes["output_buffer"],
+        "sums (queries_per_block)": buffer_sizes["peak"] + buffer_sizes["total"] + buffer_sizes["weighted"],
+        "lse, twice": 2 * _bytes((geometry.kv_heads, lane_chunks(rows), LANES), np.float32),
         "numbers of heads": _columns(geometry, options),
         "logits, weights and mask (queries_per_block x pages_per_block)": int(paths * _logits(geometry, rows, keys)),
         "keys and values on their way to a product": _converted(geometry, options, False)

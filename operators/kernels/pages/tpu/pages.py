@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .geometry import Geometry, Options
-from .units import FIELDS, FIRST_PAGE, Unit
+from .work_items import FIELDS, FIRST_PAGE, WorkItem
 from .writes import Writer
 
 __all__ = ["Pages", "page_scratch", "walk", "whole_word"]
@@ -21,14 +21,14 @@ __all__ = ["Pages", "page_scratch", "walk", "whole_word"]
 
 def page_scratch(geometry: Geometry, options: Options) -> dict[str, Any]:
     """A ring of buffers, each for a block of pages of every stream, and the kernel's place in it."""
-    found: dict[str, Any] = {
+    scratch: dict[str, Any] = {
         f"{name}_buffer": pltpu.VMEM((options.buffers, options.pages_per_block, *shape), dtype)
         for name, (shape, dtype) in geometry.streams().items()
     }
-    return found | {
+    return scratch | {
         "arrived": pltpu.SemaphoreType.DMA((options.buffers, len(geometry.streams()))),
         "here": pltpu.SMEM((1,), jnp.int32),  # the slot visited next
-        "front": pltpu.SMEM((3,), jnp.int32),  # the block to fetch next: unit, first page, slot
+        "front": pltpu.SMEM((3,), jnp.int32),  # the block to fetch next: work item, first page, slot
     }
 
 
@@ -39,34 +39,34 @@ class Pages:
     def __init__(
         self, geometry: Geometry, options: Options, refs: dict[str, Any], writer: Writer | None = None
     ) -> None:
-        """`writer`: writes each unit's own row when its page has arrived."""
+        """`writer`: writes each work item's own row when its page has arrived."""
         self.geometry, self.options, self.refs, self.writer = geometry, options, refs, writer
         self.block = options.pages_per_block
         self.names = tuple(geometry.streams())
         self.last = self.names[0 if geometry.joined else 1]  # the stream that values come from
 
     def begin(self, words: Any, count: Any) -> None:
-        """Before the first unit: fill all slots of the ring but one."""
+        """Before the first work item: fill all slots of the ring but one."""
         front = self.refs["front"]
         front[0], front[1], front[2] = np.int32(0), words[FIRST_PAGE], np.int32(0)
         lax.fori_loop(0, self.options.buffers - 1, lambda i, _: self.ahead(words, count), None)
 
     def ahead(self, words: Any, count: Any) -> None:
-        """Start fetching the next block that isn't being fetched yet, whichever unit it belongs to."""
+        """Start fetching the next block that isn't being fetched yet, whichever work item it belongs to."""
         front, block = self.refs["front"], np.int32(self.block)
 
         @pl.when(front[0] < count)
         def _more() -> None:
-            unit, first, slot = Unit.read(words, front[0]), front[1], front[2]
-            self._start(slot, unit, first)
-            done = first + block >= unit.end
+            item, first, slot = WorkItem.read(words, front[0]), front[1], front[2]
+            self._start(slot, item, first)
+            done = first + block >= item.end
             after = jnp.minimum(front[0] + 1, count - 1)
             front[0] = front[0] + done.astype(jnp.int32)
             front[1] = jnp.where(done, words[after * FIELDS + FIRST_PAGE], first + block)
             front[2] = jnp.where(slot + 1 == self.options.buffers, 0, slot + 1)
 
-    def _start(self, slot: Any, unit: Unit, first: Any) -> None:
-        whole = self._whole(unit, first)
+    def _start(self, slot: Any, item: WorkItem, first: Any) -> None:
+        whole = self._whole(item, first)
 
         def fetch(i: Any, page: Any) -> None:
             for stream in range(len(self.names)):
@@ -74,25 +74,25 @@ class Pages:
 
         @pl.when(whole)
         def _all() -> None:
-            place = unit.seq * self.geometry.width + first
+            place = item.seq * self.geometry.width + first
             for i in range(self.block):
                 fetch(i, self.refs["table"][place + i])
 
         @pl.when(jnp.logical_not(whole))
         def _some() -> None:
-            def one(i: Any, _: None) -> None:
-                live, page = self._page(unit, first + i)
-                pl.when(live)(lambda: fetch(i, page))
+            def fetch_page(i: Any, _: None) -> None:
+                valid, page = self._page(item, first + i)
+                pl.when(valid)(lambda: fetch(i, page))
 
-            lax.fori_loop(np.int32(0), np.int32(self.block), one, None)
+            lax.fori_loop(np.int32(0), np.int32(self.block), fetch_page, None)
 
-    def wait(self, slot: Any, unit: Unit, first: Any) -> Any:
+    def wait(self, slot: Any, item: WorkItem, first: Any) -> Any:
         """Wait until a block has arrived; returns a word with a bit for each page that was fetched.
 
         Values of other pages, and those past the sequence's end, are set to 0: a freed page may have held NaN, and 0 times NaN is
         NaN.
         """
-        whole, page = self._whole(unit, first), self.geometry.page
+        whole, page = self._whole(item, first), self.geometry.page
 
         @pl.when(whole)
         def _all() -> None:  # the copies of a semaphore are counted together
@@ -100,57 +100,57 @@ class Pages:
                 buffer = self.refs[f"{name}_buffer"].at[slot]
                 pltpu.make_async_copy(buffer, buffer, self.refs["arrived"].at[slot, stream]).wait()
 
-        def one(i: Any, word: Any) -> Any:
-            live, page = self._page(unit, first + i)
+        def wait_page(i: Any, word: Any) -> Any:
+            valid, page = self._page(item, first + i)
 
-            @pl.when(live)
+            @pl.when(valid)
             def _arrive() -> None:
                 for stream in range(len(self.names)):
                     self._copy(slot, i, stream, page).wait()
 
-            @pl.when(jnp.logical_not(live))
+            @pl.when(jnp.logical_not(valid))
             def _clear() -> None:
                 buffer = self.refs[f"{self.last}_buffer"]
                 buffer[slot, i] = jnp.zeros(buffer.shape[2:], buffer.dtype)
 
-            return word | lax.shift_left(live.astype(jnp.int32), i)
+            return word | lax.shift_left(valid.astype(jnp.int32), i)
 
         # A whole block needs no check of single pages.
         some = jnp.where(whole, np.int32(0), np.int32(self.block))
-        word = lax.fori_loop(np.int32(0), some, one, np.int32(0))
+        word = lax.fori_loop(np.int32(0), some, wait_page, np.int32(0))
         if self.writer is not None:  # before values past the end are cleared: a tile is written as it was fetched
-            self._write(self.writer, slot, unit, first)
-        tail = lax.rem(unit.keys, np.int32(page))
-        last = lax.div(unit.keys, np.int32(page)) - first
+            self._write(self.writer, slot, item, first)
+        tail = lax.rem(item.keys, np.int32(page))
+        last = lax.div(item.keys, np.int32(page)) - first
 
         @pl.when((tail != 0) & (last >= 0) & (last < self.block))
         def _clear() -> None:
             buffer = self.refs[f"{self.last}_buffer"]
             axis = 0 if self.geometry.layout == "split" else 1
-            held = buffer[slot, last]
-            wide = held if held.dtype == jnp.float32 else held.astype(jnp.float32)
+            last_page = buffer[slot, last]
+            wide = last_page if last_page.dtype == jnp.float32 else last_page.astype(jnp.float32)
             inside = lax.broadcasted_iota(jnp.int32, wide.shape, axis) < tail
             buffer[slot, last] = jnp.where(inside, wide, 0.0).astype(buffer.dtype)
 
         return jnp.where(whole, whole_word(self.block), word)
 
-    def _write(self, writer: Writer, slot: Any, unit: Unit, first: Any) -> None:
-        at = lax.div(unit.position, np.int32(self.geometry.page))
-        live, page = self._page(unit, at)
+    def _write(self, writer: Writer, slot: Any, item: WorkItem, first: Any) -> None:
+        at = lax.div(item.position, np.int32(self.geometry.page))
+        valid, page = self._page(item, at)
 
-        @pl.when(live & (at >= first) & (at < first + np.int32(self.block)))
+        @pl.when(valid & (at >= first) & (at < first + np.int32(self.block)))
         def _own() -> None:
-            writer.row(slot, at - first, unit, page)
+            writer.row(slot, at - first, item, page)
 
-    def _whole(self, unit: Unit, first: Any) -> Any:
+    def _whole(self, item: WorkItem, first: Any) -> Any:
         """Whether every page of the block is fetched."""
-        return (unit.sound != 0) & (first + np.int32(self.block) <= unit.end)
+        return (item.sound != 0) & (first + np.int32(self.block) <= item.end)
 
-    def _page(self, unit: Unit, at: Any) -> tuple[Any, Any]:
+    def _page(self, item: WorkItem, at: Any) -> tuple[Any, Any]:
         """(whether it is fetched, its id)."""
         width = self.geometry.width
-        page = self.refs["table"][unit.seq * width + jnp.minimum(at, width - 1)]
-        return (at < unit.end) & (page >= 0) & (page < self.geometry.pages), page
+        page = self.refs["table"][item.seq * width + jnp.minimum(at, width - 1)]
+        return (at < item.end) & (page >= 0) & (page < self.geometry.pages), page
 
     def key(self, slot: Any, head: Any) -> jax.Array:
         """Keys of a kv head, [keys of the block, dim]."""
@@ -167,38 +167,38 @@ class Pages:
         """
         geometry, size = self.geometry, self.block
         page, kv_heads = geometry.page, geometry.kv_heads
-        held = self.refs[f"{name}_buffer"][slot]
-        held = jnp.where(jnp.abs(held) < jnp.inf, held, 0.0)  # an unused slot must not reach another's sum
+        scales = self.refs[f"{name}_buffer"][slot]
+        scales = jnp.where(jnp.abs(scales) < jnp.inf, scales, 0.0)  # an unused slot must not reach another's sum
         dot = functools.partial(lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         if geometry.layout == "split":
-            held = held.reshape(size * page, kv_heads)
+            scales = scales.reshape(size * page, kv_heads)
             here, there = (lax.broadcasted_iota(jnp.int32, (kv_heads, kv_heads), axis) for axis in (0, 1))
-            turned = dot(jnp.where(here == there, 1.0, 0.0), held, (((1,), (1,)), ((), ())))
-            return jnp.where(valid, turned, 0.0)
-        held = held.reshape(size * kv_heads, page)
+            transposed = dot(jnp.where(here == there, 1.0, 0.0), scales, (((1,), (1,)), ((), ())))
+            return jnp.where(valid, transposed, 0.0)
+        scales = scales.reshape(size * kv_heads, page)
         lane = lax.broadcasted_iota(jnp.int32, (page, size * page), 1)
         spot = lax.broadcasted_iota(jnp.int32, (page, size * page), 0)
         spread = jnp.zeros((page, size * page), jnp.float32)
         for i in range(size):
             spread = jnp.where(lane == spot + i * page, 1.0, spread)
-        wide = dot(held, spread, (((1,), (0,)), ((), ())))
+        wide = dot(scales, spread, (((1,), (0,)), ((), ())))
         lanes = lax.broadcasted_iota(jnp.int32, (kv_heads, size * page), 1)
         rows = jnp.zeros((kv_heads, size * page), jnp.float32)
         for i in range(size):
-            own = (lanes >= i * page) & (lanes < (i + 1) * page)
-            rows = jnp.where(own, wide[i * kv_heads : (i + 1) * kv_heads], rows)
+            of_page = (lanes >= i * page) & (lanes < (i + 1) * page)
+            rows = jnp.where(of_page, wide[i * kv_heads : (i + 1) * kv_heads], rows)
         return jnp.where(valid, rows, 0.0)
 
     def flat(self, of_values: bool, slot: Any) -> jax.Array:
         """All kv heads' keys (or values) in the layout "split", in place: [keys * kv_heads, dim]."""
-        held = self.refs[f"{self.last if of_values else 'key'}_buffer"][slot]
-        return as_factor(held.reshape(-1, held.shape[-1]), self.geometry.compute_dtype)
+        values = self.refs[f"{self.last if of_values else 'key'}_buffer"][slot]
+        return as_factor(values.reshape(-1, values.shape[-1]), self.geometry.compute_dtype)
 
     def _rows(self, name: str, slot: Any, head: Any, lanes: tuple[int, int]) -> jax.Array:
         buffer, lane = self.refs[f"{name}_buffer"], slice(*lanes)
         split = self.geometry.layout == "split"
-        held = buffer[slot, :, :, head, lane] if split else buffer[slot, :, head, :, lane]
-        rows = held.reshape(self.block * self.geometry.page, lanes[1] - lanes[0])
+        values = buffer[slot, :, :, head, lane] if split else buffer[slot, :, head, :, lane]
+        rows = values.reshape(self.block * self.geometry.page, lanes[1] - lanes[0])
         return as_factor(rows, self.geometry.compute_dtype)
 
     def _copy(self, slot: Any, i: Any, stream: int, page: Any) -> Any:
@@ -223,11 +223,11 @@ def whole_word(pages: int) -> np.int32:
 
 
 def walk(pages: Pages, words: Any, number: Any, count: Any, visit: Any, carry: Any) -> Any:
-    """Call visit(slot, first page, live word, carry) for each block of pages of a unit.
+    """Call visit(slot, first page, word of fetched pages, carry) for each block of pages of a work item.
 
-    While a block is visited the next ones are being fetched, of this unit or of those that follow.
+    While a block is visited the next ones are being fetched, of this work item or of those that follow.
     """
-    unit, here = Unit.read(words, number), pages.refs["here"]
+    item, here = WorkItem.read(words, number), pages.refs["here"]
     size, ring = np.int32(pages.block), pages.options.buffers
 
     @pl.when(number == 0)
@@ -235,13 +235,13 @@ def walk(pages: Pages, words: Any, number: Any, count: Any, visit: Any, carry: A
         here[0] = np.int32(0)
         pages.begin(words, count)
 
-    trips = lax.div(unit.end - unit.first + (size - 1), size)
+    trips = lax.div(item.end - item.first + (size - 1), size)
     begun = here[0]
 
     def step(block: Any, carry: Any) -> Any:
-        slot, first = lax.rem(begun + block, np.int32(ring)), unit.first + block * size
+        slot, first = lax.rem(begun + block, np.int32(ring)), item.first + block * size
         pages.ahead(words, count)  # into the slot visited last
-        return visit(slot, first, pages.wait(slot, unit, first), carry)
+        return visit(slot, first, pages.wait(slot, item, first), carry)
 
     carry = lax.fori_loop(np.int32(0), trips, step, carry)
     here[0] = lax.rem(begun + trips, np.int32(ring))

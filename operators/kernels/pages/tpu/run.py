@@ -1,4 +1,4 @@
-"""One Pallas call over a list of units, with scalars, the pages' ring and everything else by name."""
+"""One Pallas call over a list of work items, with scalars, the pages' ring and everything else by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["call"]
 
 def call(
     name: str,
-    body: Any,
+    kernel: Any,
     geometry: Geometry,
     options: Options,
     scalars: dict[str, jax.Array],
@@ -32,15 +32,15 @@ def call(
     count: jax.Array,
     same: Mapping[str, str] | None = None,
 ) -> dict[str, jax.Array]:
-    """Run a kernel over the units; it gets its refs by name. same: inputs whose memory an output takes over, by name."""
+    """Run a kernel over the work items; it gets its refs by name. same: inputs whose memory an output takes over, by name."""
     scratch = scratch | page_scratch(geometry, options)
     names = (*scalars, *inputs, *outputs, *scratch)
     arrays = [*scalars.values(), *(x for x, _ in inputs.values())]
-    given, made_by = [*scalars, *inputs], list(outputs)
+    input_names, made_by = [*scalars, *inputs], list(outputs)
     axes = varying(arrays)
     arrays = [vary(x, axes) for x in arrays]
-    made = pl.pallas_call(
-        lambda *refs: body(dict(zip(names, refs, strict=True)), geometry, options),
+    results = pl.pallas_call(
+        lambda *refs: kernel(dict(zip(names, refs, strict=True)), geometry, options),
         out_shape=[varying_as(arrays[0], s, d) for s, d in outputs.values()],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -54,8 +54,8 @@ def call(
             vmem_limit_bytes=options.vmem_limit_bytes,
             disable_bounds_checks=True,  # a third of what a copy costs to start; ids are checked in pages.py
         ),
-        input_output_aliases={given.index(a): made_by.index(b) for a, b in (same or {}).items()},
+        input_output_aliases={input_names.index(a): made_by.index(b) for a, b in (same or {}).items()},
         interpret=options.interpret,
         name=name,
     )(*arrays)
-    return dict(zip(outputs, made, strict=True))
+    return dict(zip(outputs, results, strict=True))

@@ -23,8 +23,8 @@ __all__ = [
     "begin",
     "finish",
     "in_lanes",
+    "lane_chunks",
     "live_keys",
-    "pieces",
     "seen_keys",
     "spread",
     "weigh",
@@ -48,8 +48,8 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, geometry: Geometry, options: Options) -> Columns:
-        wanted = options.sinks, geometry.key_scale in (0, 1), geometry.value_scale in (0, 1)
-        return cls(*(sum(wanted[:i]) if wanted[i] else None for i in range(3)))
+        present = options.sinks, geometry.key_scale in (0, 1), geometry.value_scale in (0, 1)
+        return cls(*(sum(present[:i]) if present[i] else None for i in range(3)))
 
     @property
     def many(self) -> int:
@@ -92,23 +92,23 @@ def add(sums: Sums, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.
 
 def finish(sums: Sums, value_scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """(output [rows, value_dim] in float32, lse [rows, 128])."""
-    dead = sums.total == 0
-    safe = jnp.where(dead, 1.0, sums.total)
+    empty = sums.total == 0
+    safe = jnp.where(empty, 1.0, sums.total)
     factor = 1 / safe if value_scale is None else value_scale / safe
     output = sums.weighted * spread(factor, sums.weighted.shape[1])
-    lse = jnp.where(dead, -jnp.inf, (sums.peak + jnp.log2(safe)) * np.float32(LN2))
+    lse = jnp.where(empty, -jnp.inf, (sums.peak + jnp.log2(safe)) * np.float32(LN2))
     return output, lse
 
 
 def in_lanes(rows: jax.Array) -> jax.Array:
     """Numbers of rows [rows, 128] laid along lanes: [ceil(rows / 128), 128]."""
     count = rows.shape[0]
-    found = []
+    lane_rows = []
     for start in range(0, count, LANES):
         part = rows[start : min(start + LANES, count)]
-        own = lax.broadcasted_iota(jnp.int32, part.shape, 0) == lax.broadcasted_iota(jnp.int32, part.shape, 1)
-        found.append(jnp.where(own, part, 0.0).sum(axis=0, keepdims=True))
-    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
+        diagonal = lax.broadcasted_iota(jnp.int32, part.shape, 0) == lax.broadcasted_iota(jnp.int32, part.shape, 1)
+        lane_rows.append(jnp.where(diagonal, part, 0.0).sum(axis=0, keepdims=True))
+    return lane_rows[0] if len(lane_rows) == 1 else jnp.concatenate(lane_rows, axis=0)
 
 
 def live_keys(
@@ -142,6 +142,6 @@ def seen_keys(options: Options, seen: jax.Array, place: jax.Array, position: Any
     return seen & (position >= 0)
 
 
-def pieces(rows: int) -> int:
+def lane_chunks(rows: int) -> int:
     """How many rows of 128 lanes `in_lanes` returns."""
     return math.ceil(rows / LANES)

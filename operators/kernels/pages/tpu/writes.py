@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .geometry import LANES, Geometry, sublanes
-from .units import Unit
+from .work_items import WorkItem
 
 __all__ = ["Writer", "row_block", "write_scratch"]
 
@@ -43,20 +43,20 @@ def row_block(geometry: Geometry, name: str) -> tuple[int, int]:
 
 
 def write_scratch(geometry: Geometry) -> dict[str, Any]:
-    """Two copies of what is being written, by even and by odd units."""
+    """Two copies of what is being written, by even and by odd work items."""
     streams = geometry.streams()
-    found: dict[str, Any] = {
+    scratch: dict[str, Any] = {
         f"{name}_written": pltpu.VMEM((2, *written_shape(geometry, name)), dtype)
         for name, (_, dtype) in streams.items()
     }
-    return found | {
+    return scratch | {
         "leaving": pltpu.SemaphoreType.DMA((2, len(streams))),
         "left": pltpu.SMEM((2, 3), jnp.int32),  # for each copy: whether it is being written, its page and first row
     }
 
 
 class Writer:
-    """Writes the row of one unit at a time."""
+    """Writes the row of one work item at a time."""
 
     def __init__(self, geometry: Geometry, refs: dict[str, Any], number: Any) -> None:
         self.geometry, self.refs, self.number = geometry, refs, number
@@ -66,10 +66,10 @@ class Writer:
         def _none_yet() -> None:
             refs["left"][0, 0] = refs["left"][1, 0] = np.int32(0)
 
-    def row(self, slot: Any, place: Any, unit: Unit, page: Any) -> None:
-        """Put a unit's own row into page `place` of the block in `slot`, and start writing it to page id `page`."""
+    def row(self, slot: Any, place: Any, item: WorkItem, page: Any) -> None:
+        """Put a work item's own row into page `place` of the block in `slot`, and start writing it to page id `page`."""
         self._wait(self.half)
-        at = lax.rem(unit.position, np.int32(self.geometry.page))
+        at = lax.rem(item.position, np.int32(self.geometry.page))
         left = self.refs["left"]
         left[self.half, 0], left[self.half, 1], left[self.half, 2] = np.int32(1), page, at
         for name in self.geometry.streams():
@@ -78,30 +78,30 @@ class Writer:
             copy.start()
 
     def finish(self) -> None:
-        """After the last unit: wait for everything that is being written."""
+        """After the last work item: wait for everything that is being written."""
         self._wait(np.int32(0))
         self._wait(np.int32(1))
 
     def _merge(self, name: str, slot: Any, place: Any, at: Any) -> None:
         geometry, buffer = self.geometry, self.refs[f"{name}_buffer"]
-        written, own = self.refs[f"{name}_written"], self.refs[f"{name}_row"][...]
+        written, row = self.refs[f"{name}_written"], self.refs[f"{name}_row"][...]
         if name not in _SCALES and geometry.layout == "split":
-            buffer[slot, place, at] = own
-            written[self.half, 0] = own
+            buffer[slot, place, at] = row
+            written[self.half, 0] = row
             return
         index: tuple[Any, ...] = (slot, place)
         if name in _SCALES:
             axis, spot = (0, at) if geometry.layout == "split" else (1, at)
             shape = written.shape[1:]
             if geometry.layout != "split":
-                own = jnp.tile(own, (1, -(-shape[1] // LANES)))[:, : shape[1]]
+                row = jnp.tile(row, (1, -(-shape[1] // LANES)))[:, : shape[1]]
         else:
             axis, shape = 1, written.shape[1:]
             first = self._first(name, at)
-            index, spot, own = (slot, place, slice(None), pl.ds(first, shape[1])), at - first, own[:, None, :]
-        held = buffer[index]
+            index, spot, row = (slot, place, slice(None), pl.ds(first, shape[1])), at - first, row[:, None, :]
+        tile = buffer[index]
         here = lax.broadcasted_iota(jnp.int32, shape, axis) == spot
-        merged = jnp.where(here, _wide(own), _wide(held)).astype(buffer.dtype)
+        merged = jnp.where(here, _wide(row), _wide(tile)).astype(buffer.dtype)
         buffer[index] = merged
         written[self.half] = merged
 
@@ -114,7 +114,7 @@ class Writer:
 
     def _copies(self, half: Any) -> list[Any]:
         page, at = self.refs["left"][half, 1], self.refs["left"][half, 2]
-        found = []
+        copies = []
         for stream, name in enumerate(self.geometry.streams()):
             target = self.refs[f"{name}_pages"].at[page]
             if name not in _SCALES:
@@ -122,8 +122,8 @@ class Writer:
                 split = self.geometry.layout == "split"
                 target = target.at[pl.ds(at, 1)] if split else target.at[:, pl.ds(self._first(name, at), rows)]
             gone = self.refs["leaving"].at[half, stream]
-            found.append(pltpu.make_async_copy(self.refs[f"{name}_written"].at[half], target, gone))
-        return found
+            copies.append(pltpu.make_async_copy(self.refs[f"{name}_written"].at[half], target, gone))
+        return copies
 
     def _wait(self, half: Any) -> None:
         @pl.when(self.refs["left"][half, 0] == 1)

@@ -1,4 +1,4 @@
-"""A kernel's work list, made on the device: units of some rows of one sequence, those that see a page."""
+"""A kernel's work list, made on the device: work items of some rows of one sequence, those that see a page."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jax import lax
 from ..paged_step import Batch, PagedOperands
 from .geometry import Geometry, Options
 
-__all__ = ["FIELDS", "FIRST_PAGE", "Chunks", "Unit", "chunk_units", "decode_units", "most_chunk_units"]
+__all__ = ["FIELDS", "FIRST_PAGE", "Chunks", "WorkItem", "chunk_items", "decode_items", "max_chunk_items"]
 
-FIELDS, FIRST_PAGE = 7, 3  # words per unit, and the word where its pages begin
+FIELDS, FIRST_PAGE = 7, 3  # words per work item, and the word where its pages begin
 
 
-class Unit(NamedTuple):
-    """Numbers of a unit, int32. row: where it begins in the kernel's query. position: of that row among the
+class WorkItem(NamedTuple):
+    """Numbers of a work item, int32. row: where it begins in the kernel's query. position: of that row among the
     keys. first, end: pages of its sequence that it sees; keys: how many the sequence has. sound: whether all these pages' ids
     are in range."""
 
@@ -31,8 +31,8 @@ class Unit(NamedTuple):
     sound: Any
 
     @classmethod
-    def read(cls, words: Any, number: Any) -> Unit:
-        """Read a unit from scalar memory."""
+    def read(cls, words: Any, number: Any) -> WorkItem:
+        """Read a work item from scalar memory."""
         return cls(*(words[number * FIELDS + i] for i in range(FIELDS)))
 
 
@@ -43,13 +43,13 @@ class Chunks(NamedTuple):
     listed: jax.Array
     source: jax.Array  # [packed]: the token of each row of the packed query
     place: jax.Array  # [tokens]: its inverse
-    unit: jax.Array  # [tokens]: of the compacted list
-    row: jax.Array  # [tokens]: within the unit
-    live: jax.Array  # [tokens]: whether its unit is in the list
+    item: jax.Array  # [tokens]: of the compacted list
+    row: jax.Array  # [tokens]: within the work item
+    in_list: jax.Array  # [tokens]: whether its work item is in the list
 
 
-def decode_units(
-    geometry: Geometry, options: Options, operands: PagedOperands, batch: Batch, wanted: jax.Array
+def decode_items(
+    geometry: Geometry, options: Options, operands: PagedOperands, batch: Batch, selected: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(words, count, bool [sequences] whether in the list) of sequences with one row each."""
     keys = jnp.minimum(batch.kv_lens, np.int32(geometry.width * geometry.page))
@@ -57,18 +57,18 @@ def decode_units(
     first, end = _pages(geometry, options, position, position, keys)
     sound = _sound(geometry, operands.page_table, first, keys)
     seq = jnp.arange(geometry.sequences, dtype=np.int32)
-    live = wanted & (end > first)
-    words, count, _ = _compact(live, Unit(seq, batch.starts, position, first, end, keys, sound))
-    return words, count, live
+    listed = selected & (end > first)
+    words, count, _ = _compact(listed, WorkItem(seq, batch.starts, position, first, end, keys, sound))
+    return words, count, listed
 
 
-def most_chunk_units(geometry: Geometry, block: int) -> tuple[int, int]:
-    """(units, rows of the packed query) that chunks of two or more rows can make at most."""
+def max_chunk_items(geometry: Geometry, block: int) -> tuple[int, int]:
+    """(work items, rows of the packed query) that chunks of two or more rows can make at most."""
     tokens = geometry.tokens
     chunks = max(1, min(geometry.sequences, tokens // 2))
     align = row_alignment(geometry)
-    units = max(1, min(tokens, tokens // block + chunks))
-    return units, -(-(tokens + chunks * (align - 1)) // align) * align + block
+    items = max(1, min(tokens, tokens // block + chunks))
+    return items, -(-(tokens + chunks * (align - 1)) // align) * align + block
 
 
 def row_alignment(geometry: Geometry) -> int:
@@ -76,26 +76,26 @@ def row_alignment(geometry: Geometry) -> int:
     return 16 if geometry.dtype.itemsize < 4 else 8
 
 
-def chunk_units(
+def chunk_items(
     geometry: Geometry,
     options: Options,
     operands: PagedOperands,
     batch: Batch,
-    wanted: jax.Array,
+    selected: jax.Array,
     token_seq: jax.Array,
     token_row: jax.Array,
 ) -> Chunks:
-    """Units of the wanted sequences; token_seq, token_row: for each row of the query, its sequence and its place there."""
+    """Units of the selected sequences; token_seq, token_row: for each row of the query, its sequence and its place there."""
     block, align = np.int32(options.queries_per_block), np.int32(row_alignment(geometry))
-    most, packed = most_chunk_units(geometry, options.queries_per_block)
+    max_units, packed = max_chunk_items(geometry, options.queries_per_block)
     rows = batch.q_lens if options.max_q_len is None else jnp.minimum(batch.q_lens, np.int32(options.max_q_len))
-    rows = jnp.where(wanted, rows, 0)
+    rows = jnp.where(selected, rows, 0)
     padded = lax.div(rows + (align - 1), align) * align
     starts = jnp.cumsum(padded, dtype=np.int32) - padded
     blocks = lax.div(rows + (block - 1), block)
     ends = jnp.cumsum(blocks, dtype=np.int32)
 
-    number = jnp.arange(most, dtype=np.int32)
+    number = jnp.arange(max_units, dtype=np.int32)
     seq = jnp.minimum(jnp.sum(ends[None, :] <= number[:, None], axis=1, dtype=np.int32), geometry.sequences - 1)
     of = lambda x: x.at[seq].get(mode="promise_in_bounds")  # noqa: E731
     at = (number - of(ends - blocks)) * block
@@ -103,19 +103,19 @@ def chunk_units(
     position = of(batch.kv_lens) - of(batch.q_lens) + at
     last = position + jnp.minimum(of(rows) - at, block) - 1
     first, end = _pages(geometry, options, position, last, keys)
-    live = (number < ends[-1]) & (end > first)
+    listed = (number < ends[-1]) & (end > first)
     all_keys = jnp.minimum(batch.kv_lens, np.int32(geometry.width * geometry.page))
     begin = batch.kv_lens - batch.q_lens
     sound = of(_sound(geometry, operands.page_table, _pages(geometry, options, begin, begin, all_keys)[0], all_keys))
-    words, count, place = _compact(live, Unit(seq, of(starts) + at, position, first, end, keys, sound))
+    words, count, place = _compact(listed, WorkItem(seq, of(starts) + at, position, first, end, keys, sound))
 
     pick = lambda x: x.at[token_seq].get(mode="promise_in_bounds")  # noqa: E731
-    mine = pick(wanted) & (token_row < pick(rows)) & (token_row >= 0)
+    mine = pick(selected) & (token_row < pick(rows)) & (token_row >= 0)
     spot = jnp.where(mine, pick(starts) + token_row, np.int32(packed))
     tokens = jnp.arange(geometry.tokens, dtype=np.int32)
     source = jnp.zeros(packed, np.int32).at[spot].set(tokens, mode="drop")
-    unit = jnp.clip(pick(ends - blocks) + lax.div(token_row, block), 0, np.int32(most - 1))
-    in_list = lambda x: x.at[unit].get(mode="promise_in_bounds")  # noqa: E731
+    item = jnp.clip(pick(ends - blocks) + lax.div(token_row, block), 0, np.int32(max_units - 1))
+    in_list = lambda x: x.at[item].get(mode="promise_in_bounds")  # noqa: E731
     return Chunks(
         words,
         count,
@@ -123,7 +123,7 @@ def chunk_units(
         jnp.where(mine, spot, 0),
         in_list(place),
         lax.rem(token_row, block),
-        mine & in_list(live),
+        mine & in_list(listed),
     )
 
 
@@ -147,10 +147,10 @@ def _sound(geometry: Geometry, table: jax.Array, first: jax.Array, keys: jax.Arr
     return (beyond | ((table >= 0) & (table < geometry.pages))).all(axis=1).astype(np.int32)
 
 
-def _compact(live: jax.Array, unit: Unit) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(words of the live ones, packed; how many; the place of each among them)."""
-    size = live.shape[0]
-    place = jnp.cumsum(live, dtype=np.int32) - 1
+def _compact(listed: jax.Array, item: WorkItem) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(words of the listed ones, packed; how many; the place of each among them)."""
+    size = listed.shape[0]
+    place = jnp.cumsum(listed, dtype=np.int32) - 1
     words = jnp.zeros((size, FIELDS), np.int32)
-    words = words.at[jnp.where(live, place, np.int32(size))].set(jnp.stack(unit, axis=1), mode="drop")
-    return words.reshape(-1), jnp.sum(live, dtype=np.int32), jnp.maximum(place, 0)
+    words = words.at[jnp.where(listed, place, np.int32(size))].set(jnp.stack(item, axis=1), mode="drop")
+    return words.reshape(-1), jnp.sum(listed, dtype=np.int32), jnp.maximum(place, 0)

@@ -1,4 +1,4 @@
-"""PartKernel: a flash kernel whose passes can run over parts of the keys; and its gradient in jax.
+"""PartialAttention: a flash kernel whose passes can run over parts of the keys; and its gradient in jax.
 
 The log-sum-exp of a part is enough to merge its output with another's; and given the output and the log-sum-exp of all
 keys, the backward pass over a part computes exactly that part's share of every gradient.
@@ -16,10 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .derivatives import reverse_only
 from .local_mask import Dropout, LocalMask
-from .operands import Operands, Results, StaticPart, Traced, no_gradients, split_static
+from .operands import DynamicArgs, Operands, Results, StaticArgs, no_gradients, split_static
 from .varying import alike
 
-__all__ = ["PartKernel", "attend_part", "differentiable", "differentiate_part", "residual_names"]
+__all__ = ["PartialAttention", "attend_partial", "differentiable", "differentiate_partial", "residual_names"]
 
 
 def residual_names(declared: str | None = None) -> tuple[str, str]:
@@ -27,7 +27,7 @@ def residual_names(declared: str | None = None) -> tuple[str, str]:
     return ("attnops_output", "attnops_lse") if declared is None else (declared, declared)
 
 
-class PartKernel(Protocol):
+class PartialAttention(Protocol):
     """Hashable; `layout` is that of its tensors. It doesn't handle sinks and biases: they belong to all keys together."""
 
     @property
@@ -45,60 +45,62 @@ class PartKernel(Protocol):
         """The names of the output and the lse for jax.checkpoint policies."""
         ...
 
-    def attend(self, static_part: StaticPart, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
+    def attend(self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs) -> tuple[jax.Array, jax.Array]:
         """(output in the layout, lse [batch, heads, q]) of only these keys; rows that see none give 0 and -inf."""
         ...
 
-    def differentiate(self, static_part: StaticPart, operands: Operands, traced: Traced, made: Results) -> Operands:
+    def differentiate(
+        self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results
+    ) -> Operands:
         """These keys' share of the gradients."""
         ...
 
 
 def differentiable(
-    kernel: PartKernel, operands: Operands, mask: LocalMask, dropout: Dropout | None
+    kernel: PartialAttention, operands: Operands, mask: LocalMask, dropout: Dropout | None
 ) -> tuple[jax.Array, jax.Array]:
     """(output, lse) of a kernel over the mask's keys, both differentiable in reverse; they are also the residuals."""
-    static_part, traced = split_static(mask, dropout)
-    operands, traced = reverse_only(alike((operands, traced)), kernel.title)
-    return _attend(_PartStatic(kernel, static_part), operands, traced)
+    static_args, dynamic = split_static(mask, dropout)
+    operands, dynamic = reverse_only(alike((operands, dynamic)), kernel.title)
+    return _attend(_PartialStatic(kernel, static_args), operands, dynamic)
 
 
 @dataclass(frozen=True)
-class _PartStatic:
-    kernel: PartKernel
-    static_part: StaticPart
+class _PartialStatic:
+    kernel: PartialAttention
+    static_args: StaticArgs
 
 
-def attend_part(
-    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced
+def attend_partial(
+    kernel: PartialAttention, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs
 ) -> tuple[jax.Array, jax.Array]:
     """`kernel.attend`, traced once."""
     with _named_mesh():
-        return _attend_once(kernel, static_part, operands, traced)
+        return _attend_once(kernel, static_args, operands, dynamic)
 
 
-def differentiate_part(
-    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced, made: Results
+def differentiate_partial(
+    kernel: PartialAttention, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results
 ) -> Operands:
     """`kernel.differentiate`, traced once."""
     with _named_mesh():
-        return _differentiate_once(kernel, static_part, operands, traced, made)
+        return _differentiate_once(kernel, static_args, operands, dynamic, results)
 
 
 # jax caches the traces of a jitted function by its static arguments and the shapes of the others. So a kernel is traced
 # once for the steps of a ring and for all layers of a model, whatever made their operations, and occurs once in a program.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend_once(
-    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced
+    kernel: PartialAttention, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs
 ) -> tuple[jax.Array, jax.Array]:
-    return kernel.attend(static_part, operands, traced)
+    return kernel.attend(static_args, operands, dynamic)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _differentiate_once(
-    kernel: PartKernel, static_part: StaticPart, operands: Operands, traced: Traced, made: Results
+    kernel: PartialAttention, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results
 ) -> Operands:
-    return kernel.differentiate(static_part, operands, traced, made)
+    return kernel.differentiate(static_args, operands, dynamic, results)
 
 
 def _named_mesh() -> AbstractContextManager[None]:
@@ -108,21 +110,21 @@ def _named_mesh() -> AbstractContextManager[None]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _PartStatic, operands: Operands, traced: Traced) -> tuple[jax.Array, jax.Array]:
-    return attend_part(static.kernel, static.static_part, operands, traced)
+def _attend(static: _PartialStatic, operands: Operands, dynamic: DynamicArgs) -> tuple[jax.Array, jax.Array]:
+    return attend_partial(static.kernel, static.static_args, operands, dynamic)
 
 
-def _attend_forward(static: _PartStatic, operands: Operands, traced: Traced) -> tuple[Any, Any]:
-    made = attend_part(static.kernel, static.static_part, operands, traced)
-    output, lse = (checkpoint_name(x, name) for x, name in zip(made, static.kernel.names, strict=True))
-    return (output, lse), (operands, traced, output, lse)
+def _attend_forward(static: _PartialStatic, operands: Operands, dynamic: DynamicArgs) -> tuple[Any, Any]:
+    results = attend_partial(static.kernel, static.static_args, operands, dynamic)
+    output, lse = (checkpoint_name(x, name) for x, name in zip(results, static.kernel.names, strict=True))
+    return (output, lse), (operands, dynamic, output, lse)
 
 
-def _attend_backward(static: _PartStatic, residuals: Any, cotangents: Any) -> tuple[Operands, Traced]:
-    operands, traced, output, lse = residuals
-    made = Results(output, lse, *cotangents)
-    gradients = differentiate_part(static.kernel, static.static_part, operands, traced, made)
-    return gradients, no_gradients(traced)
+def _attend_backward(static: _PartialStatic, residuals: Any, cotangents: Any) -> tuple[Operands, DynamicArgs]:
+    operands, dynamic, output, lse = residuals
+    results = Results(output, lse, *cotangents)
+    gradients = differentiate_partial(static.kernel, static.static_args, operands, dynamic, results)
+    return gradients, no_gradients(dynamic)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

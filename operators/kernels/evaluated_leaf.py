@@ -1,4 +1,4 @@
-"""Answer: a kernel's result for a mask leaf on one tile, in place of that leaf."""
+"""EvaluatedLeaf: a kernel's result for a mask leaf on one tile, in place of that leaf."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 from ...masks import Mask
 
-__all__ = ["Answer"]
+__all__ = ["EvaluatedLeaf"]
 
 
-class Answer(Mask):
+class EvaluatedLeaf(Mask):
     """A leaf that has already been evaluated."""
 
     kind = "answer"

@@ -1,8 +1,8 @@
-"""Bodies: the code paths for a tile that a kernel is compiled with; each knows what every unit of the tile needs.
+"""Variants: the code paths for a tile that a kernel is compiled with; each knows what every sub-tile of the tile needs.
 
-A tile at the edge of a mask has units without visible keys and fully visible units. If the host knows the tiles, similar
-ones share a body, which leaves out the former and doesn't mask the latter. A kernel has at most three bodies, because they cost
-compile time.
+A tile at the edge of a mask has sub-tiles without visible keys and fully visible sub-tiles. If the host knows the tiles, similar
+ones share a variant, which leaves out the former and doesn't mask the latter. A kernel has at most three variants, because they
+cost compile time.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MASKED", "MOST", "WHOLE", "Body", "bodies_of", "cells", "few_bodies"]
+__all__ = ["MASKED", "MAX_VARIANTS", "WHOLE", "KernelVariant", "cells", "few_variants", "variants_of"]
 
-MOST = 3  # a visit's word has two bits for the number of its body
+MAX_VARIANTS = 3  # an entry's packed flags have two bits for the number of its variant
 _LOOKED_AT = 12  # the most frequent tiles compared with each other
-_MASK = 1.25  # cost of a unit with its mask
-_WORTH = 0.02  # the share of the work that an additional body must save
+_MASK = 1.25  # cost of a sub-tile with its mask
+_WORTH = 0.02  # the share of the work that an additional variant must save
 
 
 @dataclass(frozen=True)
-class Body:
-    """What a code path does with each unit of a tile: 0 leaves it out, 1 applies the mask, 2 needs no mask.
+class KernelVariant:
+    """What a code path does with each sub-tile of a tile: 0 leaves it out, 1 applies the mask, 2 needs no mask.
 
-    kinds: by units of queries, then of keys; one number applies to the whole tile.
+    kinds: by sub-tiles of queries, then of keys; one number applies to the whole tile.
     """
 
     kinds: tuple[tuple[int, ...], ...]
 
     def kind(self, query: int, key: int, block_q: int, block_kv: int) -> int:
-        """The kind of the unit that begins with these of the tile's queries and keys."""
+        """The kind of the sub-tile that begins with these of the tile's queries and keys."""
         return self.kinds[query * len(self.kinds) // block_q][key * len(self.kinds[0]) // block_kv]
 
     @property
-    def live(self) -> float:
+    def computed(self) -> float:
         """The fraction of the tile that is computed."""
         return float((np.asarray(self.kinds) > 0).mean())
 
@@ -51,13 +51,14 @@ class Body:
         return _work(np.asarray(self.kinds))
 
 
-WHOLE, MASKED = Body(((2,),)), Body(((1,),))
+WHOLE, MASKED = KernelVariant(((2,),)), KernelVariant(((1,),))
 
 
 def cells(kinds: Any, blocks: tuple[int, int], of_block: tuple[int, int]) -> Any:
-    """Kinds of units [..., q units, kv units] by tile: [..., q blocks, kv blocks, units of each, units of each].
+    """Kinds of sub-tiles [..., q sub-tiles, kv sub-tiles] by tile: [..., q blocks, kv blocks, sub-tiles of each, sub-tiles of
+    each].
 
-    blocks: their numbers. The last tile's units beyond the last query are like those before them; beyond the last key
+    blocks: their numbers. The last tile's sub-tiles beyond the last query are like those before them; beyond the last key
     nothing is visible.
     """
     short = tuple(n * size - have for n, size, have in zip(blocks, of_block, kinds.shape[-2:], strict=True))
@@ -67,24 +68,26 @@ def cells(kinds: Any, blocks: tuple[int, int], of_block: tuple[int, int]) -> Any
         kinds = xp.pad(kinds, [*rest, (0, short[0]), (0, 0)], mode="edge")
         kinds = xp.pad(kinds, [*rest, (0, 0), (0, short[1])])
     shape = kinds.shape[:-2]
-    apart = kinds.reshape(*shape, blocks[0], of_block[0], blocks[1], of_block[1])
-    return apart.swapaxes(-3, -2)
+    by_block = kinds.reshape(*shape, blocks[0], of_block[0], blocks[1], of_block[1])
+    return by_block.swapaxes(-3, -2)
 
 
-def bodies_of(tiles: np.ndarray) -> tuple[tuple[Body, ...], np.ndarray]:
-    """(bodies, the number of each tile's, from 1, and 0 for a dead one) for tiles [..., units of queries, units of keys]."""
+def variants_of(tiles: np.ndarray) -> tuple[tuple[KernelVariant, ...], np.ndarray]:
+    """(variants, the number of each tile's, from 1, and 0 for a empty one) for tiles [..., sub-tiles of queries, sub-tiles of
+    keys].
+    """
     flat = np.ascontiguousarray(tiles.reshape(-1, *tiles.shape[-2:]).astype(np.int8))
     as_bytes = flat.reshape(len(flat), -1).view(np.dtype((np.void, flat[0].size)))[:, 0]
-    found, place, counts = np.unique(as_bytes, return_inverse=True, return_counts=True)
-    kinds = found.view(np.int8).reshape(len(found), *flat.shape[1:])
-    live = [i for i in np.argsort(-counts, kind="stable") if kinds[i].any()]
-    bodies, of_kind = few_bodies(Counter({kinds[i].tobytes(): int(counts[i]) for i in live}), kinds.shape[1:])
-    numbers = np.array([of_kind.get(one.tobytes(), 0) for one in kinds], np.int8)
-    return bodies, numbers[place].reshape(tiles.shape[:-2])
+    distinct, place, counts = np.unique(as_bytes, return_inverse=True, return_counts=True)
+    kinds = distinct.view(np.int8).reshape(len(distinct), *flat.shape[1:])
+    visible = [i for i in np.argsort(-counts, kind="stable") if kinds[i].any()]
+    variants, of_kind = few_variants(Counter({kinds[i].tobytes(): int(counts[i]) for i in visible}), kinds.shape[1:])
+    numbers = np.array([of_kind.get(tile_kinds.tobytes(), 0) for tile_kinds in kinds], np.int8)
+    return variants, numbers[place].reshape(tiles.shape[:-2])
 
 
-def few_bodies(counts: Counter[bytes], shape: tuple[int, ...]) -> tuple[tuple[Body, ...], dict[bytes, int]]:
-    """(bodies, each tile's number) for tiles, int8 as bytes, with their frequencies: as few as are worth their compile time."""
+def few_variants(counts: Counter[bytes], shape: tuple[int, ...]) -> tuple[tuple[KernelVariant, ...], dict[bytes, int]]:
+    """(variants, each tile's number) for tiles, int8 as bytes, with their frequencies: as few as are worth their compile time."""
     total = sum(counts.values())
     groups: list[tuple[np.ndarray, int, list[bytes]]] = [
         (np.frombuffer(tile, np.int8).reshape(shape), count, [tile]) for tile, count in counts.most_common()
@@ -98,23 +101,23 @@ def few_bodies(counts: Counter[bytes], shape: tuple[int, ...]) -> tuple[tuple[Bo
         ]
     while len(groups) > 1:
         dearer, i, j = min((_more_work(a, b), i, j) for (i, a), (j, b) in itertools.combinations(enumerate(groups), 2))
-        if len(groups) <= MOST and dearer > _WORTH * total:
+        if len(groups) <= MAX_VARIANTS and dearer > _WORTH * total:
             break
-        groups[i] = _joined(groups[i], groups[j])
+        groups[i] = _merged(groups[i], groups[j])
         del groups[j]
     groups.sort(key=lambda group: (not (group[0] == 2).all(), -_work(group[0])))  # without a mask first
-    bodies = tuple(Body(tuple(tuple(map(int, row)) for row in _short(kinds))) for kinds, _, _ in groups)
-    return bodies, {tile: number for number, (_, _, tiles) in enumerate(groups, 1) for tile in tiles}
+    variants = tuple(KernelVariant(tuple(tuple(map(int, row)) for row in _short(kinds))) for kinds, _, _ in groups)
+    return variants, {tile: number for number, (_, _, tiles) in enumerate(groups, 1) for tile in tiles}
 
 
-def _joined(
+def _merged(
     a: tuple[np.ndarray, int, list[bytes]], b: tuple[np.ndarray, int, list[bytes]]
 ) -> tuple[np.ndarray, int, list[bytes]]:
     return np.where(a[0] == b[0], a[0], np.int8(1)), a[1] + b[1], a[2] + b[2]
 
 
 def _more_work(a: tuple[np.ndarray, int, list[bytes]], b: tuple[np.ndarray, int, list[bytes]]) -> float:
-    both = _joined(a, b)
+    both = _merged(a, b)
     return _work(both[0]) * both[1] - _work(a[0]) * a[1] - _work(b[0]) * b[1]
 
 
@@ -123,7 +126,7 @@ def _work(kinds: np.ndarray) -> float:
 
 
 def _short(kinds: np.ndarray) -> np.ndarray:
-    """One number if all units have the same kind."""
+    """One number if all sub-tiles have the same kind."""
     return kinds[:1, :1] if (kinds == kinds.flat[0]).all() else kinds
 
 

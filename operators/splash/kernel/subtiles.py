@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from .bodies import Body
-from .frame import Frame
+from .grid import KernelGrid
+from .variants import KernelVariant
 
-__all__ = ["Unit", "pipelined", "rows_of", "units_of"]
+__all__ = ["SubTile", "pipelined", "rows_of", "subtiles_of"]
 
 
-class Unit(NamedTuple):
+class SubTile(NamedTuple):
     """Queries and keys of a head in a tile; `number` is the head's place there, `head` (kv head, query head of its group).
 
     masked: whether some of them are hidden.
@@ -29,35 +29,37 @@ class Unit(NamedTuple):
         """(queries, keys)."""
         return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
 
-    def parts(self, size: int) -> Iterator[Unit]:
+    def parts(self, size: int) -> Iterator[SubTile]:
         """The same with `size` keys at a time."""
         for start in range(self.keys.start, self.keys.stop, size):
             yield self._replace(keys=slice(start, start + size))
 
 
-def units_of(frame: Frame, queries: int, keys: int, body: Body) -> list[Unit]:
-    """The parts of a tile that a body computes, in units of this many queries and keys."""
+def subtiles_of(grid: KernelGrid, queries: int, keys: int, variant: KernelVariant) -> list[SubTile]:
+    """The parts of a tile that a variant computes, in sub-tiles of this many queries and keys."""
     return [
-        Unit(number, head, slice(q, q + queries), slice(k, k + keys), kind == 1)
-        for q in range(0, frame.block_q, queries)
-        for k in range(0, frame.block_kv, keys)
-        if (kind := body.kind(q, k, frame.block_q, frame.block_kv))
-        for number, head in enumerate(frame.heads.in_tile)
+        SubTile(number, head, slice(q, q + queries), slice(k, k + keys), kind == 1)
+        for q in range(0, grid.block_q, queries)
+        for k in range(0, grid.block_kv, keys)
+        if (kind := variant.kind(q, k, grid.block_q, grid.block_kv))
+        for number, head in enumerate(grid.heads.in_tile)
     ]
 
 
-def pipelined(units: list[Unit], ahead: int, first: Callable[[Unit], Any], second: Callable[[Unit, Any], None]) -> None:
-    """Software pipelining by hand: a unit's products (`first`) are emitted `ahead` units before their use (`second`).
+def pipelined(
+    subtiles: list[SubTile], depth: int, first: Callable[[SubTile], Any], second: Callable[[SubTile, Any], None]
+) -> None:
+    """Software pipelining by hand: a sub-tile's products (`first`) are emitted `depth` sub-tiles before their use (`second`).
 
     The compiler's scheduler stays close to the order in which it meets operations.
     """
-    waiting: deque[tuple[Unit, Any]] = deque()
-    for unit in units:
-        waiting.append((unit, first(unit)))
-        if len(waiting) > ahead:
+    waiting: deque[tuple[SubTile, Any]] = deque()
+    for subtile in subtiles:
+        waiting.append((subtile, first(subtile)))
+        if len(waiting) > depth:
             second(*waiting.popleft())
-    for one in waiting:
-        second(*one)
+    for entry in waiting:
+        second(*entry)
 
 
 def rows_of(ref: Any, head: tuple[int, ...], rows: slice, seq_minor: int) -> Any:

@@ -1,4 +1,4 @@
-"""Frame: what a pass passes to Pallas: scalars, blocks and their places for each step of the grid."""
+"""KernelGrid: what a pass passes to Pallas: scalars, blocks and their places for each step of the grid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...kernels.varying import vary, varying
 from .mapped import mapped_grid
 from .schedule import TileSchedule, kv_block_of, q_block_of
 
-__all__ = ["KERNELS", "Frame", "Heads", "Input", "Output", "Step"]
+__all__ = ["KERNELS", "Heads", "Input", "KernelGrid", "Output", "Step"]
 
 KERNELS = "splash's kernels"  # in an error
 
@@ -52,20 +52,20 @@ class Heads:
 
 
 class Step(NamedTuple):
-    """A step of the grid: batch row, tile of kv heads, tile of a group, and the visit's word."""
+    """A step of the grid: batch row, tile of kv heads, tile of a group, and the schedule's entry: a place and flags, packed."""
 
     batch: Any
     kv_tile: Any
     group_tile: Any
-    word: Any
+    entry: Any
 
     @property
     def q_block(self) -> Any:
-        return q_block_of(self.word)
+        return q_block_of(self.entry)
 
     @property
     def kv_block(self) -> Any:
-        return kv_block_of(self.word)
+        return kv_block_of(self.entry)
 
 
 class Input(NamedTuple):
@@ -98,20 +98,22 @@ class Output(NamedTuple):
         return round(math.prod(self.shape) * np.dtype(self.dtype).itemsize * self.share)
 
 
-class Frame:
+class KernelGrid:
     """Collects the arrays of a pass, then runs its kernel.
 
-    Dimensions of the grid, `order`: batch, tiles of kv heads, then tiles of a group and visits. If visits go by kv block
-    (`slow` is 'kv') the last two are swapped, so that all query heads of a group visit a kv block before the next one. A pass
-    that sums over heads or batch rows has these after the visits.
+    Dimensions of the grid, `order`: batch, tiles of kv heads, then tiles of a group and entries of the schedule. If these go by
+    kv block (`slow` is 'kv') the last two are swapped, so that all query heads of a group visit a kv block before the next one.
+    A pass that sums over heads or batch rows has these after the entries.
     """
 
-    def __init__(self, batch: int, heads: Heads, block_q: int, block_kv: int, visits: TileSchedule, slow: str) -> None:
+    def __init__(
+        self, batch: int, heads: Heads, block_q: int, block_kv: int, schedule: TileSchedule, slow: str
+    ) -> None:
         self.batch, self.heads, self.block_q, self.block_kv = batch, heads, block_q, block_kv
-        self.visits, self.slow = visits, slow
-        last = ("visit", "group_tile") if slow == "kv" else ("group_tile", "visit")
+        self.schedule, self.slow = schedule, slow
+        last = ("entry", "group_tile") if slow == "kv" else ("group_tile", "entry")
         self.order: tuple[str, ...] = ("batch", "kv_tile", *last)
-        self.scalars: dict[str, Any] = {"visits": jnp.asarray(visits.words)}
+        self.scalars: dict[str, Any] = {"schedule": jnp.asarray(schedule.words)}
         self.inputs: dict[str, Input] = {}
         self.outputs: dict[str, Output] = {}
         self.scratch: dict[str, Any] = {}
@@ -121,21 +123,21 @@ class Frame:
 
     def step(self, ids: tuple[Any, ...], words: Any) -> Step:
         """The step at these indices of the grid."""
-        batch, kv_tile, group_tile, visit = (
-            ids[self.order.index(name)] for name in ("batch", "kv_tile", "group_tile", "visit")
+        batch, kv_tile, group_tile, entry = (
+            ids[self.order.index(name)] for name in ("batch", "kv_tile", "group_tile", "entry")
         )
-        visits = self.visits
-        place = visit if visits.tables == 1 else kv_tile * visits.length + visit
-        place = place if visits.rows == 1 else batch * (visits.tables * visits.length) + place
+        schedule = self.schedule
+        place = entry if schedule.tables == 1 else kv_tile * schedule.length + entry
+        place = place if schedule.rows == 1 else batch * (schedule.tables * schedule.length) + place
         return Step(batch, kv_tile, group_tile, words[place])
 
     def here(self, refs: dict[str, Any]) -> Step:
         """The step at which the kernel is."""
-        return self.step(tuple(pl.program_id(i) for i in range(4)), refs["visits"])
+        return self.step(tuple(pl.program_id(i) for i in range(4)), refs["schedule"])
 
     def begins_sum(self) -> Any:
-        """Whether a step is the first at its visit, in a pass that sums over what comes after visits in the grid."""
-        summed = range(self.order.index("visit") + 1, len(self.order))
+        """Whether a step is the first at its entry, in a pass that sums over what comes after entries in the grid."""
+        summed = range(self.order.index("entry") + 1, len(self.order))
         return functools.reduce(operator.and_, (pl.program_id(i) == 0 for i in summed), True)
 
     def block(self, shape: tuple[int | None, ...], where: Callable[[Step], tuple[Any, ...]]) -> pl.BlockSpec:
@@ -234,7 +236,7 @@ class Frame:
             out_shape=out_shape,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(self.scalars),
-                grid=tuple((sizes | {"visit": covered})[name] for name in self.order),
+                grid=tuple((sizes | {"entry": covered})[name] for name in self.order),
                 in_specs=[x.spec for x in self.inputs.values()],
                 out_specs=[x.spec for x in self.outputs.values()],
                 scratch_shapes=list(self.scratch.values()),
@@ -245,8 +247,8 @@ class Frame:
                 flags={"XLA_TPU_FORCE_LP_LLO_SCHEDULER": True} if scheduler else None,
             ),
             input_output_aliases={
-                len(self.scalars) + list(self.inputs).index(given): list(self.outputs).index(made)
-                for given, made in self.aliased.items()
+                len(self.scalars) + list(self.inputs).index(source): list(self.outputs).index(target)
+                for source, target in self.aliased.items()
             },
             cost_estimate=cost,
             interpret=interpret,
@@ -255,18 +257,18 @@ class Frame:
         # With jax_enable_x64 a Python number among the indices would be 64-bit, which Mosaic lacks. Inputs and outputs
         # have 32 bits or fewer.
         with jax.enable_x64(False):
-            covered = self.visits.covered
+            covered = self.schedule.covered
             if isinstance(covered, int):
-                made = call(covered)(*arrays)
+                results = call(covered)(*arrays)
             else:
-                made = mapped_grid(lambda n, *arrays: call(n)(*arrays), len(self.scalars))(covered, *arrays)
-        return dict(zip(self.outputs, made, strict=True))
+                results = mapped_grid(lambda n, *arrays: call(n)(*arrays), len(self.scalars))(covered, *arrays)
+        return dict(zip(self.outputs, results, strict=True))
 
     def cost(self, dims: int) -> pl.CostEstimate:
         """The work of the live tiles; `dims` is the summed depth of a weight's products."""
-        steps = self.visits.covered if isinstance(self.visits.covered, int) else self.visits.length
+        steps = self.schedule.covered if isinstance(self.schedule.covered, int) else self.schedule.length
         heads = self.batch * self.heads.kv_heads * self.heads.group
-        weights = round(heads * self.visits.tiles * self.block_q * self.block_kv)
+        weights = round(heads * self.schedule.tiles * self.block_q * self.block_kv)
         tiles = self.batch * self.heads.kv_heads * self.heads.group // len(self.heads.in_tile)
         moved = sum(x.bytes_moved(self.slow, tiles * steps) for x in self.inputs.values())
         moved += sum(x.bytes_written for x in self.outputs.values())

@@ -18,11 +18,11 @@ from jax import lax
 from ...kernels.local_mask import LocalMask
 from ...kernels.tiles import is_arithmetic
 
-__all__ = ["Visits", "visits"]
+__all__ = ["TileSchedule", "tile_schedule"]
 
 
 @dataclass(frozen=True)
-class Visits:
+class TileSchedule:
     """table: int32 [batch | 1, tables | 1, blocks of the slow axis, ...], one for each group of heads with its own table.
 
     neighbours: a row is (first, first full, after the last full, after the last). Otherwise it is (number of partial tiles,
@@ -34,7 +34,7 @@ class Visits:
     some_partial: bool
     some_full: bool
 
-    def each(
+    def fold_tiles(
         self,
         ref: Any,
         batch: Any,
@@ -58,13 +58,13 @@ class Visits:
             low, high = total * part // parts, total * (part + 1) // parts
             of_full, of_partial = (jnp.maximum(low - partial, 0), high - partial), (low, jnp.minimum(high, partial))
         if self.some_full:
-            carry = full_tiles.each(*of_full, visit, carry, False)
+            carry = full_tiles.fold_tiles(*of_full, visit, carry, False)
         if self.some_partial:
             start, end = of_partial
             middle = end if instead is None else jnp.where(instead[0], start, end)
-            carry = masked_tiles.each(start, middle, visit, carry, True)
+            carry = masked_tiles.fold_tiles(start, middle, visit, carry, True)
             if instead is not None:  # a loop of its own: a choice in the loop would cost time in each turn
-                carry = masked_tiles.each(middle, end, instead[1], carry, True)
+                carry = masked_tiles.fold_tiles(middle, end, instead[1], carry, True)
         return carry
 
     def _tiles(self, entry: Callable[[Any], Any]) -> tuple[Any, Any, _Run, _Run]:
@@ -86,7 +86,7 @@ class _Run(NamedTuple):
     first: Any
     tile: Callable[[Any], Any] = lambda place: place
 
-    def each(self, start: Any, end: Any, visit: Callable[[Any, Any, bool], Any], carry: Any, masked: bool) -> Any:
+    def fold_tiles(self, start: Any, end: Any, visit: Callable[[Any, Any, bool], Any], carry: Any, masked: bool) -> Any:
         """visit(tile, carry, masked) for the tiles from the start-th to the end-th."""
 
         def turn(place: Any, carry: Any) -> Any:
@@ -95,7 +95,7 @@ class _Run(NamedTuple):
         return lax.fori_loop(self.first + start, self.first + end, turn, carry)
 
 
-def visits(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int = 1) -> Visits:
+def tile_schedule(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int = 1) -> TileSchedule:
     """The tiles of each query block (slow 'q') or of each kv block ('kv'), for each of `tables` groups of heads.
 
     A last kv block that is padded counts as partial.
@@ -108,16 +108,16 @@ def visits(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int 
     if slow == "kv":
         kinds = kinds.swapaxes(2, 3)
     if not isinstance(kinds, np.ndarray):
-        return Visits(_listed(kinds, jnp), False, True, True)
+        return TileSchedule(_listed(kinds, jnp), False, True, True)
     partial, full = int((kinds == 1).sum()), int((kinds == 2).sum())
     if 2 * full <= partial and is_arithmetic(mask.mask):  # then a single loop, half of the program
         kinds = np.minimum(kinds, 1)
     some = bool((kinds == 1).any()), bool((kinds == 2).any())
     ends = _ends(kinds)
     if ends is not None:
-        return Visits(ends, True, *some)
+        return TileSchedule(ends, True, *some)
     table = _listed(kinds, np)
-    return Visits(table[..., : 2 + int(table[..., 1].max())], False, *some)
+    return TileSchedule(table[..., : 2 + int(table[..., 1].max())], False, *some)
 
 
 def _ends(kinds: np.ndarray) -> np.ndarray | None:
