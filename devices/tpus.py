@@ -74,12 +74,12 @@ def tpu_of(kind: str, cores: int | None = None) -> Tpu | None:
     """A device of a kind; None for one that isn't in the table. cores: those that jax reports for it, `num_cores`; None: those
     of a device where jax runs by default.
     """
-    found = _found(kind)
-    if found is None:
+    row = _kind_of(kind)
+    if row is None:
         return None
-    count = found.joined if cores is None else cores
-    rates = found.bytes_per_second * count, found.flops_per_second * count
-    return Tpu(kind, count, found.hbm_bytes * count, *rates, found.vmem_bytes, found.scalar_bytes, found.vmem)
+    count = row.joined if cores is None else cores
+    rates = row.bytes_per_second * count, row.flops_per_second * count
+    return Tpu(kind, count, row.hbm_bytes * count, *rates, row.vmem_bytes, row.scalar_bytes, row.vmem)
 
 
 def described_cores(kind: str) -> int:
@@ -89,9 +89,9 @@ def described_cores(kind: str) -> int:
 
 def vmem_of(device_kind: str) -> Vmem:
     """The VMEM that a kernel may take on a kind of TPU; for an unknown one, the least of all."""
-    found = _found(device_kind)
-    return _UNTRIED if found is None else found.vmem
+    row = _kind_of(device_kind)
+    return _UNTRIED if row is None else row.vmem
 
 
-def _found(kind: str) -> _Kind | None:
+def _kind_of(kind: str) -> _Kind | None:
     return KINDS.get(_OTHER_NAMES.get(kind, kind))

@@ -27,8 +27,8 @@ def has_blocks(mask: Node[Any]) -> bool:
 
 def joined_heads(kinds: NDArray[np.int8]) -> NDArray[np.int8]:
     """Join all heads, int8 [q blocks, kv blocks]: dead or full where every head is."""
-    least, most = kinds.min(axis=0), kinds.max(axis=0)
-    return np.where(least == 2, 2, np.minimum(most, 1)).astype(np.int8)
+    lowest, highest = kinds.min(axis=0), kinds.max(axis=0)
+    return np.where(lowest == 2, 2, np.minimum(highest, 1)).astype(np.int8)
 
 
 def tree_blocks(mask: Node[Any], grid: Grid, plain: Callable[[Node[Any], Grid], NDArray[np.int8]]) -> NDArray[np.int8]:
@@ -66,14 +66,14 @@ def _of_tiles(seen: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], NDArray[np.bo
 def _kinds(mask: Node[Any], grid: Grid, plain: Any) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
     """(kinds, where they are certain): elsewhere a partial block may also be dead or full."""
     if not has_blocks(mask):
-        found = plain(mask, grid)[None]
-        return found, np.ones(found.shape, bool)
+        kinds = plain(mask, grid)[None]
+        return kinds, np.ones(kinds.shape, bool)
     if mask.kind == "blocks":
-        found = mask.kinds(*_edges(grid))  # type: ignore[attr-defined]
-        return found, np.ones(found.shape, bool)
+        kinds = mask.kinds(*_edges(grid))  # type: ignore[attr-defined]
+        return kinds, np.ones(kinds.shape, bool)
     if mask.kind == "not":
-        found, sure = _kinds(mask.children()[0], grid, plain)
-        return 2 - found, sure
+        kinds, sure = _kinds(mask.children()[0], grid, plain)
+        return 2 - kinds, sure
     flat = [child for child in mask.children() if not has_blocks(child)]
     parts = [child for child in mask.children() if has_blocks(child)]
     if flat:
@@ -89,14 +89,14 @@ def _kinds(mask: Node[Any], grid: Grid, plain: Any) -> tuple[NDArray[np.int8], N
 
 def _edges(grid: Grid) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """The first and last row, and the first and last key, of each block."""
-    found = []
+    edges = []
     for count, block, length, start in (
         (grid.shape[0], grid.block_q, grid.q_len, grid.q_start),
         (grid.shape[1], grid.block_kv, grid.kv_len, grid.k_start),
     ):
         first = np.arange(count, dtype=np.int64) * block
-        found.append((first + start, np.minimum(first + block, length) - 1 + start))
-    return found[0], found[1]
+        edges.append((first + start, np.minimum(first + block, length) - 1 + start))
+    return edges[0], edges[1]
 
 
 def _seen(mask: Node[Any], grid: Grid, tiles: NDArray[np.int32], looks: NDArray[np.int32]) -> NDArray[np.bool_]:

@@ -21,18 +21,18 @@ def with_equal_heads(mask: M) -> M:
     counts = {n: atom for atom in mask.atoms() for n in _sizes(atom, "heads") if n > 1}
     if len(counts) < 2:
         return mask
-    most = max(counts)
+    limit = max(counts)
 
     def repeated(atom: Any) -> Any:
         (heads,) = _sizes(atom, "heads") or (1,)
-        if heads in (1, most):
+        if heads in (1, limit):
             return atom
-        if not hasattr(atom, "repeated") or most % heads:
+        if not hasattr(atom, "repeated") or limit % heads:
             raise MaskError(
-                f"{atom} has {heads} heads and {counts[most]} has {most}; wanted the same number, or 1; blocks may have the "
+                f"{atom} has {heads} heads and {counts[limit]} has {limit}; wanted the same number, or 1; blocks may have the "
                 "number of kv heads, which divides it"
             )
-        return atom.repeated(most // heads)
+        return atom.repeated(limit // heads)
 
     changed: M = mask.map_atoms(repeated)
     return changed
@@ -40,21 +40,21 @@ def with_equal_heads(mask: M) -> M:
 
 def check_batches(mask: Node[Any], offsets: int = 1) -> None:
     """Errors: MaskError for arrays with different batches. offsets: the number of query offsets."""
-    found: dict[int, object] = {offsets: "query_offset"} if offsets != 1 else {}
+    batches: dict[int, object] = {offsets: "query_offset"} if offsets != 1 else {}
     for atom in mask.atoms():
-        found |= {size: atom for size in _sizes(atom, "batch") if size != 1 and size not in found}
-    if len(found) > 1:
-        (one, first), (other, second), *_ = found.items()
-        raise MaskError(f"{first} has batch {one} and {second} has batch {other}; wanted the same, or 1")
+        batches |= {size: atom for size in _sizes(atom, "batch") if size != 1 and size not in batches}
+    if len(batches) > 1:
+        (first_batch, first), (second_batch, second), *_ = batches.items()
+        raise MaskError(f"{first} has batch {first_batch} and {second} has batch {second_batch}; wanted the same, or 1")
 
 
 def _sizes(atom: Node[Any], dim: str) -> tuple[int, ...]:
     """The sizes of a dimension in a leaf's arrays; () if it has none, or in a structure without arrays."""
     if atom.kind == "blocks" and dim == "heads":
         return (atom.heads,)  # type: ignore[attr-defined]
-    held = zip(atom.parts, atom.arrays(), strict=True)
+    parts = zip(atom.parts, atom.arrays(), strict=True)
     return tuple(
         array.shape[dims.index(dim)]
-        for (_, _, dims), array in held
+        for (_, _, dims), array in parts
         if dim in dims and len(getattr(array, "shape", ())) == len(dims)
     )

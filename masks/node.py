@@ -55,7 +55,7 @@ class Node(Generic[M]):
         """`row_intervals` for rows [R] at positions [R]."""
         return None
 
-    def covers(self) -> tuple[int | None, int | None]:
+    def fixed_lengths(self) -> tuple[int | None, int | None]:
         """The numbers of rows and of keys that this leaf is made for; None for any number."""
         return None, None
 
@@ -117,11 +117,11 @@ class Node(Generic[M]):
 
     def features(self) -> frozenset[str]:
         """The kinds of static leaves and of dynamic conjuncts, and "dynamic_or" for any other dynamic leaf."""
-        found = set()
+        features = set()
         for conjunct in self.conjuncts():
             for atom in conjunct.atoms():
-                found.add((atom.feature or atom.kind) if atom.is_static or atom is conjunct else "dynamic_or")
-        return frozenset(found - {"full"})
+                features.add((atom.feature or atom.kind) if atom.is_static or atom is conjunct else "dynamic_or")
+        return frozenset(features - {"full"})
 
     def bind(self, query_offset: int) -> M:
         """The same mask with every undeclared offset set to `query_offset`."""
@@ -148,9 +148,9 @@ class Node(Generic[M]):
 
     def merge(self, arrays: Sequence[Any]) -> M:
         """The mask with these arrays in its slots, in the order of `split`."""
-        wanted = sum(len(atom.parts) for atom in self.atoms() if atom.is_slot)
-        if len(arrays) != wanted:
-            raise MaskError(f"got {len(arrays)} arrays for {self}; wanted {wanted}, as returned by split()")
+        expected = sum(len(atom.parts) for atom in self.atoms() if atom.is_slot)
+        if len(arrays) != expected:
+            raise MaskError(f"got {len(arrays)} arrays for {self}; wanted {expected}, as returned by split()")
         queue = iter(arrays)
 
         def fill(atom: M) -> M:

@@ -60,15 +60,15 @@ def placed_tensors(problem: AttentionProblem, placement: Placement) -> Iterator[
     for row in (*ATTENTION.required, *(operand.operand for operand in problem.operands)):
         operand, dtype = problem.operand(row.name), problem.dtype_inside(row)
         if operand is None:
-            given, shape = problem.shape_of(row.name), row.shape(sizes, problem.kernel_layout)
+            outer_shape, shape = problem.shape_of(row.name), row.shape(sizes, problem.kernel_layout)
         else:
-            given, shape = operand.shape, operand.shape_inside(problem.kernel_layout, sizes)
-        spec, axes = placement.given(row.name, given), axes_by_dim(placement.spec(row.name), len(shape))
+            outer_shape, shape = operand.shape, operand.shape_inside(problem.kernel_layout, sizes)
+        spec, axes = placement.given(row.name, outer_shape), axes_by_dim(placement.spec(row.name), len(shape))
         declared = axes if row.name in problem.scales else axes_by_dim(spec, len(shape))[: len(shape)]
         yield PlacedTensor(
             row.name,
             problem.dtype_of(row.name),
-            given,
+            outer_shape,
             spec,
             dtype,
             shape,

@@ -173,18 +173,20 @@ def _shapes(problem: AttentionProblem) -> dict[str, TensorShape]:
 
 def _scale_specs(problem: AttentionProblem, fitted: FittedRules) -> tuple[FittedSpec, ...]:
     """A scale is split like its tensor, except along dimensions of 1, which are broadcast."""
-    found = []
+    specs = []
     for name, shape in problem.scales.items():
         tensor = fitted[name.removesuffix("_scale")]
         alone = [n == 1 for n in shape]
-        spec = PartitionSpec(*(None if one else entry for one, entry in zip(alone, tensor.spec, strict=True)))
+        spec = PartitionSpec(
+            *(None if broadcast else entry for broadcast, entry in zip(alone, tensor.spec, strict=True))
+        )
         whole, local = (
-            tuple(1 if one else n for one, n in zip(alone, sizes, strict=True))
+            tuple(1 if broadcast else n for broadcast, n in zip(alone, sizes, strict=True))
             for sizes in (tensor.shape, tensor.local_shape)
         )
         size = problem.itemsize_of(name) * math.prod(local)
-        found.append(FittedSpec(name, tensor.dims, spec, whole, local, size, ()))
-    return tuple(found)
+        specs.append(FittedSpec(name, tensor.dims, spec, whole, local, size, ()))
+    return tuple(specs)
 
 
 def _further_specs(problem: AttentionProblem) -> tuple[FittedSpec, ...]:

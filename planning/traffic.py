@@ -68,18 +68,18 @@ def sends(plan: PlanFields) -> dict[str, Traffic]:
 
 def sends_line(plan: PlanFields) -> str:
     """The bytes that a device has to send in each pass; '' if nothing is split over devices."""
-    found = sends(plan)
-    if not found:
+    passes = sends(plan)
+    if not passes:
         return ""
-    told = [_told(name, traffic) for name, traffic in found.items()]
-    if not any(traffic.needs or traffic.unknown for traffic in found.values()):
+    texts = [_pass_text(name, traffic) for name, traffic in passes.items()]
+    if not any(traffic.needs or traffic.unknown for traffic in passes.values()):
         return "nothing"
     wide = sent_itemsize(plan.problem.runtime_dtype, plan.problem.platform == "cpu")
     widened = wide > jnp.dtype(plan.problem.runtime_dtype).itemsize
-    return ", ".join(told) + (f"; XLA:CPU sends {plan.problem.runtime_dtype} as float32" if widened else "")
+    return ", ".join(texts) + (f"; XLA:CPU sends {plan.problem.runtime_dtype} as float32" if widened else "")
 
 
-def _told(name: str, traffic: Traffic) -> str:
+def _pass_text(name: str, traffic: Traffic) -> str:
     if traffic.unknown:
         return f"{name} unknown: {traffic.unknown[0]}"
     kinds = dict.fromkeys(need.kind for need in traffic.needs if not need.optional)
@@ -242,8 +242,8 @@ class _Count:
     ) -> Iterator[Need]:
         """The needs from one split to another: axes that disappear are gathered, axes that change dimension are exchanged."""
         gone = all_axes(before) - all_axes(after)
-        kept = [(a, i) for i, dim in enumerate(before) for a in dim if a not in gone]
-        other = {a for a, i in kept if a not in after[i]}
+        remaining = [(a, i) for i, dim in enumerate(before) for a in dim if a not in gone]
+        other = {a for a, i in remaining if a not in after[i]}
         local = self._bytes(tensor, all_axes(before))
         if other:
             self.unknown.append(

@@ -20,7 +20,7 @@ from ...planning.call_arguments import CallArguments, CallArray
 from ...planning.calls import CALLS
 from ...planning.repeated import RepeatedAxis, repeated_lines, unintended_repeats
 from ...planning.sequence.choice import declared_strategy
-from ...planning.tune_cache import kept_here
+from ...planning.tune_cache import cache_generation
 from ...registry import OperationMetadata
 from ...sharding import MeshAxis, place
 from ...sharding.mesh import AnyMesh
@@ -95,7 +95,7 @@ class Operation(DeclaredOperation):
             ambient_platform(given) if mesh is None else get_abstract_mesh(),
             options,
             _wide(jax.config),
-            kept_here(),
+            cache_generation(),
             *(arrays.given if call else ()),  # the names; without keywords those of query, key and value
             *map(signature, given),
             None if mesh is None else tuple(map(_place, given)),

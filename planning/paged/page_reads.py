@@ -48,7 +48,7 @@ def live_pages(q_len: int, kv_len: int, page: int, window: tuple[int | None, int
     return (begin // page, -(-end // page)) if end > begin else (0, 0)
 
 
-def _held(q_len: int, kv_len: int, problem: PagedProblem) -> int:
+def _pages_with_keys(q_len: int, kv_len: int, problem: PagedProblem) -> int:
     """The number of pages that hold keys of a sequence; pages that the cache's window has passed don't."""
     page = problem.page_size
     return math.ceil(kv_len / page) - first_kept(kv_len - q_len, problem.cache.window_tokens, page)
@@ -87,24 +87,24 @@ def page_reads(problem: PagedProblem, batch: Any) -> PageReads:
     """The reads of a batch (cu_q_lens, kv_lens, num_seqs) with known values."""
     window = (causal_window(problem.mask) or ANY_CAUSAL).window
     n = problem.sequence_shards
-    live, held, sequences, queries, most = 0, 0, 0, 0, 0
+    live, held, sequences, queries, max_pages = 0, 0, 0, 0, 0
     for starts, lens, count in _by_shard(batch):
         rows = [(int(q), int(length)) for q, length in zip(np.diff(starts)[:count], lens[:count], strict=True)]
         seen = [live_pages(q, length, problem.page_size, window) for q, length in rows]
         live += sum(end - first for first, end in seen)
-        most = max(
-            most, *(sum(len(range(first + (at - first) % n, end, n)) for first, end in seen) for at in range(n)), 0
+        max_pages = max(
+            max_pages, *(sum(len(range(first + (at - first) % n, end, n)) for first, end in seen) for at in range(n)), 0
         )
-        held += sum(_held(q, length, problem) for q, length in rows if q)
+        held += sum(_pages_with_keys(q, length, problem) for q, length in rows if q)
         sequences += sum(1 for q, _ in rows if q)
         queries += sum(q for q, _ in rows)
-    return PageReads(sequences, queries, live, held, most * page_bytes(problem))
+    return PageReads(sequences, queries, live, held, max_pages * page_bytes(problem))
 
 
 def step_flops(problem: PagedProblem, batch: Any) -> float:
     """Operations in the products with visible keys and values, on the device that has the most."""
     causal, left, right = causal_window(problem.mask) or ANY_CAUSAL
-    most, shards = 0, problem.sequence_shards
+    max_pairs, shards = 0, problem.sequence_shards
     for starts, lens, count in _by_shard(batch):
         pairs = np.zeros(shards, np.int64)
         for q, n in zip(np.diff(starts)[:count], lens[:count], strict=True):
@@ -116,8 +116,8 @@ def step_flops(problem: PagedProblem, batch: Any) -> float:
             pairs += [
                 int((_keys_below(end, at, problem) - _keys_below(first, at, problem)).sum()) for at in range(shards)
             ]
-        most = max(most, int(pairs.max()))
-    return 2.0 * most * problem.local_heads[0] * (problem.head_dim + problem.value_dim)
+        max_pairs = max(max_pairs, int(pairs.max()))
+    return 2.0 * max_pairs * problem.local_heads[0] * (problem.head_dim + problem.value_dim)
 
 
 def _keys_below(position: np.ndarray, shard: int, problem: PagedProblem) -> np.ndarray:

@@ -70,17 +70,17 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
 
 def _tensors(problem: PagedProblem) -> tuple[FittedSpec, ...]:
     """Where a step's arrays and results are, by the table of its operands."""
-    found = []
+    tensors = []
     rows = [(row, problem.tensor(row.name)) for row in (*STEP_OPERANDS, *RESULTS_OF_STEPS)]
     for row, tensor in rows:
         if tensor is None:
             continue
         shape, itemsize = tensor
         dims = row.dims[: len(shape)]
-        found.append(
+        tensors.append(
             fit_tensor(row.name, step_spec(problem.cache, dims), TensorShape(shape, itemsize), dims, problem.mesh)
         )
-    return tuple(found)
+    return tuple(tensors)
 
 
 STEPS = _Steps()

@@ -56,29 +56,29 @@ class SequenceSplit:
     def changes(self) -> tuple[str, ...]:
         """What happens to the tensors inside the operation, one line per step."""
         over, around, heads = ("+".join(axes) for axes in (self.axes, self.ring_axes, self.head_axes))
-        found = []
+        lines = []
         if self.gathered_queries:
             gathered = "+".join(self.gathered_queries)
-            found.append(f"query: gathered along q_len over {gathered}: every query attends to each part of the keys")
+            lines.append(f"query: gathered along q_len over {gathered}: every query attends to each part of the keys")
         if self.strategy == "split_kv":
-            found.append(f"key, value: stay split over {over}; each device attends to its part, outputs merged by lse")
+            lines.append(f"key, value: stay split over {over}; each device attends to its part, outputs merged by lse")
         if self.head_axes:
-            found.append(
+            lines.append(
                 f"query, key, value: all-to-all over {heads}: each device gets {self._whole} of a share of the heads"
             )
         if self.ring_axes:
             skipped = self.ring_size - len(self.steps)
             seen = f"; {skipped} are left out, as the mask hides all their keys" if skipped else ""
-            found.append(
+            lines.append(
                 f"key, value: travel around {around} in {len(self.steps) - 1} of {self.ring_size - 1} steps, outputs merged by "
                 f"lse{seen}"
             )
         if self.zigzag:
-            found.append(
+            lines.append(
                 f"query, key, value: in zigzag order around {around} (one piece from the start, one from the end), so that under "
                 "the causal mask all devices have equal work"
             )
-        return tuple(found)
+        return tuple(lines)
 
     @property
     def _whole(self) -> str:
@@ -144,7 +144,7 @@ def _steps(problem: AttentionProblem, shards: int, *, zigzag: bool) -> tuple[int
         return every
     if problem.kv_len % pieces or problem.q_len % pieces:
         return every
-    rows, keys = np.nonzero(_live(problem, pieces))
+    rows, keys = np.nonzero(_block_mask(problem, pieces))
     if zigzag:  # of twice as many pieces, a device has one from the start and its counterpart from the end
         rows, keys = (np.minimum(x, pieces - 1 - x) for x in (rows, keys))
     return tuple(sorted({0, *((rows - keys) % shards).tolist()}))
@@ -167,16 +167,18 @@ def is_triangular(problem: AttentionProblem, shards: int, *, whole: bool = False
     pieces = 2 * shards
     if problem.dynamic_query_offset or problem.q_len % pieces or problem.kv_len % pieces:
         return False
-    live = _live(problem, pieces)
-    return not np.triu(live, 1).any() and (not whole or bool((live[np.tril_indices(pieces, -1)] == 2).all()))
+    block_mask = _block_mask(problem, pieces)
+    return not np.triu(block_mask, 1).any() and (
+        not whole or bool((block_mask[np.tril_indices(pieces, -1)] == 2).all())
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def _live_of(mask: object, pieces: int, q_len: int, kv_len: int, offset: int) -> np.ndarray:
+def _static_block_mask(mask: object, pieces: int, q_len: int, kv_len: int, offset: int) -> np.ndarray:
     static = mask.split_static()[0]  # type: ignore[attr-defined]
     return static.live_blocks(q_len // pieces, kv_len // pieces, q_len=q_len, kv_len=kv_len, query_offset=offset)
 
 
-def _live(problem: AttentionProblem, pieces: int) -> np.ndarray:
+def _block_mask(problem: AttentionProblem, pieces: int) -> np.ndarray:
     """Which pieces of the queries see which pieces of the keys, by the static part of the mask."""
-    return _live_of(problem.mask, pieces, problem.q_len, problem.kv_len, problem.query_offset or 0)
+    return _static_block_mask(problem.mask, pieces, problem.q_len, problem.kv_len, problem.query_offset or 0)

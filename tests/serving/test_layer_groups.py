@@ -462,7 +462,7 @@ def test_a_prefix_is_matched_where_all_groups_have_what_they_see() -> None:
     assert made.page_tables(["b"], 3)[0].tolist() == [[12, 1, 2]]
     made.check()
     # Page 3 of the window's group is given to another: 16 tokens and 20 can't be matched any more, 24 can, and so can 12.
-    made.pools[0]._index.withdraw(3)
+    made.pools[0]._index.remove(3)
     made.pools[0]._index.unused[0].pop(3)
     made.pools[0]._owners.returned[0].append(3)
     assert [made.match(prompt[:n])[1].tokens for n in (24, 23, 19, 15)] == [24, 12, 12, 12]
