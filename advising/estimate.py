@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ..planning import Plan
 from ..planning.placed_tensors import all_axes, axes_by_dim, placed_tensors, sent_itemsize
-from ..planning.traffic import Need, least_traffic
+from ..planning.traffic import Need, min_traffic
 from .machine import Machine
 from .sending import hops, reordered_seconds, ring_hop_seconds, seconds_of
 from .spans import Span, lay
@@ -159,10 +159,10 @@ class _Known(NamedTuple):
 def _known(plan: Plan, machine: Machine) -> _Known:
     """What doesn't depend on how the mesh lies."""
     backward = plan.problem.mode == "__train__"
-    forward = least_traffic(plan, False)
+    forward = min_traffic(plan, False)
     passes = [_Pass("forward", worked(machine, plan, kernels_of_pass(plan, False)), forward.needs, forward.unknown)]
     if backward:
-        both = least_traffic(plan, True)
+        both = min_traffic(plan, True)
         rest, unknown = both.needs[len(forward.needs) :], both.unknown[len(forward.unknown) :]
         passes.append(_Pass("backward", worked(machine, plan, kernels_of_pass(plan, True)), rest, unknown))
     return _Known(tuple(passes), (*_operands(plan, backward), _held(plan, machine, backward)))

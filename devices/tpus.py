@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["KINDS", "LEAST_VMEM_BYTES", "SCALAR_BYTES", "Tpu", "Vmem", "described_cores", "tpu_of", "vmem_of"]
+__all__ = ["KINDS", "MIN_VMEM_BYTES", "SCALAR_BYTES", "Tpu", "Vmem", "described_cores", "tpu_of", "vmem_of"]
 
 _MIB = 1 << 20
 SCALAR_BYTES = _MIB
@@ -15,7 +15,7 @@ class Vmem(NamedTuple):
     """Bytes of a core's VMEM that a kernel gets by default, and the most that it can have; larger requests are clamped."""
 
     default: int
-    most: int
+    maximum: int
 
 
 class Tpu(NamedTuple):
@@ -66,7 +66,7 @@ KINDS = {
     "TPU7x": _Kind(1, 1, 103_000_000_000, 3700e9, 1155e12, 64 * _MIB, SCALAR_BYTES, Vmem(32 * _MIB, int(63.94 * _MIB))),
 }
 _OTHER_NAMES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite", "TPU7": "TPU7x"}
-LEAST_VMEM_BYTES = min(kind.vmem.default for kind in KINDS.values())
+MIN_VMEM_BYTES = min(kind.vmem.default for kind in KINDS.values())
 """What a kernel gets by default on every kind."""
 
 

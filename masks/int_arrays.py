@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import MaskError
 from .checks import is_host
 
-__all__ = ["beyond_int32", "int_array", "is_integer", "known_values", "least_and_most", "same_rank", "same_width"]
+__all__ = ["beyond_int32", "int_array", "is_integer", "known_values", "min_and_max", "same_rank", "same_width"]
 
 _INT32 = np.iinfo(np.int32)
 _WITHIN_INT32 = frozenset(map(np.dtype, ("int8", "int16", "int32", "uint8", "uint16")))
@@ -44,7 +44,7 @@ def beyond_int32(value: Any, what: str) -> str:
     values, expected = known_values(value), "wanted integers that fit in int32, the type of indices on devices"
     if values is None:
         return f"{what} has dtype {value.dtype} and unknown values; {expected}: use {what}.astype('int32')"
-    extremes = least_and_most(values)
+    extremes = min_and_max(values)
     wide = next((n for n in extremes if not _INT32.min <= n <= _INT32.max), None)
     hint = "renumber the ids from 0" if "segment" in what else "count from the first key of the call"
     return "" if wide is None else f"{what} holds {wide}; {expected}: {hint}"
@@ -62,7 +62,7 @@ def known_values(value: Any) -> np.ndarray | None:
     return np.asarray(value)
 
 
-def least_and_most(values: np.ndarray) -> tuple[int, ...]:
+def min_and_max(values: np.ndarray) -> tuple[int, ...]:
     """The smallest and the largest value; empty for an empty array."""
     return (int(values.min()), int(values.max())) if values.size else ()
 

@@ -20,7 +20,7 @@ from .plan_fields import PlanFields
 from .problem import LeafShape
 from .text import bytes_text
 
-__all__ = ["Need", "Traffic", "least_traffic", "sends", "sends_line"]
+__all__ = ["Need", "Traffic", "min_traffic", "sends", "sends_line"]
 
 
 class Need(NamedTuple):
@@ -59,10 +59,10 @@ def sends(plan: PlanFields) -> dict[str, Traffic]:
     if problem.symbolic:
         unknown = Traffic((), (f"the {' and the '.join(sorted(problem.symbolic))} of the call is symbolic",))
         return {"forward": unknown} | ({"backward": unknown} if problem.mode == "__train__" else {})
-    forward = least_traffic(plan, False)
+    forward = min_traffic(plan, False)
     if problem.mode != "__train__":
         return {"forward": forward}
-    both = least_traffic(plan, True)
+    both = min_traffic(plan, True)
     return {"forward": forward, "backward": Traffic(both.needs[len(forward.needs) :], both.unknown)}
 
 
@@ -90,7 +90,7 @@ def _pass_text(name: str, traffic: Traffic) -> str:
     )
 
 
-def least_traffic(plan: PlanFields, backward: bool) -> Traffic:
+def min_traffic(plan: PlanFields, backward: bool) -> Traffic:
     """The needs of the forward pass, or of both passes with the outputs and all gradients returned as declared."""
     count = _Count(plan)
     needs = [*count.forward(), *(count.backward() if backward else ())]
