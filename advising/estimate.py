@@ -239,7 +239,7 @@ def _operands(plan: Plan, backward: bool) -> tuple[int, int]:
     sizes = {axis.name: axis.size for axis in problem.mesh}
     given = outgoing = gradients = 0
     for tensor in placed_tensors(problem, placement):
-        bytes_ = tensor.given_bytes(sizes)
+        bytes_ = tensor.call_bytes(sizes)
         given += bytes_
         gradients += bytes_ if tensor.gradient else 0
     parts = math.prod(sizes[a] for a in all_axes(axes_by_dim(placement.spec("output"), 4)))

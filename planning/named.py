@@ -31,4 +31,4 @@ def named_shardings(
     # The fitted shape of a tensor with repeated heads has more heads; the call's array isn't split there yet.
     shapes = {fitted.tensor: fitted.shape for fitted in placement.fitted.specs if fitted.tensor != "query3d"}
     shapes |= {name: problem.shape_of(name) for name in ("query", "key", "value", "output")} | dict(problem.scales)
-    return {name: NamedSharding(mesh, placement.given(name, shape)) for name, shape in shapes.items()}
+    return {name: NamedSharding(mesh, placement.call_spec(name, shape)) for name, shape in shapes.items()}

@@ -54,7 +54,7 @@ class Placement:
     outer_kv_heads: int
     repeated: tuple[RepeatedAxis, ...] = ()
 
-    def given(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+    def call_spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """The spec of an array of the call before the call starts.
 
         This is its fitted spec, but heads that will be repeated are not split yet. An array without a spec is unsplit.

@@ -82,7 +82,7 @@ class Operand:
                 return dims
         return None
 
-    def wanted(self, sizes: Mapping[str, int], layout: str) -> str:
+    def expected_shapes(self, sizes: Mapping[str, int], layout: str) -> str:
         """The shapes that it can have, for a message."""
         options = [self.dims_in(layout), *self.also]
         texts = [f"({', '.join(_text(d, sizes) for d in dims)}{',' if len(dims) == 1 else ''})" for dims in options]

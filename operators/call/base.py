@@ -213,7 +213,7 @@ def _on_devices(arrays: Arrays, decided: Plan, mesh: Mesh) -> Arrays:
         return arrays
 
     def put(name: str, x: Any) -> Any:
-        return place(x, decided.placement.given(name, x.shape), mesh) if _concrete(x) else x
+        return place(x, decided.placement.call_spec(name, x.shape), mesh) if _concrete(x) else x
 
     moved = {name: put(name, x) for name, x in arrays.given.items()}
     # The mask argument's own arrays come first among those of the whole mask.

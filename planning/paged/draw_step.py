@@ -33,7 +33,7 @@ def _name(array: CacheArray) -> str:
 
 def _sent(problem: PagedProblem, axes: tuple[MeshAxis, ...]) -> Iterator[Transfer]:
     along = problem.sequence_axes
-    if problem.joined_bytes and (groups := groups_along(axes, along)):
+    if problem.combined_bytes and (groups := groups_along(axes, along)):
         yield Transfer("output, lse", "all-reduce", along, groups, "outputs over parts of the pages are merged")
 
 

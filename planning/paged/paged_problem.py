@@ -69,7 +69,7 @@ class PagedProblem(Problem):
         return tuple(a.name for a in self.mesh if a.name in named and a.size > 1 and a.kind != "manual")
 
     @property
-    def joined_bytes(self) -> int:
+    def combined_bytes(self) -> int:
         """Bytes per device that are summed over these devices: float32 outputs, and two numbers for each."""
         if self.sequence_shards == 1 or self.mode == "insert":
             return 0

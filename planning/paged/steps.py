@@ -51,7 +51,7 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
         method: str,
     ) -> tuple[str, ...]:
         del operation, policy, placement, method
-        if not (size := problem.joined_bytes):
+        if not (size := problem.combined_bytes):
             return ()
         n = problem.sequence_shards
         return (note("paged.merged", axes=problem.sequence_axes, size=size, sent=2 * size * (n - 1) // n),)
