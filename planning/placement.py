@@ -38,7 +38,7 @@ class Placement:
     """Where every tensor is: as declared (`fitted`), and inside the operation (`run`, in the kernel's layout).
 
     `head_axes` and `q_axes` split a device's work. `local` has the sizes that a kernel works on at once; on a zigzag ring
-    those are of one piece. `outer_kv_heads` are the kv heads per device before an all-to-all splits them further. `repeated`:
+    those are of one chunk. `outer_kv_heads` are the kv heads per device before an all-to-all splits them further. `repeated`:
     the mesh axes over which devices do the same work.
     """
 
@@ -122,8 +122,8 @@ def place_problem(
     kv_all = problem.kv_heads * fitted.kv_repeat
     local = LocalShape(
         problem.batch // of["batch"],
-        problem.q_len // of["q"] // split.pieces,
-        problem.kv_len // (split.shards if whole_queries else split.ring_size) // split.pieces,
+        problem.q_len // of["q"] // split.chunks,
+        problem.kv_len // (split.shards if whole_queries else split.ring_size) // split.chunks,
         problem.q_heads // of["heads"],
         kv_all // of["heads"],
     )

@@ -47,13 +47,13 @@ def sequence_reasons(
             )
         )
     if split.ring_axes and order == "zigzag" and not is_triangular(problem, split.ring_size):
-        pieces = 2 * split.ring_size
+        chunks = 2 * split.ring_size
         reasons.append(
             Reason(
                 "ring.zigzag",
                 "ring_order",
                 f"ring_order='zigzag' requires a mask under which no piece of the sequence sees a later one, and lengths "
-                f"divisible into {pieces} pieces; the mask is {problem.mask.describe()}, q_len {problem.q_len}, "
+                f"divisible into {chunks} pieces; the mask is {problem.mask.describe()}, q_len {problem.q_len}, "
                 f"kv_len {problem.kv_len}",
                 "Leave ring_order out.",
             )
