@@ -22,7 +22,7 @@ _LOOKS = 4  # rows of a block that are tested first
 
 def has_blocks(mask: Node[Any]) -> bool:
     """Whether a mask contains a Blocks leaf."""
-    return any(atom.kind == "blocks" for atom in mask.atoms())
+    return any(leaf.kind == "blocks" for leaf in mask.leaves())
 
 
 def joined_heads(kinds: NDArray[np.int8]) -> NDArray[np.int8]:

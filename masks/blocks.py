@@ -35,7 +35,7 @@ def _of_heads(mask: Node[Any], grid: Grid) -> NDArray[np.int8]:
 
 def has_dead_rows(mask: Node[Any], grid: Grid) -> bool:
     """Whether some row of a static mask sees no key. The grid's keys start at key 0."""
-    heads = max(getattr(atom, "heads", 1) for atom in mask.atoms())
+    heads = max(getattr(leaf, "heads", 1) for leaf in mask.leaves())
     if heads > 1:
         return any(has_dead_rows(_of_head(mask, head), grid) for head in range(heads))
     for _, rows in grid.slabs():
@@ -57,7 +57,7 @@ def has_dead_rows(mask: Node[Any], grid: Grid) -> bool:
 
 def _of_head(mask: Node[Any], head: int) -> Node[Any]:
     """The mask of one head: each Blocks leaf is replaced by that head's layout."""
-    return mask.map_atoms(lambda atom: atom.of_heads([head]) if atom.kind == "blocks" else atom)
+    return mask.map_leaves(lambda leaf: leaf.of_heads([head]) if leaf.kind == "blocks" else leaf)
 
 
 def _static_blocks(mask: Node[Any], grid: Grid) -> NDArray[np.int8]:

@@ -147,8 +147,8 @@ def _visible(mask: Node[Any], grid: Grid) -> float | None:
 
 def _size(mask: Node[Any], leaves: tuple[Leaf, ...], dim: str) -> int | None:
     """The size of a dimension, from the leaves and their arrays."""
-    made_for = [atom.fixed_lengths()[("q", "kv").index(dim)] for atom in mask.atoms()]
-    sizes = [size for size in made_for if size is not None]
+    fixed = [leaf.fixed_lengths()[("q", "kv").index(dim)] for leaf in mask.leaves()]
+    sizes = [size for size in fixed if size is not None]
     sizes += [
         size for leaf in leaves for name, size in zip(leaf.dims, np.shape(leaf.array), strict=False) if name == dim
     ]
@@ -157,7 +157,7 @@ def _size(mask: Node[Any], leaves: tuple[Leaf, ...], dim: str) -> int | None:
 
 def _default_length(mask: Node[Any]) -> int:
     """Four times the largest number in the mask, in whole tiles."""
-    numbers = [abs(x) for atom in mask.atoms() for x in atom._fields().values() if isinstance(x, int)]
+    numbers = [abs(x) for leaf in mask.leaves() for x in leaf._fields().values() if isinstance(x, int)]
     length = min(max([_SHORTEST, *(4 * n for n in numbers)]), _LONGEST)
     block = _block(length)
     return -(-length // block) * block

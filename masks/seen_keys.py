@@ -25,7 +25,7 @@ def certainly_seen(
 
 
 def _seen(mask: Mask, grid: Grid) -> NDArray[np.bool_] | None:
-    heads = max(getattr(atom, "heads", 1) for atom in mask.atoms())
+    heads = max(getattr(leaf, "heads", 1) for leaf in mask.leaves())
     keys = np.arange(grid.kv_len, dtype=np.int32) + np.int32(grid.k_start)
     seen = np.zeros((heads, grid.kv_len), bool)
     if not grid.q_len:

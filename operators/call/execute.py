@@ -231,7 +231,7 @@ def _hides_keys(problem: AttentionProblem, arrays: Arrays) -> bool:
 
 def _of_heads(mask: Mask, shard: int | jax.Array, count: int) -> Mask:
     """The mask of this device's heads, if it has layouts per head."""
-    return mask.map_atoms(
+    return mask.map_leaves(
         lambda atom: atom.from_head(shard * count, count) if isinstance(atom, Blocks) and atom.heads > 1 else atom
     )
 
