@@ -42,7 +42,7 @@ class PlannedOperation:
     # The operation's only strategy for a split sequence; None: as the policy says.
     sequence_parallel: ClassVar[str | None] = None
     # The operation whose kernel this one runs, if any: its config applies here too.
-    kernel_config: ClassVar[str | None] = None
+    backend_operation: ClassVar[str | None] = None
 
     @classmethod
     def implements(cls, method: str) -> bool:

@@ -58,7 +58,7 @@ class PageAccounting:
         """The sequence and its new length. Errors: those of truncate."""
         state = self._get(sequence)
         length = whole_number("length", length, 0, state.length)
-        if self._window.first_kept(length) < state.released:
+        if self._window.first_visible_page(length) < state.released:
             raise InputError(
                 f"sequence {shown(sequence)} of {state.length} tokens cut to {length}: its next token would see pages that were "
                 f"released, the first {state.released}. Hint: release after truncate."

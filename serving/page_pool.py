@@ -136,7 +136,7 @@ class PagePool(PageAccounting):
         this once the step that writes the sequence's last tokens has its page table, and after `publish` and `truncate`.
         """
         state = self._get(sequence)
-        first = self._window.first_kept(state.length)
+        first = self._window.first_visible_page(state.length)
         count = first - state.released
         if count > 0:
             self._owners.release(state.pages[state.released : first])

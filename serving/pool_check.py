@@ -37,7 +37,7 @@ def _check_sequence(name: Hashable, state: SequenceState, owners: PageOwners, wi
     """Pages exist, lie on the shard of their page number, occur once in the table, and are enough; no page that the next token
     sees was released."""
     n, size, released = owners.shards, window.page_size, state.released
-    first = window.first_kept(state.length)
+    first = window.first_visible_page(state.length)
     _must(
         0 <= released <= first,
         f"sequence {shown(name)} has released {released} pages, and its next token sees page {first}",

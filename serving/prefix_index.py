@@ -62,7 +62,7 @@ class PrefixIndex:
             keys.append(key)
             pages.append(page)
         count = max(self.lengths(keys, window))
-        first = window.first_kept(count * self.page_size)
+        first = window.first_visible_page(count * self.page_size)
         return keys[:count], [page for page in pages[first:count] if page is not None]
 
     def lengths(self, keys: Iterable[bytes], window: Window) -> set[int]:
@@ -70,7 +70,7 @@ class PrefixIndex:
         counts, run = {0}, 0
         for count, key in enumerate(keys, 1):
             run = run + 1 if key in self.page_of else 0
-            if run >= count - window.first_kept(count * self.page_size):
+            if run >= count - window.first_visible_page(count * self.page_size):
                 counts.add(count)
         return counts
 

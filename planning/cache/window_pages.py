@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .cache_fields import CacheFields
 
-__all__ = ["first_kept", "pages_of_all", "pages_of_one", "sequences_on"]
+__all__ = ["first_visible_page", "pages_of_all", "pages_of_one", "sequences_on"]
 
 
-def first_kept(length: int, window: int | None, page: int) -> int:
+def first_visible_page(length: int, window: int | None, page: int) -> int:
     """The first page that a query at position `length` or later sees; earlier pages can be freed."""
     return 0 if window is None else max(0, length - window + 1) // page
 

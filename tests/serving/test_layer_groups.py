@@ -28,7 +28,7 @@ from attnops.operators.paged_cache import (
     shardings,
 )
 from attnops.planning.cache.kv_cache import KVCache, LayerGroup, layer_groups
-from attnops.planning.cache.window_pages import first_kept, pages_of_all, pages_of_one
+from attnops.planning.cache.window_pages import first_visible_page, pages_of_all, pages_of_one
 from attnops.registry.declaration import Declaration
 from attnops.registry.declaration_schema import declaration_json_schema
 from attnops.serving import PagePool, PagePools
@@ -285,7 +285,9 @@ def test_a_pool_keeps_what_a_plan_counts() -> None:
                 seen = length if window is None else min(length, window - 1)
                 tokens = range(length - seen, length + 1)  # what a query at `length` sees
                 assert (
-                    first_kept(length, window, page) == min(tokens) // page == Window(window, page).first_kept(length)
+                    first_visible_page(length, window, page)
+                    == min(tokens) // page
+                    == Window(window, page).first_visible_page(length)
                 )
 
 
