@@ -119,7 +119,7 @@ class Blocks(Mask):
         padded = jnp.pad(jnp.asarray(layout), [(0, 0)] * 3 + [(0, count)])
         return jax.lax.dynamic_slice_in_dim(padded, jnp.minimum(first, layout.shape[-1]), count, axis=3)
 
-    def kinds(self, rows: tuple[Any, Any], cols: tuple[Any, Any]) -> NDArray[np.int8]:
+    def block_mask(self, rows: tuple[Any, Any], cols: tuple[Any, Any]) -> NDArray[np.int8]:
         """0 dead, 1 partial, 2 full, int8 [heads, q, kv], for blocks bounded by rows and by keys (both inclusive)."""
         self._check_rows(int(rows[1].max()) + 1)
         first = int(cols[0][0]) // self.block_kv

@@ -23,8 +23,8 @@ def counted(table: NDArray[np.bool_], rows: Sequence[NDArray[Any]], cols: Sequen
     rows, cols: the first and the last of each rectangle, inclusive.
     """
     some, every = _rectangles(table, rows, cols, np)
-    kinds: NDArray[np.int8] = some.astype(np.int8) + every
-    return kinds
+    block_mask: NDArray[np.int8] = some.astype(np.int8) + every
+    return block_mask
 
 
 def counted_bounds(leaf: Any, blocks: Blocks) -> BlockBounds:

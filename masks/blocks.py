@@ -23,10 +23,10 @@ def live_blocks(lower: Node[Any], upper: Node[Any], grid: Grid) -> NDArray[np.in
 
 def live_blocks_by_head(lower: Node[Any], upper: Node[Any], grid: Grid) -> NDArray[np.int8]:
     """The same for each head, int8 [heads | 1, q blocks, kv blocks]."""
-    kinds = _of_heads(upper, grid)
+    block_mask = _of_heads(upper, grid)
     if lower is not upper:
-        kinds = np.where(_of_heads(lower, grid) == 2, np.int8(2), np.minimum(kinds, np.int8(1)))
-    return kinds
+        block_mask = np.where(_of_heads(lower, grid) == 2, np.int8(2), np.minimum(block_mask, np.int8(1)))
+    return block_mask
 
 
 def _of_heads(mask: Node[Any], grid: Grid) -> NDArray[np.int8]:
@@ -61,11 +61,11 @@ def _of_head(mask: Node[Any], head: int) -> Node[Any]:
 
 
 def _static_blocks(mask: Node[Any], grid: Grid) -> NDArray[np.int8]:
-    kinds = np.zeros(grid.shape, np.int8)
+    block_mask = np.zeros(grid.shape, np.int8)
     for where, rows in grid.slabs():
         known = _intervals(mask, grid, rows)
-        kinds[where] = _evaluated(mask, grid, rows) if known is None else _counted(known, grid)
-    return kinds
+        block_mask[where] = _evaluated(mask, grid, rows) if known is None else _counted(known, grid)
+    return block_mask
 
 
 def _intervals(mask: Node[Any], grid: Grid, rows: NDArray[np.int64]) -> Intervals | None:
@@ -104,8 +104,8 @@ def _evaluated(mask: Node[Any], grid: Grid, rows: NDArray[np.int64]) -> NDArray[
     end = grid.k_start + grid.kv_len
     known = [_intervals(part, grid, rows) for part in mask.conjuncts()]
     outer = intersect([single(0, end, len(rows), end), *(x for x in known if x is not None)], end)
-    kinds = _counted(outer, grid)
-    for i, blocks in enumerate(kinds):
+    block_mask = _counted(outer, grid)
+    for i, blocks in enumerate(block_mask):
         some = rows[i * grid.block_q : (i + 1) * grid.block_q]
         candidates = np.flatnonzero(blocks)
         if not len(candidates):
@@ -119,7 +119,7 @@ def _evaluated(mask: Node[Any], grid: Grid, rows: NDArray[np.int64]) -> NDArray[
             all_keys = np.logical_and.reduceat(seen.all(axis=0), edges)
             first = int(keys[0]) // grid.block_kv
             blocks[first : first + len(edges)] = any_key.astype(np.int8) + all_keys
-    return kinds
+    return block_mask
 
 
 def _pieces(start: int, stop: int, step: int) -> Iterator[NDArray[np.int32]]:

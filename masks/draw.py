@@ -101,14 +101,14 @@ def _tiles(
         return live_blocks(mask, mask, grid), ""
     if mask.is_static:
         return _bounded(mask, grid, 0), "partial: some of it is visible, or this depends on the function"
-    kinds = live_blocks(*bounds, grid)
+    block_mask = live_blocks(*bounds, grid)
     if not all(_has_values(leaf.array) for leaf in leaves):
-        return kinds, _UNKNOWN
+        return block_mask, _UNKNOWN
     bounded = _bounded(mask.narrow(slice(0, grid.q_len), slice(0, grid.kv_len)), grid, batch)
-    kinds = np.where(kinds == 1, bounded, kinds)
+    block_mask = np.where(block_mask == 1, bounded, block_mask)
     row = f"row {batch} of the batch" if any(leaf.array.shape[0] > 1 for leaf in leaves) else ""
     doubt = "" if grid.block_q == grid.block_kv == 1 else "a tile that is called partial may be dead or full"
-    return kinds, "; ".join(filter(None, (row, doubt)))
+    return block_mask, "; ".join(filter(None, (row, doubt)))
 
 
 def _bounded(mask: Node[Any], grid: Grid, batch: int) -> NDArray[np.int8]:

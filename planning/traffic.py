@@ -122,9 +122,9 @@ class _Count:
             inside, declared = all_axes(tensor.inside), all_axes(tensor.declared)
             summed = work - inside
             local = self._bytes(tensor, inside)
-            if apart := summed & declared:  # it was gathered
-                size = self._size(apart)
-                yield Need("reduce-scatter", local * (size - 1) / size, name, axes=self._named(apart))
+            if scattered := summed & declared:  # it was gathered
+                size = self._size(scattered)
+                yield Need("reduce-scatter", local * (size - 1) / size, name, axes=self._named(scattered))
                 local /= size
             if whole := summed - declared:
                 size = self._size(whole)
@@ -132,7 +132,7 @@ class _Count:
             if tensor.name in ("key", "value") and self.placement.kv_repeat > 1:
                 yield from self._copies(tensor, local)
                 continue
-            back = tuple(tuple(a for a in dim if a not in apart) for dim in tensor.declared)
+            back = tuple(tuple(a for a in dim if a not in scattered) for dim in tensor.declared)
             yield from self._moved(tensor, tensor.inside, back, name)
         yield from self._of_strategy_backward()
 

@@ -266,11 +266,11 @@ def _why_dropped(
     if is_symbolic(left):
         return f"the symbolic {length} isn't split", "Give a number", False
     if left % axis.size:
-        unit = axis.size * (length // left if left else 1)
+        multiple = axis.size * (length // left if left else 1)
         over = f"{length}" if left == length else f"{length} (each shard {left})"
         return (
             f"{over} is not divisible by {name}={axis.size}",
-            f"Make it a multiple of {unit}, make {name!r} smaller, or declare it unsplit",
+            f"Make it a multiple of {multiple}, make {name!r} smaller, or declare it unsplit",
             length == 1,
         )
     return None
