@@ -64,7 +64,7 @@ def _of_tiles(seen: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], NDArray[np.bo
 
 
 def _block_mask(mask: Node[Any], grid: Grid, plain: Any) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
-    """(kinds, where they are certain): elsewhere a partial block may also be dead or full."""
+    """(the block mask, where it is certain): elsewhere a partial block may also be dead or full."""
     if not has_blocks(mask):
         block_mask = plain(mask, grid)[None]
         return block_mask, np.ones(block_mask.shape, bool)
