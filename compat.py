@@ -49,8 +49,8 @@ def tree_of(data: Sequence[str], *, dropped: Sequence[str]) -> Callable[[type[_C
 def varies_over(x: Any) -> frozenset[str]:
     """The manual mesh axes that an array is known to vary over."""
     kind: Any = jax.typeof(x)
-    found: frozenset[str] = kind.manual_axis_type.varying if _NAMED else kind.vma
-    return found
+    axes: frozenset[str] = kind.manual_axis_type.varying if _NAMED else kind.vma
+    return axes
 
 
 def varying_as(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -65,8 +65,8 @@ def abstract_device(kind: str, cores: int | None, platform: str) -> AbstractDevi
     if _WITH_PLATFORM:
         return AbstractDevice(kind, cores, platform)
     bare: Any = AbstractDevice
-    made: AbstractDevice = bare(kind, cores)
-    return made
+    device: AbstractDevice = bare(kind, cores)
+    return device
 
 
 def platform_of(device: AbstractDevice) -> str:

@@ -26,9 +26,9 @@ __all__ = [
     "MaskWarning",
     "ProcessError",
     "RefusedError",
+    "RefusedShardingError",
     "ShardingError",
     "ShardingWarning",
-    "UnfitError",
     "UnknownNameError",
     "a_type",
     "first_line",
@@ -69,7 +69,7 @@ class ShardingError(AttnOpsError, ValueError):
     """A PartitionSpec doesn't fit its tensor or its mesh, and the declaration makes that an error."""
 
 
-class UnfitError(ShardingError):
+class RefusedShardingError(ShardingError):
     """Specs don't fit, and the declaration makes that a refusal (strict, kv_heads='error')."""
 
 
@@ -140,10 +140,12 @@ def a_type(value: Any) -> str:
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"  # not u: a uint8
 
 
-def is_whole(value: Any, least: float = -math.inf, most: float = math.inf, *, numpy: bool = False) -> TypeGuard[int]:
-    """Whether a user's value is an integer of Python (or of NumPy) from `least` to `most`. A bool is none, nor is a float."""
+def is_whole(
+    value: Any, minimum: float = -math.inf, maximum: float = math.inf, *, numpy: bool = False
+) -> TypeGuard[int]:
+    """Whether a user's value is an integer of Python (or of NumPy) from `minimum` to `maximum`; no bool or float."""
     kind: Any = Integral if numpy else int
-    return isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most
+    return isinstance(value, kind) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 def first_line(error: BaseException, longest: int = 200) -> str:

@@ -20,6 +20,6 @@ def unprintable(text: str) -> str | None:
 
 def checked_name(name: str, what: str, error: type[AttnOpsError] = ConfigError) -> str:
     """Return a name that is printable. Errors: `error` for any other; `what` says what it names."""
-    if (found := unprintable(name)) is not None:
-        raise error(f"{what} {shown(name)} holds {found}; wanted printable characters only.")
+    if (character := unprintable(name)) is not None:
+        raise error(f"{what} {shown(name)} holds {character}; wanted printable characters only.")
     return name

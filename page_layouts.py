@@ -64,10 +64,10 @@ class PageLayout:
 
     def sizes(self, key: Any, value: Any, dim: int, value_dim: int | None) -> PageShape:
         """Read the sizes from the arrays. dim: the query's; value_dim: needed if padded rows don't determine it."""
-        found = dict(zip(self.dims, key.shape, strict=True))
+        sizes = dict(zip(self.dims, key.shape, strict=True))
         last = key.shape[-1]
         return PageShape(
-            found["pages"], found["page"], found["kv_heads"], last, last if value is None else value.shape[-1]
+            sizes["pages"], sizes["page"], sizes["kv_heads"], last, last if value is None else value.shape[-1]
         )
 
     def viewed(self, pages: Any) -> Any:

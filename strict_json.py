@@ -19,7 +19,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 def parse_json(text: str, source: str) -> Any:
     """Parse JSON text. Errors: ConfigError that names the source and the position."""
     try:
-        found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         hint = " JSON allows no comma after the last item." if _ends_in_a_comma(text, error.pos) else ""
         raise ConfigError(
@@ -29,27 +29,27 @@ def parse_json(text: str, source: str) -> Any:
         raise ConfigError(f"{source}: nested too deeply for a declaration.") from None
     except ValueError as error:  # from the hooks, and Python's own limit on digits
         raise ConfigError(f"{source}: {error}") from None
-    refuse_surrogates(found, source)
-    return found
+    refuse_surrogates(value, source)
+    return value
 
 
 def refuse_surrogates(value: Any, source: str) -> None:
     """Refuse halves of surrogate pairs in keys and strings: JSON can spell them, but UTF-8 can't. Errors: ConfigError."""
     rest = [value]
     while rest:
-        one = rest.pop()
-        if isinstance(one, dict):
-            rest += [*one, *one.values()]
-        elif isinstance(one, list | tuple):
-            rest += one
-        elif isinstance(one, str) and _SURROGATE.search(one):
+        item = rest.pop()
+        if isinstance(item, dict):
+            rest += [*item, *item.values()]
+        elif isinstance(item, list | tuple):
+            rest += item
+        elif isinstance(item, str) and _SURROGATE.search(item):
             raise ConfigError(
-                f"{source}: {shown(one)} holds half of a surrogate pair, which can't be written as UTF-8; wanted whole "
+                f"{source}: {shown(item)} holds half of a surrogate pair, which can't be written as UTF-8; wanted whole "
                 "characters."
             )
 
 
-def read_text(path: Path, wanted: str) -> str:
+def read_text(path: Path, description: str) -> str:
     """Read a UTF-8 file. Errors: ConfigError, also for a file that can't be read."""
     try:
         return path.read_bytes().decode("utf-8-sig")
@@ -57,7 +57,7 @@ def read_text(path: Path, wanted: str) -> str:
         raise ConfigError(f"{_name(path)}: not UTF-8 at byte {error.start}; save the file as UTF-8.") from None
     except (OSError, ValueError) as error:  # ValueError: an impossible file name, with a NUL in it
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{_name(path)}: {reason}; wanted {wanted}.") from None
+        raise ConfigError(f"{_name(path)}: {reason}; wanted {description}.") from None
 
 
 def _ends_in_a_comma(text: str, at: int) -> bool:
@@ -69,12 +69,12 @@ def _ends_in_a_comma(text: str, at: int) -> bool:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in result:
             raise ValueError(f"the key {shown(key)} appears twice in one object; the first would be lost. Keep one.")
-        found[key] = value
-    return found
+        result[key] = value
+    return result
 
 
 def _no_constant(text: str) -> NoReturn:

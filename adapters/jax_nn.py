@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import InputError, InputTypeError, UnknownNameError, shown
-from ..masks.int_arrays import least_and_most
+from ..masks.int_arrays import min_and_max
 from ..operators.api.attention import Attention
 from ..operators.api.read_option import read_flag, read_number, read_window
 from ..operators.call.arrays import is_array, shaped
@@ -180,7 +180,7 @@ def _lengths(name: str, lengths: Any, batch: tuple[int, ...], most: int) -> Any:
     if lengths.shape != wanted:
         raise InputError(f"{name} has shape {tuple(lengths.shape)}; wanted {wanted}, one number per batch row.")
     values = at_hand(lengths)
-    for number in () if values is None else least_and_most(values):
+    for number in () if values is None else min_and_max(values):
         if not 0 <= number <= most:
             raise InputError(f"{name} holds {number}; wanted 0 to {most}, the array's length.")
     return lengths.reshape(-1)

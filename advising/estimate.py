@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ..planning import Plan
 from ..planning.placed_tensors import all_axes, axes_by_dim, placed_tensors, sent_itemsize
-from ..planning.traffic import Need, least_traffic
+from ..planning.traffic import Need, min_traffic
 from .machine import Machine
 from .sending import hops, reordered_seconds, ring_hop_seconds, seconds_of
 from .spans import Span, lay
@@ -159,10 +159,10 @@ class _Known(NamedTuple):
 def _known(plan: Plan, machine: Machine) -> _Known:
     """What doesn't depend on how the mesh lies."""
     backward = plan.problem.mode == "__train__"
-    forward = least_traffic(plan, False)
+    forward = min_traffic(plan, False)
     passes = [_Pass("forward", worked(machine, plan, kernels_of_pass(plan, False)), forward.needs, forward.unknown)]
     if backward:
-        both = least_traffic(plan, True)
+        both = min_traffic(plan, True)
         rest, unknown = both.needs[len(forward.needs) :], both.unknown[len(forward.unknown) :]
         passes.append(_Pass("backward", worked(machine, plan, kernels_of_pass(plan, True)), rest, unknown))
     return _Known(tuple(passes), (*_operands(plan, backward), _held(plan, machine, backward)))
@@ -239,7 +239,7 @@ def _operands(plan: Plan, backward: bool) -> tuple[int, int]:
     sizes = {axis.name: axis.size for axis in problem.mesh}
     given = outgoing = gradients = 0
     for tensor in placed_tensors(problem, placement):
-        bytes_ = tensor.given_bytes(sizes)
+        bytes_ = tensor.call_bytes(sizes)
         given += bytes_
         gradients += bytes_ if tensor.gradient else 0
     parts = math.prod(sizes[a] for a in all_axes(axes_by_dim(placement.spec("output"), 4)))
@@ -256,8 +256,8 @@ def _held(plan: Plan, machine: Machine, backward: bool) -> int:
     tensors; backward the gradients of these too, around a ring in float32."""
     problem, split, local = plan.problem, plan.placement.sequence, plan.placement.local
     item = sent_itemsize(problem.runtime_dtype, machine.platform == "cpu")
-    width, rows = problem.head_dim + problem.value_dim, local.batch * local.q_heads * local.q_len * split.pieces
-    keys = local.batch * local.kv_heads * local.kv_len * split.pieces * width
+    width, rows = problem.head_dim + problem.value_dim, local.batch * local.q_heads * local.q_len * split.chunks
+    keys = local.batch * local.kv_heads * local.kv_len * split.chunks * width
     held = 0
     if split.gathers:
         held += keys * item

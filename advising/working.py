@@ -85,7 +85,7 @@ def worked(machine: Machine, plan: Plan, kernels: tuple[PassSizes, ...]) -> Work
     """All kernels of a pass, one after the other, over all heads and batch rows of a device."""
     problem, local = plan.problem, plan.placement.local
     heads = local.batch * local.q_heads
-    pieces = plan.placement.sequence.pieces
+    pieces = plan.placement.sequence.chunks
     total: np.ndarray | None = None
     bounds: dict[str, float] = {}
     for kernel in kernels:

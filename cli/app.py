@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from ..errors import AttnOpsError, RefusedError, UnfitError
+from ..errors import AttnOpsError, RefusedError, RefusedShardingError
 from .absent_devices import leave_absent_devices_alone
 from .advise_command import advise
 from .commands import Refused, app
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             # typer returns 130 for an interrupt and prints nothing; older versions raise Abort.
             return status if status != 130 else _fail("interrupted.", 130)
-        except (Refused, RefusedError, UnfitError) as error:
+        except (Refused, RefusedError, RefusedShardingError) as error:
             return _fail(str(error), 1)
         except AttnOpsError as error:
             return _fail(str(error), 2)

@@ -80,5 +80,5 @@ def on_devices(arrays: Mapping[str, Any], plan: Plan, mesh: Mesh | None) -> dict
         return {name: jax.device_put(x) for name, x in arrays.items()}
     placed = {}
     for name, x in arrays.items():
-        placed[name] = jax.device_put(x, NamedSharding(mesh, plan.placement.given(name, x.shape)))
+        placed[name] = jax.device_put(x, NamedSharding(mesh, plan.placement.call_spec(name, x.shape)))
     return placed

@@ -1,10 +1,10 @@
 """What TPUs and GPUs have and do, by jax's name of their kind: one table of each."""
 
 from .gpus import GpuSpec, GpuVariant, gpu_specs, gpu_variant, gpu_variants, spec_of_kind
-from .tpus import LEAST_VMEM_BYTES, SCALAR_BYTES, Tpu, Vmem, described_cores, tpu_of, vmem_of
+from .tpus import MIN_VMEM_BYTES, SCALAR_BYTES, Tpu, Vmem, described_cores, tpu_of, vmem_of
 
 __all__ = [
-    "LEAST_VMEM_BYTES",
+    "MIN_VMEM_BYTES",
     "SCALAR_BYTES",
     "GpuSpec",
     "GpuVariant",

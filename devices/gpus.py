@@ -79,17 +79,17 @@ def gpu_variants() -> Mapping[str, GpuVariant]:
     program = {name: groups["program"] for name, groups in _table()["architecture"].items()}
     return {
         prefix: GpuVariant(
-            prefix, one["architecture"], one["cores"], program[one["architecture"]]["shared_bytes_a_block"]
+            prefix, row["architecture"], row["cores"], program[row["architecture"]]["shared_bytes_a_block"]
         )
-        for prefix, one in _table()["variant"].items()
+        for prefix, row in _table()["variant"].items()
     }
 
 
 @functools.cache
 def gpu_variant(kind: str) -> GpuVariant | None:
     """The variant of jax's device kind: the longest prefix that fits; None for an unknown GPU."""
-    fitting = [one for prefix, one in gpu_variants().items() if kind.startswith(prefix)]
-    return max(fitting, key=lambda one: len(one.prefix), default=None)
+    fitting = [variant for prefix, variant in gpu_variants().items() if kind.startswith(prefix)]
+    return max(fitting, key=lambda variant: len(variant.prefix), default=None)
 
 
 @functools.cache

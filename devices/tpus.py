@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["KINDS", "LEAST_VMEM_BYTES", "SCALAR_BYTES", "Tpu", "Vmem", "described_cores", "tpu_of", "vmem_of"]
+__all__ = ["KINDS", "MIN_VMEM_BYTES", "SCALAR_BYTES", "Tpu", "Vmem", "described_cores", "tpu_of", "vmem_of"]
 
 _MIB = 1 << 20
 SCALAR_BYTES = _MIB
@@ -15,7 +15,7 @@ class Vmem(NamedTuple):
     """Bytes of a core's VMEM that a kernel gets by default, and the most that it can have; larger requests are clamped."""
 
     default: int
-    most: int
+    maximum: int
 
 
 class Tpu(NamedTuple):
@@ -66,7 +66,7 @@ KINDS = {
     "TPU7x": _Kind(1, 1, 103_000_000_000, 3700e9, 1155e12, 64 * _MIB, SCALAR_BYTES, Vmem(32 * _MIB, int(63.94 * _MIB))),
 }
 _OTHER_NAMES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite", "TPU7": "TPU7x"}
-LEAST_VMEM_BYTES = min(kind.vmem.default for kind in KINDS.values())
+MIN_VMEM_BYTES = min(kind.vmem.default for kind in KINDS.values())
 """What a kernel gets by default on every kind."""
 
 
@@ -74,12 +74,12 @@ def tpu_of(kind: str, cores: int | None = None) -> Tpu | None:
     """A device of a kind; None for one that isn't in the table. cores: those that jax reports for it, `num_cores`; None: those
     of a device where jax runs by default.
     """
-    found = _found(kind)
-    if found is None:
+    row = _kind_of(kind)
+    if row is None:
         return None
-    count = found.joined if cores is None else cores
-    rates = found.bytes_per_second * count, found.flops_per_second * count
-    return Tpu(kind, count, found.hbm_bytes * count, *rates, found.vmem_bytes, found.scalar_bytes, found.vmem)
+    count = row.joined if cores is None else cores
+    rates = row.bytes_per_second * count, row.flops_per_second * count
+    return Tpu(kind, count, row.hbm_bytes * count, *rates, row.vmem_bytes, row.scalar_bytes, row.vmem)
 
 
 def described_cores(kind: str) -> int:
@@ -89,9 +89,9 @@ def described_cores(kind: str) -> int:
 
 def vmem_of(device_kind: str) -> Vmem:
     """The VMEM that a kernel may take on a kind of TPU; for an unknown one, the least of all."""
-    found = _found(device_kind)
-    return _UNTRIED if found is None else found.vmem
+    row = _kind_of(device_kind)
+    return _UNTRIED if row is None else row.vmem
 
 
-def _found(kind: str) -> _Kind | None:
+def _kind_of(kind: str) -> _Kind | None:
     return KINDS.get(_OTHER_NAMES.get(kind, kind))

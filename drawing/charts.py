@@ -16,11 +16,11 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 44.0, 44.0
 
 
 class Bar(NamedTuple):
-    """A value relative to its limit, or to the longest bar if there is no limit. `told`: the value as text."""
+    """A value relative to its limit, or to the longest bar if there is no limit. `text`: the value."""
 
     name: str
     value: float
-    told: str
+    text: str
     limit: float | None = None
     good: bool = False
 
@@ -33,16 +33,16 @@ class Point(NamedTuple):
     rate: float
 
 
-def bars(found: Sequence[Bar]) -> str:
+def bars(entries: Sequence[Bar]) -> str:
     """Bars, one below the other, each with its text. A bar over its limit is marked, also in its text."""
-    longest = max((bar.value for bar in found), default=0.0) or 1.0
+    longest = max((bar.value for bar in entries), default=0.0) or 1.0
     lines = []
-    for bar in found:
+    for bar in entries:
         of = longest if bar.limit is None else bar.limit or 1.0
         over = bar.limit is not None and bar.value > bar.limit
         share = min(bar.value / of, 1.0)
         kind = "ao-over" if over else "ao-ok" if bar.good else "ao-used"
-        words = bar.told + (": over the limit" if over else "")
+        words = bar.text + (": over the limit" if over else "")
         lines.append(
             f'<div class="ao-bar"><span class="ao-name">{escaped(bar.name)}</span>'
             f'<span class="ao-track"><span class="{kind}" style="width:{100 * share:.1f}%"></span></span>'
@@ -101,9 +101,9 @@ def roofline(flops_per_second: float, bytes_per_second: float, points: Sequence[
 def curve(title: str, unit: str, values: Sequence[tuple[str, float]], chosen: int, heuristic: int | None) -> str:
     """The values of candidates from best to worst, as dots on a line. The chosen one and the heuristic's are labelled."""
     plot = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
-    most, least = max(v for _, v in values), min(v for _, v in values)
-    floor = 0.0 if least < 0.5 * most else least - (most - least or most) * 0.3
-    span = (most - floor) or 1.0
+    highest, lowest = max(v for _, v in values), min(v for _, v in values)
+    floor = 0.0 if lowest < 0.5 * highest else lowest - (highest - lowest or highest) * 0.3
+    span = (highest - floor) or 1.0
 
     def at(index: int) -> tuple[float, float]:
         share = index / max(len(values) - 1, 1)

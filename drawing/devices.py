@@ -9,7 +9,7 @@ from pathlib import Path
 from .devices_svg import devices_svg
 from .devices_text import devices_text
 
-__all__ = ["DevicePicture", "Placed", "Sent", "Split"]
+__all__ = ["DevicePicture", "DrawnTensor", "Split", "Transfer"]
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Placed:
+class DrawnTensor:
     """Tensors with the same placement. shapes: those of the whole and of a device's part, as text.
 
-    held: for each device, in the mesh's order, its part along each dimension.
+    device_parts: for each device, in the mesh's order, its part along each dimension.
     dropped: (mesh axis, dimension, why) for declared axes that can't be used.
     """
 
@@ -39,21 +39,21 @@ class Placed:
     spec: str
     shapes: str
     dims: tuple[Split, ...]
-    held: tuple[tuple[int, ...], ...]
+    device_parts: tuple[tuple[int, ...], ...]
     dropped: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def copies(self) -> int:
         """The number of devices that hold each part."""
-        return len(self.held) // math.prod(dim.parts for dim in self.dims)
+        return len(self.device_parts) // math.prod(dim.parts for dim in self.dims)
 
     def first_holder(self, device: int) -> int:
         """The first device with the same part."""
-        return self.held.index(self.held[device])
+        return self.device_parts.index(self.device_parts[device])
 
 
 @dataclass(frozen=True)
-class Sent:
+class Transfer:
     """What groups of devices send. kind: 'all-gather', 'ring', 'permute', 'all-to-all' or 'all-reduce'. groups: places in the
     mesh."""
 
@@ -71,8 +71,8 @@ class DevicePicture:
     title: str
     mesh: tuple[tuple[str, int], ...]
     ids: tuple[int, ...]
-    tensors: tuple[Placed, ...]
-    sent: tuple[Sent, ...]
+    tensors: tuple[DrawnTensor, ...]
+    sent: tuple[Transfer, ...]
     repeated: tuple[str, ...] = ()
 
     def text(self) -> str:
@@ -91,6 +91,6 @@ class DevicePicture:
 
     def save(self, path: str | Path) -> Path:
         """Write the SVG to a file, or the text if its name ends in .txt."""
-        found = Path(path)
-        found.write_text(self.text() + "\n" if found.suffix == ".txt" else self.svg(), encoding="utf-8")
-        return found
+        file = Path(path)
+        file.write_text(self.text() + "\n" if file.suffix == ".txt" else self.svg(), encoding="utf-8")
+        return file

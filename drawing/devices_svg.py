@@ -16,34 +16,34 @@ __all__ = ["devices_svg"]
 
 _WIDTH, _LEFT = 440.0, 100.0
 _PANELS = 2  # panels for parts along further dimensions
-_MOST = 8  # parts of a dimension that are drawn
+_MAX = 8  # parts of a dimension that are drawn
 _CELL = 40.0, 26.0  # at least
 _LETTER, _SMALL = 7.6, 6.8  # widths of a letter
 _LINE = 66  # characters of a small line
 _MEMBERS = 8  # devices of a group that are drawn
 
 
-def devices_svg(found: Any) -> str:
+def devices_svg(figure: Any) -> str:
     """See DevicePicture.svg."""
-    mesh = ", ".join(f"{name}={size}" for name, size in found.mesh) or "none"
+    mesh = ", ".join(f"{name}={size}" for name, size in figure.mesh) or "none"
     parts, y = list[str](), 20.0
-    count = f"{len(found.ids)} device{'s' if len(found.ids) > 1 else ''}"
+    count = f"{len(figure.ids)} device{'s' if len(figure.ids) > 1 else ''}"
     parts.append(label(12, y, f"Mesh {mesh}: {count}", class_="ao-strong"))
-    for tensor in found.tensors:
+    for tensor in figure.tensors:
         y += 26
-        drawn, y = _tensor(found, tensor, y)
+        drawn, y = _tensor(figure, tensor, y)
         parts += drawn
-    if any(tensor.copies > 1 for tensor in found.tensors):
+    if any(tensor.copies > 1 for tensor in figure.tensors):
         parts += [rectangle(12, y + 8, 12, 12, class_="ao-part"), label(30, y + 18, "held by several devices")]
         y += 22
-    for text in found.repeated:
+    for text in figure.repeated:
         drawn, y = _lines(text, y + 6, "ao-small ao-warned")
         parts += drawn
-    if len(found.ids) > 1:
+    if len(figure.ids) > 1:
         y += 28
-        parts.append(label(12, y, "Sent" if found.sent else "Nothing is sent", class_="ao-strong"))
-    for one in found.sent:
-        drawn, y = _sent(found, one, y)
+        parts.append(label(12, y, "Sent" if figure.sent else "Nothing is sent", class_="ao-strong"))
+    for transfer in figure.sent:
+        drawn, y = _sent(figure, transfer, y)
         parts += drawn
     return picture(_WIDTH, y + 16, f"Tensors on mesh {mesh}", parts)
 
@@ -61,7 +61,7 @@ def _lines(text: str, y: float, class_: str) -> tuple[list[str], float]:
     return [*drawn, label(12, y, line, class_=class_)], y
 
 
-def _tensor(found: Any, tensor: Any, y: float) -> tuple[list[str], float]:
+def _tensor(figure: Any, tensor: Any, y: float) -> tuple[list[str], float]:
     """A tensor's name and spec, what was dropped, and a grid for each part along dimensions that aren't the grid's sides."""
     parts = [
         label(12, y, ", ".join(tensor.names), class_="ao-strong"),
@@ -81,8 +81,8 @@ def _tensor(found: Any, tensor: Any, y: float) -> tuple[list[str], float]:
             )
         )
     holders = defaultdict(list)
-    for number, held in zip(found.ids, tensor.held, strict=True):
-        holders[held].append(number)
+    for number, device_parts in zip(figure.ids, tensor.device_parts, strict=True):
+        holders[device_parts].append(number)
     split = [index for index, dim in enumerate(tensor.dims) if dim.parts > 1]
     across, down, rest = (split[-1:], split[-2:-1], split[:-2])
     drawn_rest = list(itertools.islice(itertools.product(*(range(tensor.dims[i].parts) for i in rest)), _PANELS))
@@ -107,8 +107,8 @@ def _grid(
 ) -> tuple[list[str], float]:
     """The parts along two dimensions, each with its devices; an ellipsis after the first eight."""
     parts = list[str]()
-    columns, rows = (min(tensor.dims[d[0]].parts, _MOST) if d else 1 for d in (across, down))
-    held = {
+    columns, rows = (min(tensor.dims[d[0]].parts, _MAX) if d else 1 for d in (across, down))
+    cells = {
         (row, column): holders[
             tuple(
                 (fixed | dict.fromkeys(across, column) | dict.fromkeys(down, row)).get(i, 0)
@@ -118,8 +118,8 @@ def _grid(
         for row, column in itertools.product(range(rows), range(columns))
     }
     width, height = _CELL
-    most = (_WIDTH - _LEFT - 20) / columns
-    width = min(max(width, *(len(_ids(one, most)) * _LETTER + 8 for one in held.values())), most)
+    max_width = (_WIDTH - _LEFT - 20) / columns
+    width = min(max(width, *(len(_ids(members, max_width)) * _LETTER + 8 for members in cells.values())), max_width)
     if across:
         dim = tensor.dims[across[0]]
         parts.append(label(12, y, short_name(dim.name) + " →", class_="ao-small"))
@@ -129,7 +129,7 @@ def _grid(
         for column, text in enumerate(ranges):
             parts.append(label(_LEFT + column * width + 2, y, text, class_="ao-small"))
     y += 5
-    for (row, column), devices in held.items():
+    for (row, column), devices in cells.items():
         x, top = _LEFT + column * width, y + row * height
         parts.append(rectangle(x, top, width, height, class_="ao-part" if len(devices) > 1 else "ao-dead"))
         parts.append(rectangle(x, top, width, height, class_="ao-frame"))
@@ -152,29 +152,31 @@ def _ids(devices: list[int], room: float) -> str:
     return next((text for text in texts if len(text) * _LETTER + 8 <= room), texts[-1])
 
 
-def _sent(found: Any, one: Any, y: float) -> tuple[list[str], float]:
+def _sent(figure: Any, transfer: Any, y: float) -> tuple[list[str], float]:
     """A line of text, and the arrows of the first group."""
-    parts, y = _lines(f"{one.what}: {one.kind} over {'+'.join(one.axes)}, {one.why}", y + 4, "ao-small")
-    group, step = one.groups[0], 46.0
-    ids = [str(found.ids[place]) for place in group]
+    parts, y = _lines(
+        f"{transfer.what}: {transfer.kind} over {'+'.join(transfer.axes)}, {transfer.why}", y + 4, "ao-small"
+    )
+    group, step = transfer.groups[0], 46.0
+    ids = [str(figure.ids[place]) for place in group]
     shown = ids if len(ids) <= _MEMBERS else [*ids[: _MEMBERS - 2], "...", ids[-1]]
-    all_to_all = one.kind not in ("ring", "permute") and len(shown) > 2
+    all_to_all = transfer.kind not in ("ring", "permute") and len(shown) > 2
     top = y + 12 + (14 if all_to_all else 0)
     for index, text in enumerate(shown):
         x = 12 + index * step
         parts += [rectangle(x, top, 28, 22, class_="ao-box"), label(x + 14, top + 15, text, text_anchor="middle")]
         if index:
-            parts += _arrow(x - step + 30, x - 2, top + 11, both=one.kind != "ring")
+            parts += _arrow(x - step + 30, x - 2, top + 11, both=transfer.kind != "ring")
     last = 12 + (len(shown) - 1) * step + 14
     bottom = top + 22
-    if one.kind == "ring" and len(shown) > 1:
+    if transfer.kind == "ring" and len(shown) > 1:
         path = f"M{last} {bottom} v10 H26 v-6"
         parts += [element("path", d=path, class_="ao-arrow"), _head(26, bottom + 1, up=True)]
         bottom += 12
     elif all_to_all:
         parts.append(element("path", d=f"M26 {top} v-8 H{last} v8", class_="ao-arrow"))
         parts.append(label((26 + last) / 2, top - 11, "each with each", class_="ao-small", text_anchor="middle"))
-    if (more := len(one.groups) - 1) > 0:
+    if (more := len(transfer.groups) - 1) > 0:
         bottom += 14
         parts.append(label(12, bottom, f"and {more} more group{'s' if more > 1 else ''}, likewise", class_="ao-small"))
     return parts, bottom

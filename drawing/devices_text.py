@@ -41,13 +41,13 @@ def devices_text(picture: Any) -> str:
         lines.append(f"... and {count - _DEVICES} more devices, by the same rule")
     if any(tensor.copies > 1 for tensor in picture.tensors):
         lines += ["", "= n: holds the same part as device n"]
-    told = [("dropped", text) for text in dict.fromkeys(_dropped(picture))]
-    told += [("repeated", text) for text in picture.repeated]
-    told += [("sent", text) for one in picture.sent for text in _sent(picture, one)]
+    footnotes = [("dropped", text) for text in dict.fromkeys(_dropped(picture))]
+    footnotes += [("repeated", text) for text in picture.repeated]
+    footnotes += [("sent", text) for transfer in picture.sent for text in _sent(picture, transfer)]
     if count > 1 and not picture.sent:
-        told.append(("sent", "nothing"))
+        footnotes.append(("sent", "nothing"))
     last = ""
-    for label, text in told:
+    for label, text in footnotes:
         first = f"{label if label != last else '':<10}"
         lines += [""] if not last else []
         whole = textwrap.wrap(
@@ -66,29 +66,29 @@ def devices_text(picture: Any) -> str:
 def _cells(picture: Any, tensor: Any) -> list[str]:
     """A heading of three lines, then what each device holds."""
     cells = [", ".join(tensor.names), tensor.spec, tensor.shapes]
-    for device, parts in enumerate(tensor.held[:_DEVICES]):
+    for device, parts in enumerate(tensor.device_parts[:_DEVICES]):
         dims = [(dim, part) for dim, part in zip(tensor.dims, parts, strict=True) if dim.parts > 1]
-        held = " ".join(f"{short_name(dim.name)} {dim.range(part)}" for dim, part in dims) or "whole"
+        part_text = " ".join(f"{short_name(dim.name)} {dim.range(part)}" for dim, part in dims) or "whole"
         first = tensor.first_holder(device)
-        cells.append(held + (f" = {picture.ids[first]}" if first != device else ""))
+        cells.append(part_text + (f" = {picture.ids[first]}" if first != device else ""))
     return cells
 
 
 def _chunks(picture: Any) -> Iterator[list[list[str]]]:
     """Groups of columns, each for a table that fits the page."""
     left = max(len(row) for row in _device_cells(picture))
-    found: list[list[str]] = []
+    chunk: list[list[str]] = []
     used = left
     for tensor in picture.tensors:
         cells = _cells(picture, tensor)
         width = max(map(len, cells)) + 2
-        if found and used + width > _WIDTH:
-            yield found
-            found, used = [], left
-        found.append(cells)
+        if chunk and used + width > _WIDTH:
+            yield chunk
+            chunk, used = [], left
+        chunk.append(cells)
         used += width
-    if found:
-        yield found
+    if chunk:
+        yield chunk
 
 
 def _device_cells(picture: Any) -> list[str]:
@@ -108,9 +108,9 @@ def _device_cells(picture: Any) -> list[str]:
 
 
 def _table(picture: Any, columns: list[list[str]]) -> Iterator[str]:
-    found = [_device_cells(picture), *columns]
-    widths = [max(map(len, cells)) for cells in found]
-    for row in zip(*found, strict=True):
+    all_columns = [_device_cells(picture), *columns]
+    widths = [max(map(len, cells)) for cells in all_columns]
+    for row in zip(*all_columns, strict=True):
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
@@ -120,15 +120,15 @@ def _dropped(picture: Any) -> Iterator[str]:
             yield f"{axis} of {dim} in {', '.join(tensor.names)}: {why}"
 
 
-def _sent(picture: Any, one: Any) -> Iterator[str]:
+def _sent(picture: Any, transfer: Any) -> Iterator[str]:
     """What is sent and how, and the arrows of the first groups."""
-    yield f"{one.what}: {one.kind} over {'+'.join(one.axes)}, {one.why}"
-    arrow = " -> " if one.kind == "ring" else " <-> "
+    yield f"{transfer.what}: {transfer.kind} over {'+'.join(transfer.axes)}, {transfer.why}"
+    arrow = " -> " if transfer.kind == "ring" else " <-> "
     drawn = []
-    for group in one.groups[:_GROUPS]:
+    for group in transfer.groups[:_GROUPS]:
         ids = [str(picture.ids[place]) for place in group]
         if len(ids) > _MEMBERS:
             ids = [*ids[: _MEMBERS - 2], "...", ids[-1]]
-        drawn.append(arrow.join([*ids, ids[0]] if one.kind == "ring" else ids).replace(" ", _STAYS))
-    more = len(one.groups) - _GROUPS
+        drawn.append(arrow.join([*ids, ids[0]] if transfer.kind == "ring" else ids).replace(" ", _STAYS))
+    more = len(transfer.groups) - _GROUPS
     yield "   ".join(drawn) + (f"   and {more} more groups" if more > 0 else "")

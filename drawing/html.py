@@ -76,8 +76,8 @@ def document(name: str, body: str) -> str:
 
 def title(text: str, links: Iterable[tuple[str, str]]) -> str:
     """The title of a document, with links to its sections, given as (name, heading)."""
-    found = "".join(f'<a href="#{escaped(name)}">{escaped(heading)}</a>' for name, heading in links)
-    return f"<h1>{escaped(text)}</h1><nav>{found}</nav>"
+    navigation = "".join(f'<a href="#{escaped(name)}">{escaped(heading)}</a>' for name, heading in links)
+    return f"<h1>{escaped(text)}</h1><nav>{navigation}</nav>"
 
 
 def section(heading: str, parts: Iterable[str], name: str = "") -> str:
@@ -106,10 +106,10 @@ def heading(text: str) -> str:
     return f'<p class="ao-title">{escaped(text)}</p>'
 
 
-def rows(told: Iterable[tuple[str, str]]) -> str:
+def rows(lines: Iterable[tuple[str, str]]) -> str:
     """Labelled lines. A repeated label is shown once."""
     cells, last = [], ""
-    for label, line in told:
+    for label, line in lines:
         cells.append(f"<tr><td>{escaped('' if label == last else label)}</td><td>{escaped(line)}</td></tr>")
         last = label
     return f'<table class="ao-rows">{"".join(cells)}</table>'

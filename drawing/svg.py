@@ -39,8 +39,10 @@ font-family:system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
 
 def element(name: str, inner: str = "", **attributes: object) -> str:
     """`<name a="1">inner</name>`; `_` in a name becomes `-`, and a trailing one is removed (class_)."""
-    told = "".join(f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"' for key, value in attributes.items())
-    return f"<{name}{told}>{inner}</{name}>" if inner else f"<{name}{told}/>"
+    attributes_text = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"' for key, value in attributes.items()
+    )
+    return f"<{name}{attributes_text}>{inner}</{name}>" if inner else f"<{name}{attributes_text}/>"
 
 
 def label(x: float, y: float, text: str, class_: str = "", text_anchor: str = "start") -> str:

@@ -47,13 +47,13 @@ class TilePicture:
         """The picture as text for a terminal: at most 72 columns of plain characters, with a legend."""
         cells, (rows, columns) = self._merged(_CHARACTERS)
         width = max(len(str((len(cells) - 1) * rows * self.block_q)), 4)
-        lines = [self.title, f"{self._sizes()}", *self._told(rows, columns), ""]
+        lines = [self.title, f"{self._sizes()}", *self._remarks(rows, columns), ""]
         lines.append(" " * (width + 2) + _ticks(cells.shape[1], columns * self.block_kv))
         for number, row in enumerate(cells):
             start = number * rows * self.block_q
             lines.append(f"{start:>{width}}  {' '.join(_MARKS[kind] for kind in row)}")
-        found = [kind for kind in (2, 1, 0) if (cells == kind).any()]
-        return "\n".join([*lines, "", "   ".join(f"{_MARKS[kind]} {self._names()[kind]}" for kind in found)])
+        present = [kind for kind in (2, 1, 0) if (cells == kind).any()]
+        return "\n".join([*lines, "", "   ".join(f"{_MARKS[kind]} {self._names()[kind]}" for kind in present)])
 
     def __str__(self) -> str:
         return self.text()
@@ -63,7 +63,7 @@ class TilePicture:
         cells, (rows, columns) = self._merged(_CELLS)
         height = min(max(_PLOT * self.q_len / max(self.kv_len, 1), 16.0), 1.5 * _PLOT)
         below = _TOP + height
-        told = self._told(rows, columns)
+        remarks = self._remarks(rows, columns)
         parts = [
             label(12, 20, _cut(self.title), class_="ao-strong"),
             label(12, 37, self._sizes(), class_="ao-small"),
@@ -73,18 +73,18 @@ class TilePicture:
             *_axis(self.kv_len),
             *_axis(self.q_len, height),
             *self._legend(below + 20),
-            *(label(12, below + 40 + 16 * n, line, class_="ao-small") for n, line in enumerate(told)),
+            *(label(12, below + 40 + 16 * n, line, class_="ao-small") for n, line in enumerate(remarks)),
         ]
-        return picture(_LEFT + _PLOT + 24, below + 34 + 16 * len(told), f"Mask {self.title}: {self._sizes()}", parts)
+        return picture(_LEFT + _PLOT + 24, below + 34 + 16 * len(remarks), f"Mask {self.title}: {self._sizes()}", parts)
 
     def _repr_html_(self) -> str:
         return self.svg()
 
     def save(self, path: str | Path) -> Path:
         """Write the SVG to a file, or the text if its name ends in .txt."""
-        found = Path(path)
-        found.write_text(self.text() + "\n" if found.suffix == ".txt" else self.svg(), encoding="utf-8")
-        return found
+        file = Path(path)
+        file.write_text(self.text() + "\n" if file.suffix == ".txt" else self.svg(), encoding="utf-8")
+        return file
 
     def _sizes(self) -> str:
         tile = f"a tile is {self.block_q} x {self.block_kv}"
@@ -98,7 +98,7 @@ class TilePicture:
     def _names(self) -> tuple[str, str, str]:
         return ("hidden", "partial", "visible") if self._is_exact else _NAMES
 
-    def _told(self, rows: int, columns: int) -> list[str]:
+    def _remarks(self, rows: int, columns: int) -> list[str]:
         """Counts, the visible share, and the size of a cell in the picture if it is more than one tile."""
         counts = self.counts
         line = "tiles: " + ", ".join(f"{counts[name]} {name}" for name in reversed(_NAMES))
@@ -106,23 +106,23 @@ class TilePicture:
             line = f"{counts['full']} of {self.q_len * self.kv_len} visible"
         elif self.visible is not None:
             line += f"; {100 * self.visible:.3g}% of the matrix is visible"
-        told = [line]
+        lines = [line]
         if (rows, columns) != (1, 1):
-            told.append(f"each cell is {rows} x {columns} tiles: partial where they differ")
-        return told + ([self.remark] if self.remark else [])
+            lines.append(f"each cell is {rows} x {columns} tiles: partial where they differ")
+        return lines + ([self.remark] if self.remark else [])
 
-    def _merged(self, most: int) -> tuple[NDArray[np.int8], tuple[int, int]]:
-        """The tiles, merged to at most `most` per side, and the number of tiles per cell along each side. Mixed cells are
+    def _merged(self, limit: int) -> tuple[NDArray[np.int8], tuple[int, int]]:
+        """The tiles, merged to at most `limit` per side, and the number of tiles per cell along each side. Mixed cells are
         partial."""
-        rows, columns = (-(-size // most) for size in self.tiles.shape)
+        rows, columns = (-(-size // limit) for size in self.tiles.shape)
         if (rows, columns) == (1, 1):
             return self.tiles, (1, 1)
         tops, lefts = (np.arange(0, size, n) for size, n in zip(self.tiles.shape, (rows, columns), strict=True))
-        least, largest = (
+        smallest, largest = (
             reduce.reduceat(reduce.reduceat(self.tiles, tops, axis=0), lefts, axis=1)
             for reduce in (np.minimum, np.maximum)
         )
-        return np.where(least == largest, least, 1).astype(np.int8), (rows, columns)
+        return np.where(smallest == largest, smallest, 1).astype(np.int8), (rows, columns)
 
     def _rectangles(self, cells: NDArray[np.int8], height: float) -> Iterator[str]:
         """A rectangle for each run of equal cells in a row that aren't dead. The last cells may be shorter than the others."""
@@ -170,5 +170,5 @@ def _ticks(cells: int, size: int) -> str:
     return line.rstrip()
 
 
-def _cut(title: str, most: int = 64) -> str:
-    return title if len(title) <= most else title[: most - 3] + "..."
+def _cut(title: str, limit: int = 64) -> str:
+    return title if len(title) <= limit else title[: limit - 3] + "..."

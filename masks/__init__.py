@@ -12,8 +12,8 @@ from .block_sparse import Blocks, ChosenBlocks
 from .dynamic import Dense, Lengths, Positions, SegmentIds
 from .functions import MaskFunction, mask_function_names, register_mask_function
 from .node import Leaf
-from .own import register_mask
 from .patterns import a_shape, bigbird, dilated_blocks, local_blocks, longformer, strided_blocks
+from .registration import register_mask
 from .schema import mask_json_schema
 from .serial import mask_from_dict
 from .slots import DynamicMask, Slot

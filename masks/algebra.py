@@ -176,7 +176,7 @@ class _Several(Mask):
 
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals | None:
         sets = [m.intervals(rows, positions, kv_len) for m in self.masks]
-        return None if any(found is None for found in sets) else self.join_intervals(sets, kv_len)
+        return None if any(part is None for part in sets) else self.join_intervals(sets, kv_len)
 
     def bounds(self) -> tuple[Mask, Mask]:
         if self.is_static:
@@ -288,12 +288,12 @@ def _masks(masks: Iterable[Any], owner: str) -> list[Mask]:
         raise MaskError(f"{owner} got one {type(masks).__name__}; wanted a tuple of masks: write a & b, a | b")
     if not isinstance(masks, Iterable) or isinstance(masks, str | bytes | Mapping) or getattr(masks, "ndim", 1) == 0:
         raise MaskError(f"{owner} got {a_type(masks)}; wanted a tuple of masks: write a & b, a | b")
-    found = list(masks)
-    for mask in found:
+    operands = list(masks)
+    for mask in operands:
         if not isinstance(mask, Mask):
             hint = "wrap a boolean array in Dense(array) of shape [batch, heads, q, kv]"
             raise MaskError(f"a mask combines with masks only, not with {a_type(mask)}; {hint}")
-    return found
+    return operands
 
 
 def _term(mask: Mask) -> str:

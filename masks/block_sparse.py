@@ -59,9 +59,9 @@ class Blocks(Mask):
             table = table[:1]  # so that equal masks compare equal
         table = np.ascontiguousarray(table)
         table.flags.writeable = False
-        made = raw(cls, layout=table, block_q=sizes[0], block_kv=sizes[1])
-        object.__setattr__(made, "_held", (table.shape, sizes[0], sizes[1], np.packbits(table).tobytes()))
-        return made
+        mask = raw(cls, layout=table, block_q=sizes[0], block_kv=sizes[1])
+        object.__setattr__(mask, "_content", (table.shape, sizes[0], sizes[1], np.packbits(table).tobytes()))
+        return mask
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return self.layout, self.block_q, self.block_kv
@@ -69,10 +69,10 @@ class Blocks(Mask):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Blocks):
             return NotImplemented
-        return bool(vars(self)["_held"] == vars(other)["_held"])
+        return bool(vars(self)["_content"] == vars(other)["_content"])
 
     def __hash__(self) -> int:
-        return hash(vars(self)["_held"])
+        return hash(vars(self)["_content"])
 
     def __repr__(self) -> str:
         return f"Blocks({self.describe()})"
@@ -119,7 +119,7 @@ class Blocks(Mask):
         padded = jnp.pad(jnp.asarray(layout), [(0, 0)] * 3 + [(0, count)])
         return jax.lax.dynamic_slice_in_dim(padded, jnp.minimum(first, layout.shape[-1]), count, axis=3)
 
-    def kinds(self, rows: tuple[Any, Any], cols: tuple[Any, Any]) -> NDArray[np.int8]:
+    def block_mask(self, rows: tuple[Any, Any], cols: tuple[Any, Any]) -> NDArray[np.int8]:
         """0 dead, 1 partial, 2 full, int8 [heads, q, kv], for blocks bounded by rows and by keys (both inclusive)."""
         self._check_rows(int(rows[1].max()) + 1)
         first = int(cols[0][0]) // self.block_kv
@@ -137,7 +137,7 @@ class Blocks(Mask):
             self._check_rows(int(rows.max()) + 1)
         return runs(self.layout[0], self.block_kv, rows // self.block_q, kv_len)
 
-    def covers(self) -> tuple[int | None, int | None]:
+    def fixed_lengths(self) -> tuple[int | None, int | None]:
         return self.layout.shape[1] * self.block_q, self.layout.shape[2] * self.block_kv
 
     def _check_rows(self, rows: int) -> None:
@@ -188,7 +188,7 @@ class ChosenBlocks(DynamicMask):
         if len(self.choice.shape) != 4 or 0 in self.choice.shape[:3]:
             raise MaskError(f"Blocks choice has shape {tuple(self.choice.shape)}; wanted {_TRACED}")
 
-    def covers(self) -> tuple[int | None, int | None]:
+    def fixed_lengths(self) -> tuple[int | None, int | None]:
         keys = self.choice.shape[3] * self.block_kv if self.choice.dtype == np.bool_ else None
         return self.choice.shape[2] * self.block_q, keys
 
@@ -266,7 +266,7 @@ def _table(layout: Any) -> NDArray[np.bool_]:
 def _read_rows(rows: Sequence[Any]) -> Any:
     """Make an array from nested lists. A row may be a string of 0 and 1."""
 
-    def one(row: Any) -> Any:
+    def read_row(row: Any) -> Any:
         return [digit == "1" for digit in row] if isinstance(row, str) else row
 
     for row in rows:
@@ -276,9 +276,11 @@ def _read_rows(rows: Sequence[Any]) -> Any:
                     f"Blocks layout has a row {shown(text)}; wanted a string of 0 and 1, one for each kv block"
                 )
     try:
-        found = np.array([[one(part) for part in row] if isinstance(row, list | tuple) else one(row) for row in rows])
+        table = np.array(
+            [[read_row(part) for part in row] if isinstance(row, list | tuple) else read_row(row) for row in rows]
+        )
     except ValueError:
         raise MaskError(
             "Blocks layout has rows of different lengths; wanted the same number of kv blocks in each"
         ) from None
-    return found
+    return table

@@ -23,8 +23,8 @@ def counted(table: NDArray[np.bool_], rows: Sequence[NDArray[Any]], cols: Sequen
     rows, cols: the first and the last of each rectangle, inclusive.
     """
     some, every = _rectangles(table, rows, cols, np)
-    found: NDArray[np.int8] = some.astype(np.int8) + every
-    return found
+    block_mask: NDArray[np.int8] = some.astype(np.int8) + every
+    return block_mask
 
 
 def counted_bounds(leaf: Any, blocks: Blocks) -> BlockBounds:
@@ -51,8 +51,8 @@ def _rectangles(table: Any, rows: Sequence[Any], cols: Sequence[Any], xp: Any) -
         and _single(top, bottom)
         and _single(left, right)
     ):
-        found = xp.take(xp.take(table, top, axis=-2), left, axis=-1)
-        return found, found
+        corners = xp.take(xp.take(table, top, axis=-2), left, axis=-1)
+        return corners, corners
     counts = _along(table, top, bottom, -2, xp)
     counts = _along(counts, left, right, -1, xp)
     area = (bottom - top + 1)[:, None] * (right - left + 1)[None, :]
@@ -93,14 +93,14 @@ def _sums(table: NDArray[Any], first: NDArray[Any], axis: int) -> NDArray[np.int
 
 def runs(layout: NDArray[np.bool_], block_kv: int, q_blocks: NDArray[Any], end: int) -> Intervals:
     """The visible keys of each row as intervals, from a layout [q blocks, kv blocks] and the query block of each row."""
-    wanted, row = np.unique(q_blocks, return_inverse=True)
-    steps = np.diff(np.pad(layout[wanted], ((0, 0), (1, 1))).astype(np.int8), axis=1)
+    used_blocks, row = np.unique(q_blocks, return_inverse=True)
+    steps = np.diff(np.pad(layout[used_blocks], ((0, 0), (1, 1))).astype(np.int8), axis=1)
     count = (steps == 1).sum(axis=1)
-    most = max(1, int(count.max(initial=0)))
-    found = np.full((2, most, len(wanted)), end, np.int64)
+    max_runs = max(1, int(count.max(initial=0)))
+    ends = np.full((2, max_runs, len(used_blocks)), end, np.int64)
     for edge, kind in enumerate((1, -1)):
         at, block = np.nonzero(steps == kind)
         place = np.arange(len(at)) - np.repeat(np.cumsum(count) - count, count)
-        found[edge, place, at] = np.minimum(block * block_kv, end)
-    lo, hi = found[:, :, row]
+        ends[edge, place, at] = np.minimum(block * block_kv, end)
+    lo, hi = ends[:, :, row]
     return np.where(lo < hi, lo, end), np.where(lo < hi, hi, end)

@@ -23,10 +23,10 @@ def live_blocks(lower: Node[Any], upper: Node[Any], grid: Grid) -> NDArray[np.in
 
 def live_blocks_by_head(lower: Node[Any], upper: Node[Any], grid: Grid) -> NDArray[np.int8]:
     """The same for each head, int8 [heads | 1, q blocks, kv blocks]."""
-    found = _of_heads(upper, grid)
+    block_mask = _of_heads(upper, grid)
     if lower is not upper:
-        found = np.where(_of_heads(lower, grid) == 2, np.int8(2), np.minimum(found, np.int8(1)))
-    return found
+        block_mask = np.where(_of_heads(lower, grid) == 2, np.int8(2), np.minimum(block_mask, np.int8(1)))
+    return block_mask
 
 
 def _of_heads(mask: Node[Any], grid: Grid) -> NDArray[np.int8]:
@@ -35,7 +35,7 @@ def _of_heads(mask: Node[Any], grid: Grid) -> NDArray[np.int8]:
 
 def has_dead_rows(mask: Node[Any], grid: Grid) -> bool:
     """Whether some row of a static mask sees no key. The grid's keys start at key 0."""
-    heads = max(getattr(atom, "heads", 1) for atom in mask.atoms())
+    heads = max(getattr(leaf, "heads", 1) for leaf in mask.leaves())
     if heads > 1:
         return any(has_dead_rows(_of_head(mask, head), grid) for head in range(heads))
     for _, rows in grid.slabs():
@@ -57,15 +57,15 @@ def has_dead_rows(mask: Node[Any], grid: Grid) -> bool:
 
 def _of_head(mask: Node[Any], head: int) -> Node[Any]:
     """The mask of one head: each Blocks leaf is replaced by that head's layout."""
-    return mask.map_atoms(lambda atom: atom.of_heads([head]) if atom.kind == "blocks" else atom)
+    return mask.map_leaves(lambda leaf: leaf.of_heads([head]) if leaf.kind == "blocks" else leaf)
 
 
 def _static_blocks(mask: Node[Any], grid: Grid) -> NDArray[np.int8]:
-    found = np.zeros(grid.shape, np.int8)
+    block_mask = np.zeros(grid.shape, np.int8)
     for where, rows in grid.slabs():
         known = _intervals(mask, grid, rows)
-        found[where] = _evaluated(mask, grid, rows) if known is None else _counted(known, grid)
-    return found
+        block_mask[where] = _evaluated(mask, grid, rows) if known is None else _counted(known, grid)
+    return block_mask
 
 
 def _intervals(mask: Node[Any], grid: Grid, rows: NDArray[np.int64]) -> Intervals | None:
@@ -104,22 +104,22 @@ def _evaluated(mask: Node[Any], grid: Grid, rows: NDArray[np.int64]) -> NDArray[
     end = grid.k_start + grid.kv_len
     known = [_intervals(part, grid, rows) for part in mask.conjuncts()]
     outer = intersect([single(0, end, len(rows), end), *(x for x in known if x is not None)], end)
-    found = _counted(outer, grid)
-    for i, blocks in enumerate(found):
+    block_mask = _counted(outer, grid)
+    for i, blocks in enumerate(block_mask):
         some = rows[i * grid.block_q : (i + 1) * grid.block_q]
-        wanted = np.flatnonzero(blocks)
-        if not len(wanted):
+        candidates = np.flatnonzero(blocks)
+        if not len(candidates):
             continue
-        stop = min((int(wanted[-1]) + 1) * grid.block_kv, grid.kv_len)
+        stop = min((int(candidates[-1]) + 1) * grid.block_kv, grid.kv_len)
         step = max(1, CELLS // (len(some) * grid.block_kv)) * grid.block_kv
-        for keys in _pieces(int(wanted[0]) * grid.block_kv, stop, step):
+        for keys in _pieces(int(candidates[0]) * grid.block_kv, stop, step):
             seen = _visible(mask, grid, some, keys)
             edges = np.arange(0, len(keys), grid.block_kv)
             any_key = np.logical_or.reduceat(seen.any(axis=0), edges)
             all_keys = np.logical_and.reduceat(seen.all(axis=0), edges)
             first = int(keys[0]) // grid.block_kv
             blocks[first : first + len(edges)] = any_key.astype(np.int8) + all_keys
-    return found
+    return block_mask
 
 
 def _pieces(start: int, stop: int, step: int) -> Iterator[NDArray[np.int32]]:

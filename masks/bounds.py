@@ -72,14 +72,14 @@ class Blocks:
 
 def equal(first: Extent, second: Extent) -> BlockBounds:
     """Block bounds of first == second."""
-    one = (first.lo == first.hi) & (second.lo == second.hi)
-    return BlockBounds((first.lo <= second.hi) & (second.lo <= first.hi), one & (first.lo == second.lo))
+    single = (first.lo == first.hi) & (second.lo == second.hi)
+    return BlockBounds((first.lo <= second.hi) & (second.lo <= first.hi), single & (first.lo == second.lo))
 
 
-def between(least: Extent | None, values: Extent, most: Extent | None) -> BlockBounds:
-    """Block bounds of least <= values <= most. None means no bound; at most one may be None."""
-    above = None if least is None else BlockBounds(values.hi >= least.lo, values.lo >= least.hi)
-    below = None if most is None else BlockBounds(values.lo <= most.hi, values.hi <= most.lo)
+def between(lower: Extent | None, values: Extent, upper: Extent | None) -> BlockBounds:
+    """Block bounds of lower <= values <= upper. None means no bound; at most one may be None."""
+    above = None if lower is None else BlockBounds(values.hi >= lower.lo, values.lo >= lower.hi)
+    below = None if upper is None else BlockBounds(values.lo <= upper.hi, values.hi <= upper.lo)
     both = [bound for bound in (above, below) if bound is not None]
     return both[0] & both[-1]
 

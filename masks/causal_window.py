@@ -58,19 +58,19 @@ def key_bounds(
     greater: Callable[[Any, Any], Any] = max,
     smaller: Callable[[Any, Any], Any] = min,
 ) -> tuple[Any, Any]:
-    """(least, most): a row sees the keys from row + least to row + most; None without a bound.
+    """(lower, upper): a row sees the keys from row + lower to row + upper; None without a bound.
 
     offset: of parts that have none of their own; if it is traced, `greater` and `smaller` compare traced numbers.
     """
-    least = most = None
+    lower = upper = None
     for part in parts:
         at = offset if part.offset is None else part.offset
         left, right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
-        least = _tighter(greater, least, None if left is None else at - left)
-        most = _tighter(smaller, most, None if right is None else at + right)
-    return least, most
+        lower = _tighter(greater, lower, None if left is None else at - left)
+        upper = _tighter(smaller, upper, None if right is None else at + right)
+    return lower, upper
 
 
-def _tighter(of: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
+def _tighter(of: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
     """The tighter of two bounds; None is none."""
-    return other if one is None else one if other is None else of(one, other)
+    return second if first is None else first if second is None else of(first, second)

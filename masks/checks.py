@@ -31,9 +31,9 @@ _TRACED_SIDE = {
 def whole(value: Any, what: str, *, minimum: int = -LIMIT, none: str = "", traced: str = "") -> int:
     """Return `value` as an int in [minimum, 2**30]. `none` says what None would mean, and `traced` how to express a number that
     is known only at run time, for the messages."""
-    wanted = f"an int, or None for {none}" if none else "an int"
+    expected = f"an int, or None for {none}" if none else "an int"
     if isinstance(value, (bool, np.bool_)):
-        raise MaskError(f"{what}={shown(value)} is a bool; wanted {wanted}: write the number")
+        raise MaskError(f"{what}={shown(value)} is a bool; wanted {expected}: write the number")
     try:
         number = operator.index(value)
     except Exception:  # floats and strings have no index; a tracer raises jax's own error
@@ -42,7 +42,7 @@ def whole(value: Any, what: str, *, minimum: int = -LIMIT, none: str = "", trace
             hint = f"it is compiled in, so it can't be traced; {traced or 'traced numbers go into Lengths, Positions or Dense'}"
         elif isinstance(value, float | np.floating) and float(value).is_integer():
             hint = f"write {shown(int(value))}"
-        raise MaskError(f"{what}={shown(value)} is {a_type(value)}; wanted {wanted}: {hint}") from None
+        raise MaskError(f"{what}={shown(value)} is {a_type(value)}; wanted {expected}: {hint}") from None
     hint = f": use None for {none}" if none else ""
     if number < minimum:
         raise MaskError(f"{what}={shown(number)}; wanted an int of at least {minimum}{hint}")

@@ -20,10 +20,10 @@ from .node import Leaf, M, Node
 __all__ = ["Drawn"]
 
 _SIDE = 32  # most tiles per side by default
-_MOST_TILES = 2**24
-_MOST_TESTS = 2**24  # tested cells of a mask function
-_LEAST, _LONGEST = 16, 2**17  # range of default lengths
-_MOST_ROWS = 2**24  # each row is examined
+_MAX_TILES = 2**24
+_MAX_TESTS = 2**24  # tested cells of a mask function
+_SHORTEST, _LONGEST = 16, 2**17  # range of default lengths
+_MAX_ROWS = 2**24  # each row is examined
 _UNKNOWN = "partial: some of it is visible, or this depends on the call's arrays"
 
 
@@ -70,22 +70,22 @@ def _draw(
     """See Drawn.draw; `bounds` are the mask's."""
     _, leaves = mask.split()
     q_known, kv_known = (_size(mask, leaves, dim) for dim in ("q", "kv"))
-    one = next((n for n in (q_len, kv_len, q_known, kv_known) if n is not None), None)
-    length = _default_length(mask) if one is None else one
+    known_length = next((n for n in (q_len, kv_len, q_known, kv_known) if n is not None), None)
+    length = _default_length(mask) if known_length is None else known_length
     q_len = whole(next(n for n in (q_len, q_known, length) if n is not None), "q_len", minimum=1)
     kv_len = whole(next(n for n in (kv_len, kv_known, length) if n is not None), "kv_len", minimum=1)
-    if q_len > _MOST_ROWS:
+    if q_len > _MAX_ROWS:
         raise MaskError(
-            f"q_len={q_len}; at most {_MOST_ROWS} rows can be drawn: give a smaller q_len, and a query_offset"
+            f"q_len={q_len}; at most {_MAX_ROWS} rows can be drawn: give a smaller q_len, and a query_offset"
         )
     rows = max([1, *(np.shape(leaf.array)[0] for leaf in leaves if leaf.array is not None)])
     if whole(batch, "batch", minimum=0) >= rows:
         raise MaskError(f"batch={batch}; wanted 0 to {rows - 1}, a row of the mask's arrays")
     blocks = _blocks(block, q_len, kv_len)
     grid = Grid(*blocks, q_len, kv_len, 0, query_offset)
-    if grid.shape[0] * grid.shape[1] > _MOST_TILES:
+    if grid.shape[0] * grid.shape[1] > _MAX_TILES:
         raise MaskError(
-            f"{grid.shape[0]} x {grid.shape[1]} tiles of {blocks[0]} x {blocks[1]}; at most {_MOST_TILES} can be drawn: give a "
+            f"{grid.shape[0]} x {grid.shape[1]} tiles of {blocks[0]} x {blocks[1]}; at most {_MAX_TILES} can be drawn: give a "
             "larger block"
         )
     tiles, remark = _tiles(mask, bounds, leaves, grid, batch)
@@ -97,18 +97,18 @@ def _tiles(
 ) -> tuple[NDArray[np.int8], str]:
     """The tiles, int8 [rows, columns], and the remarks on them."""
     known = mask.intervals(np.zeros(1, np.int64), np.zeros(1, np.int64), grid.kv_len) is not None
-    if mask.is_static and (known or grid.q_len * grid.kv_len <= _MOST_TESTS):
+    if mask.is_static and (known or grid.q_len * grid.kv_len <= _MAX_TESTS):
         return live_blocks(mask, mask, grid), ""
     if mask.is_static:
         return _bounded(mask, grid, 0), "partial: some of it is visible, or this depends on the function"
-    found = live_blocks(*bounds, grid)
+    block_mask = live_blocks(*bounds, grid)
     if not all(_has_values(leaf.array) for leaf in leaves):
-        return found, _UNKNOWN
+        return block_mask, _UNKNOWN
     bounded = _bounded(mask.narrow(slice(0, grid.q_len), slice(0, grid.kv_len)), grid, batch)
-    found = np.where(found == 1, bounded, found)
+    block_mask = np.where(block_mask == 1, bounded, block_mask)
     row = f"row {batch} of the batch" if any(leaf.array.shape[0] > 1 for leaf in leaves) else ""
     doubt = "" if grid.block_q == grid.block_kv == 1 else "a tile that is called partial may be dead or full"
-    return found, "; ".join(filter(None, (row, doubt)))
+    return block_mask, "; ".join(filter(None, (row, doubt)))
 
 
 def _bounded(mask: Node[Any], grid: Grid, batch: int) -> NDArray[np.int8]:
@@ -128,9 +128,9 @@ def _bounded(mask: Node[Any], grid: Grid, batch: int) -> NDArray[np.int8]:
     return np.broadcast_to(tiles, grid.shape)
 
 
-def _of_row(found: NDArray[np.bool_], batch: int) -> NDArray[np.bool_]:
+def _of_row(array: NDArray[np.bool_], batch: int) -> NDArray[np.bool_]:
     """One batch row, [heads | 1, q blocks, kv blocks], of an array that broadcasts to [batch, heads, q blocks, kv blocks]."""
-    whole = found.reshape((1,) * (4 - found.ndim) + found.shape)
+    whole = array.reshape((1,) * (4 - array.ndim) + array.shape)
     return whole[batch if whole.shape[0] > 1 else 0]
 
 
@@ -147,8 +147,8 @@ def _visible(mask: Node[Any], grid: Grid) -> float | None:
 
 def _size(mask: Node[Any], leaves: tuple[Leaf, ...], dim: str) -> int | None:
     """The size of a dimension, from the leaves and their arrays."""
-    made_for = [atom.covers()[("q", "kv").index(dim)] for atom in mask.atoms()]
-    sizes = [size for size in made_for if size is not None]
+    fixed = [leaf.fixed_lengths()[("q", "kv").index(dim)] for leaf in mask.leaves()]
+    sizes = [size for size in fixed if size is not None]
     sizes += [
         size for leaf in leaves for name, size in zip(leaf.dims, np.shape(leaf.array), strict=False) if name == dim
     ]
@@ -157,8 +157,8 @@ def _size(mask: Node[Any], leaves: tuple[Leaf, ...], dim: str) -> int | None:
 
 def _default_length(mask: Node[Any]) -> int:
     """Four times the largest number in the mask, in whole tiles."""
-    numbers = [abs(x) for atom in mask.atoms() for x in atom._fields().values() if isinstance(x, int)]
-    length = min(max([_LEAST, *(4 * n for n in numbers)]), _LONGEST)
+    numbers = [abs(x) for leaf in mask.leaves() for x in leaf._fields().values() if isinstance(x, int)]
+    length = min(max([_SHORTEST, *(4 * n for n in numbers)]), _LONGEST)
     block = _block(length)
     return -(-length // block) * block
 

@@ -104,9 +104,9 @@ class Positions(DynamicMask):
     def block_bounds(self, blocks: Blocks) -> BlockBounds:
         query, kv = same_width(self.query, self.kv)
         q, k = blocks.of_rows(query), blocks.of_keys(kv)
-        least = None if self.left is None else Extent(_first(q.lo, self.left), _first(q.hi, self.left))
-        most = None if self.right is None else Extent(_last(q.lo, self.right), _last(q.hi, self.right))
-        return between(least, k, most)
+        lower = None if self.left is None else Extent(_first(q.lo, self.left), _first(q.hi, self.left))
+        upper = None if self.right is None else Extent(_last(q.lo, self.right), _last(q.hi, self.right))
+        return between(lower, k, upper)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,15 +118,15 @@ class Dense(DynamicMask):
     array: Any
 
     def check(self) -> None:
-        array, wanted = self.array, "a bool array of rank 4, broadcastable to [batch, heads, q, kv]"
+        array, expected = self.array, "a bool array of rank 4, broadcastable to [batch, heads, q, kv]"
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            raise MaskError(f"mask is {a_type(array)}; wanted {wanted}: pass np.asarray(mask)")
+            raise MaskError(f"mask is {a_type(array)}; wanted {expected}: pass np.asarray(mask)")
         if array.dtype != np.bool_:
             hint = "an additive mask goes into `bias`; for a 0/1 mask use mask.astype(bool)"
-            raise MaskError(f"mask has dtype {array.dtype}; wanted {wanted}, True = may attend: {hint}")
+            raise MaskError(f"mask has dtype {array.dtype}; wanted {expected}, True = may attend: {hint}")
         if len(array.shape) != 4:
             hint = "mask[:, None, None, :] for a [batch, kv] padding mask, mask[None, None] for [q, kv]"
-            raise MaskError(f"mask has shape {tuple(array.shape)}; wanted {wanted}: use {hint}")
+            raise MaskError(f"mask has shape {tuple(array.shape)}; wanted {expected}: use {hint}")
 
     def slot(self) -> Slot:
         return Slot(self.kind, broadcast=tuple(size == 1 for size in getattr(self.array, "shape", ())))
@@ -151,11 +151,11 @@ class Dense(DynamicMask):
 
 def _first(query: Any, left: int) -> Any:
     """The smallest key position within `left` of the query's."""
-    least = np.iinfo(query.dtype).min + left
-    return query if left == 0 else (np if is_host(query) else jnp).maximum(query, least) - left
+    smallest = np.iinfo(query.dtype).min + left
+    return query if left == 0 else (np if is_host(query) else jnp).maximum(query, smallest) - left
 
 
 def _last(query: Any, right: int) -> Any:
     """The largest key position within `right` of the query's."""
-    most = np.iinfo(query.dtype).max - right
-    return query if right == 0 else (np if is_host(query) else jnp).minimum(query, most) + right
+    largest = np.iinfo(query.dtype).max - right
+    return query if right == 0 else (np if is_host(query) else jnp).minimum(query, largest) + right

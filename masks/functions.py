@@ -83,7 +83,7 @@ class MaskFunction(OffsetMask):
             hint = f"register it first, with @register_mask_function({shown(self.name)})"
             close = nearest(self.name, _functions)
             raise MaskError(f"no mask function is named {shown(self.name)} (registered: {known}); {hint}.{close}")
-        object.__setattr__(self, "_held", _functions[self.name])  # not a field: a file can't set it
+        object.__setattr__(self, "_function", _functions[self.name])  # not a field: a file can't set it
 
     @functools.cached_property
     def code(self) -> FunctionCode:
@@ -94,15 +94,15 @@ class MaskFunction(OffsetMask):
                 closed = jax.make_jaxpr(self.function)(*pair)
         except Exception as error:
             return FunctionCode((), frozenset(), False, f"{type(error).__name__}: {first_line(error)}")
-        held = [x for x in closed.consts if not _is_number(x)]
-        arrays = tuple(jax.typeof(x).str_short() for x in (*held, *_consts_inside(closed.jaxpr)))
+        constants = [x for x in closed.consts if not _is_number(x)]
+        arrays = tuple(jax.typeof(x).str_short() for x in (*constants, *_consts_inside(closed.jaxpr)))
         return FunctionCode(arrays, frozenset(_operations(closed.jaxpr)), any(map(_is_number, closed.consts)), "")
 
     @property
     def function(self) -> Callable[[Any, Any], Any]:
         """The function that this mask holds."""
-        held: Callable[[Any, Any], Any] = vars(self)["_held"]
-        return held
+        function: Callable[[Any, Any], Any] = vars(self)["_function"]
+        return function
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MaskFunction):
@@ -123,7 +123,7 @@ class MaskFunction(OffsetMask):
 
     def with_offset(self, offset: int | None) -> MaskFunction:
         moved = type(self)(self.name, offset)
-        object.__setattr__(moved, "_held", self.function)
+        object.__setattr__(moved, "_function", self.function)
         return moved
 
     def test(self, rows: Any, positions: Any, cols: Any) -> Any:
@@ -133,14 +133,14 @@ class MaskFunction(OffsetMask):
             got = f"an array of {seen.dtype}" if hasattr(seen, "dtype") else a_type(seen)
             hint = "end it with a comparison of the two"
             raise MaskError(f"mask function {shown(self.name)} returned {got}; wanted an array of bool: {hint}")
-        wanted = np.broadcast_shapes(np.shape(x), np.shape(cols))
-        ends = zip(seen.shape[::-1], wanted[::-1], strict=False)
+        expected = np.broadcast_shapes(np.shape(x), np.shape(cols))
+        ends = zip(seen.shape[::-1], expected[::-1], strict=False)
         lost = len(seen.shape) < min(np.ndim(x), np.ndim(cols))
-        if lost or len(seen.shape) > len(wanted) or any(n not in (1, m) for n, m in ends):
+        if lost or len(seen.shape) > len(expected) or any(n not in (1, m) for n, m in ends):
             # One value for many pairs, as from np.all, would depend on the block.
             raise MaskError(
                 f"mask function {shown(self.name)} returned shape {seen.shape} for positions {np.shape(x)} and keys "
-                f"{np.shape(cols)}; wanted one that broadcasts to {wanted}: compare element by element"
+                f"{np.shape(cols)}; wanted one that broadcasts to {expected}: compare element by element"
             )
         return seen
 
@@ -170,7 +170,7 @@ class MaskFunction(OffsetMask):
     def _with_literals(self, x: Any, cols: Any) -> Any:
         """The function's result for traced positions; arrays of one number that it holds become literals, as kernels require."""
         closed = jax.make_jaxpr(self.function)(x, cols)
-        consts = [np.asarray(held)[()] if _is_number(held) else held for held in closed.consts]
+        consts = [np.asarray(constant)[()] if _is_number(constant) else constant for constant in closed.consts]
         (seen,) = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(x, cols)
         return seen
 
@@ -180,8 +180,8 @@ class MaskFunction(OffsetMask):
         return BlockBounds(some == some, some != some)
 
 
-def _is_number(held: Any) -> bool:
-    return np.ndim(held) == 0 and not isinstance(held, jax.core.Tracer)
+def _is_number(constant: Any) -> bool:
+    return np.ndim(constant) == 0 and not isinstance(constant, jax.core.Tracer)
 
 
 def _inside(jaxpr: Jaxpr) -> Iterator[Any]:
@@ -207,9 +207,9 @@ def _operations(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def _check_function(name: str, function: Any) -> None:
-    wanted = "wanted fn(query_position, key_index) -> bool"
+    expected = "wanted fn(query_position, key_index) -> bool"
     if not callable(function):
-        raise MaskError(f"mask function {shown(name)} is {a_type(function)}; {wanted}")
+        raise MaskError(f"mask function {shown(name)} is {a_type(function)}; {expected}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-in functions have no signature
@@ -219,7 +219,7 @@ def _check_function(name: str, function: Any) -> None:
     except TypeError as error:
         raise MaskError(
             f"mask function {shown(name)} takes {shown(str(signature)).strip(chr(39))}, so it can't be called with two arguments "
-            f"({error}); {wanted}"
+            f"({error}); {expected}"
         ) from None
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import MaskError
 from .checks import is_host
 
-__all__ = ["beyond_int32", "int_array", "is_integer", "known_values", "least_and_most", "same_rank", "same_width"]
+__all__ = ["beyond_int32", "int_array", "is_integer", "known_values", "min_and_max", "same_rank", "same_width"]
 
 _INT32 = np.iinfo(np.int32)
 _WITHIN_INT32 = frozenset(map(np.dtype, ("int8", "int16", "int32", "uint8", "uint16")))
@@ -19,14 +19,14 @@ _WITHIN_INT32 = frozenset(map(np.dtype, ("int8", "int16", "int32", "uint8", "uin
 
 def int_array(value: Any, what: str, dims: tuple[str, ...]) -> None:
     """Check that a value is an integer array with values within int32 and exactly these dimensions."""
-    wanted = f"an integer array [{', '.join(dims)}]"
+    expected = f"an integer array [{', '.join(dims)}]"
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise MaskError(f"{what} is a {type(value).__name__}; wanted {wanted}: pass np.asarray({what})")
+        raise MaskError(f"{what} is a {type(value).__name__}; wanted {expected}: pass np.asarray({what})")
     if not is_integer(value.dtype):
-        raise MaskError(f"{what} has dtype {value.dtype}; wanted {wanted}: use {what}.astype('int32')")
+        raise MaskError(f"{what} has dtype {value.dtype}; wanted {expected}: use {what}.astype('int32')")
     if len(value.shape) != len(dims):
         hint = f"reshape it, e.g. {what}[None] for a batch of one"
-        raise MaskError(f"{what} has shape {tuple(value.shape)}; wanted {wanted}: {hint}")
+        raise MaskError(f"{what} has shape {tuple(value.shape)}; wanted {expected}: {hint}")
     reason = beyond_int32(value, what)
     if reason:
         raise MaskError(reason)
@@ -41,13 +41,13 @@ def beyond_int32(value: Any, what: str) -> str:
     """Why an integer array may hold a number beyond int32, judged by its dtype or else by its values; "" if it can't."""
     if value.dtype in _WITHIN_INT32 or value.dtype.itemsize < 4:
         return ""
-    values, wanted = known_values(value), "wanted integers that fit in int32, the type of indices on devices"
+    values, expected = known_values(value), "wanted integers that fit in int32, the type of indices on devices"
     if values is None:
-        return f"{what} has dtype {value.dtype} and unknown values; {wanted}: use {what}.astype('int32')"
-    found = least_and_most(values)
-    wide = next((n for n in found if not _INT32.min <= n <= _INT32.max), None)
+        return f"{what} has dtype {value.dtype} and unknown values; {expected}: use {what}.astype('int32')"
+    extremes = min_and_max(values)
+    wide = next((n for n in extremes if not _INT32.min <= n <= _INT32.max), None)
     hint = "renumber the ids from 0" if "segment" in what else "count from the first key of the call"
-    return "" if wide is None else f"{what} holds {wide}; {wanted}: {hint}"
+    return "" if wide is None else f"{what} holds {wide}; {expected}: {hint}"
 
 
 def known_values(value: Any) -> np.ndarray | None:
@@ -62,7 +62,7 @@ def known_values(value: Any) -> np.ndarray | None:
     return np.asarray(value)
 
 
-def least_and_most(values: np.ndarray) -> tuple[int, ...]:
+def min_and_max(values: np.ndarray) -> tuple[int, ...]:
     """The smallest and the largest value; empty for an empty array."""
     return (int(values.min()), int(values.max())) if values.size else ()
 

@@ -26,7 +26,7 @@ def leveled(mask: M) -> M:
 
 def _levels(mask: object) -> int:
     """The levels of a mask's tree; 1 for a leaf. jax unflattens masks without counting."""
-    found: int | None = vars(mask).get("_levels")
-    if found is None:
+    levels: int | None = vars(mask).get("_levels")
+    if levels is None:
         return 1 + max((_levels(child) for child in mask.children()), default=0)  # type: ignore[attr-defined]
-    return found
+    return levels

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import MaskError, shown
 from .checks import is_host, whole
-from .int_arrays import beyond_int32, is_integer, least_and_most
+from .int_arrays import beyond_int32, is_integer, min_and_max
 from .node import Node
 
 __all__ = ["materialise"]
@@ -39,7 +39,7 @@ def _offset(query_offset: Any) -> Any:
     reason = beyond_int32(query_offset, "query_offset")
     if reason:
         raise MaskError(reason)
-    for number in least_and_most(query_offset) if is_host(query_offset) else ():
+    for number in min_and_max(query_offset) if is_host(query_offset) else ():
         whole(number, "query_offset")
     offset = query_offset.astype(np.int32)
     return offset[:, None, None, None] if shape else offset

@@ -55,7 +55,7 @@ class Node(Generic[M]):
         """`row_intervals` for rows [R] at positions [R]."""
         return None
 
-    def covers(self) -> tuple[int | None, int | None]:
+    def fixed_lengths(self) -> tuple[int | None, int | None]:
         """The numbers of rows and of keys that this leaf is made for; None for any number."""
         return None, None
 
@@ -96,12 +96,12 @@ class Node(Generic[M]):
 
     # Methods of the whole tree.
 
-    def atoms(self) -> Iterator[M]:
+    def leaves(self) -> Iterator[M]:
         """The leaves of the tree, left to right."""
         if not self.children():
             yield cast(M, self)
         for child in self.children():
-            yield from child.atoms()
+            yield from child.leaves()
 
     def part_names(self) -> tuple[str, ...]:
         """The names of the tree's arrays, in the order of `split`; equal ones aren't numbered yet."""
@@ -109,24 +109,24 @@ class Node(Generic[M]):
             return tuple(name for _, name, _ in self.parts)
         return tuple(name for child in self.children() for name in child.part_names())
 
-    def map_atoms(self, change: Callable[[M], M]) -> M:
+    def map_leaves(self, change: Callable[[M], M]) -> M:
         """The same tree with `change` applied to every leaf."""
         if not self.children():
             return change(cast(M, self))
-        return self.with_children([child.map_atoms(change) for child in self.children()])
+        return self.with_children([child.map_leaves(change) for child in self.children()])
 
     def features(self) -> frozenset[str]:
         """The kinds of static leaves and of dynamic conjuncts, and "dynamic_or" for any other dynamic leaf."""
-        found = set()
+        features = set()
         for conjunct in self.conjuncts():
-            for atom in conjunct.atoms():
-                found.add((atom.feature or atom.kind) if atom.is_static or atom is conjunct else "dynamic_or")
-        return frozenset(found - {"full"})
+            for leaf in conjunct.leaves():
+                features.add((leaf.feature or leaf.kind) if leaf.is_static or leaf is conjunct else "dynamic_or")
+        return frozenset(features - {"full"})
 
     def bind(self, query_offset: int) -> M:
         """The same mask with every undeclared offset set to `query_offset`."""
         offset = whole(query_offset, "query_offset")
-        return self.map_atoms(lambda atom: atom.with_offset(offset) if atom.needs_offset else atom)
+        return self.map_leaves(lambda leaf: leaf.with_offset(offset) if leaf.needs_offset else leaf)
 
     def with_offset(self, offset: int | None) -> M:
         """This leaf with another offset, if its kind has offsets."""
@@ -139,28 +139,28 @@ class Node(Generic[M]):
         leaves: list[Leaf] = []
         seen: dict[str, int] = {}
         names = iter(self.part_names())
-        for atom in self.atoms():
-            for (_, _, dims), array in zip(atom.parts, atom.arrays(), strict=True):
+        for leaf in self.leaves():
+            for (_, _, dims), array in zip(leaf.parts, leaf.arrays(), strict=True):
                 name = next(names)
                 seen[name] = seen.get(name, 0) + 1
                 leaves.append(Leaf(name if seen[name] == 1 else f"{name}_{seen[name]}", array, dims))
-        return self.map_atoms(lambda atom: atom.slot() if atom.parts else atom), tuple(leaves)
+        return self.map_leaves(lambda leaf: leaf.slot() if leaf.parts else leaf), tuple(leaves)
 
     def merge(self, arrays: Sequence[Any]) -> M:
         """The mask with these arrays in its slots, in the order of `split`."""
-        wanted = sum(len(atom.parts) for atom in self.atoms() if atom.is_slot)
-        if len(arrays) != wanted:
-            raise MaskError(f"got {len(arrays)} arrays for {self}; wanted {wanted}, as returned by split()")
+        expected = sum(len(leaf.parts) for leaf in self.leaves() if leaf.is_slot)
+        if len(arrays) != expected:
+            raise MaskError(f"got {len(arrays)} arrays for {self}; wanted {expected}, as returned by split()")
         queue = iter(arrays)
 
-        def fill(atom: M) -> M:
-            return atom.fill([next(queue) for _ in atom.parts]) if atom.is_slot else atom
+        def fill(leaf: M) -> M:
+            return leaf.fill([next(queue) for _ in leaf.parts]) if leaf.is_slot else leaf
 
-        return self.map_atoms(fill)
+        return self.map_leaves(fill)
 
     def narrow(self, q_slice: slice, kv_slice: slice) -> M:
         """The mask with its arrays cut to these global rows and keys."""
-        return self.map_atoms(lambda atom: atom.cut(q_slice, kv_slice) if atom.parts else atom)
+        return self.map_leaves(lambda leaf: leaf.cut(q_slice, kv_slice) if leaf.parts else leaf)
 
     # Methods of a leaf with `parts`.
 

@@ -30,25 +30,25 @@ def _register_node(cls: type[Mask]) -> None:
         return [(jax.tree_util.SequenceKey(i), child) for i, child in enumerate(mask.children())], None
 
     def unflatten(_: None, children: Iterable[Any]) -> Mask:
-        found = tuple(children)
-        return raw(cls, mask=found[0]) if cls is Not else raw(cls, masks=found)
+        parts = tuple(children)
+        return raw(cls, mask=parts[0]) if cls is Not else raw(cls, masks=parts)
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten, lambda mask: (mask.children(), None))
 
 
 def _register_dynamic(cls: type[DynamicMask]) -> None:
-    held = [field for field, _, _ in cls.parts]
-    fixed = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.name not in held]
+    array_fields = [field for field, _, _ in cls.parts]
+    fixed = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.name not in array_fields]
 
     def static(mask: DynamicMask) -> tuple[Hashable, ...]:
         return tuple(getattr(mask, name) for name in fixed)
 
     def flatten(mask: DynamicMask) -> tuple[list[tuple[Any, Any]], tuple[Hashable, ...]]:
-        keys = [jax.tree_util.GetAttrKey(field) for field in held]
+        keys = [jax.tree_util.GetAttrKey(field) for field in array_fields]
         return list(zip(keys, mask.arrays(), strict=True)), static(mask)
 
     def unflatten(aux: tuple[Hashable, ...], arrays: Iterable[Any]) -> DynamicMask:
-        return raw(cls, **dict(zip((*held, *fixed), (*arrays, *aux), strict=True)))
+        return raw(cls, **dict(zip((*array_fields, *fixed), (*arrays, *aux), strict=True)))
 
     def bare(mask: DynamicMask) -> tuple[tuple[Any, ...], tuple[Hashable, ...]]:
         return mask.arrays(), static(mask)

@@ -133,12 +133,12 @@ def _schema() -> dict[str, Any]:
     return TypeAdapter(MaskDict).json_schema()
 
 
-def _validate(wanted: type[Mask], value: Any) -> Mask:
+def _validate(mask_type: type[Mask], value: Any) -> Mask:
     mask = value if isinstance(value, Mask) else mask_from_dict(value)
     if not mask.is_static:
         raise MaskError(f"{mask} holds arrays, which a config can't; pass it in the call")
-    if not isinstance(mask, wanted):
-        raise MaskError(f"{mask} is a {type(mask).__name__}; wanted a {wanted.__name__}, the type of the field")
+    if not isinstance(mask, mask_type):
+        raise MaskError(f"{mask} is a {type(mask).__name__}; wanted a {mask_type.__name__}, the type of the field")
     return mask
 
 
@@ -148,7 +148,7 @@ def _write(value: Any) -> dict[str, Any]:
     return value.to_dict()
 
 
-def _field_schema(wanted: type[Mask], handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+def _field_schema(mask_type: type[Mask], handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
     """The schema of a pydantic field. It accepts a static mask, its dict, "causal" or "full", and is written as the dict.
 
     The whole dict is always written: exclude_none would turn SlidingWindow(3, None) into SlidingWindow(3), which sees no
@@ -158,7 +158,7 @@ def _field_schema(wanted: type[Mask], handler: GetCoreSchemaHandler) -> core_sch
     # Described as a MaskDict, but not serialised by a schema, so that nothing is left out.
     whole: Any = {**as_dict, "serialization": core_schema.plain_serializer_function_ser_schema(lambda data: data)}
     return core_schema.no_info_plain_validator_function(
-        functools.partial(_validate, wanted),
+        functools.partial(_validate, mask_type),
         json_schema_input_schema=as_dict,
         serialization=core_schema.plain_serializer_function_ser_schema(_write, return_schema=whole),
     )

@@ -10,7 +10,7 @@ from .grid import CELLS, Grid
 
 __all__ = ["certainly_seen"]
 
-_MOST_TESTS = 1 << 26  # of single cells: about a second
+_MAX_TESTS = 1 << 26  # of single cells: about a second
 _SLAB = 1 << 14  # rows whose intervals are held at once
 
 
@@ -25,7 +25,7 @@ def certainly_seen(
 
 
 def _seen(mask: Mask, grid: Grid) -> NDArray[np.bool_] | None:
-    heads = max(getattr(atom, "heads", 1) for atom in mask.atoms())
+    heads = max(getattr(leaf, "heads", 1) for leaf in mask.leaves())
     keys = np.arange(grid.kv_len, dtype=np.int32) + np.int32(grid.k_start)
     seen = np.zeros((heads, grid.kv_len), bool)
     if not grid.q_len:
@@ -33,22 +33,22 @@ def _seen(mask: Mask, grid: Grid) -> NDArray[np.bool_] | None:
     # A key is usually seen by the row at its own position, if by any.
     for offset in dict.fromkeys((grid.query_offset, 0)):
         rows = np.clip(keys - np.int32(offset), grid.q_start, grid.q_start + grid.q_len - 1).astype(np.int32)
-        found = np.asarray(mask.test(rows, rows + np.int32(grid.query_offset), keys))
-        seen |= np.broadcast_to(found.reshape(-1, found.shape[-1]), seen.shape)
+        visible = np.asarray(mask.test(rows, rows + np.int32(grid.query_offset), keys))
+        seen |= np.broadcast_to(visible.reshape(-1, visible.shape[-1]), seen.shape)
         if seen.all():
             return seen
     known = _covered(mask, grid)
     if known is not None:
         return known[None]
     missing = np.flatnonzero(~seen.all(axis=0))
-    if len(missing) * grid.q_len > _MOST_TESTS:
+    if len(missing) * grid.q_len > _MAX_TESTS:
         return None
     step = max(1, CELLS // (heads * grid.q_len))
     rows = np.arange(grid.q_len, dtype=np.int32)[:, None] + np.int32(grid.q_start)
     for first in range(0, len(missing), step):
         some = missing[first : first + step]
-        found = np.asarray(mask.test(rows, rows + np.int32(grid.query_offset), keys[some][None, :]))
-        seen[:, some] = np.broadcast_to(found, (heads, grid.q_len, len(some))).any(axis=1)
+        visible = np.asarray(mask.test(rows, rows + np.int32(grid.query_offset), keys[some][None, :]))
+        seen[:, some] = np.broadcast_to(visible, (heads, grid.q_len, len(some))).any(axis=1)
     return seen
 
 

@@ -62,8 +62,8 @@ def _read(data: Any, at: str, depth: int) -> Mask:
     if isinstance(data, str):
         return _short(data, at)
     if not isinstance(data, dict):
-        wanted = 'an object such as {"kind": "causal"}, or "causal", or "full"'
-        raise MaskError(f"{at} is {shown(data)}; wanted {wanted}{_in_python(data)}")
+        expected = 'an object such as {"kind": "causal"}, or "causal", or "full"'
+        raise MaskError(f"{at} is {shown(data)}; wanted {expected}{_in_python(data)}")
     if "kind" not in data:
         raise MaskError(f'{at} has no kind; wanted one of {", ".join(kinds())}: add "kind"')
     kind = data["kind"]

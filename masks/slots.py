@@ -87,8 +87,8 @@ class DynamicMask(_Unknown):
     def cut(self, q_slice: slice, kv_slice: slice) -> Mask:
         self.usable()
         cuts = {"q": q_slice, "kv": kv_slice}
-        held = zip(self.arrays(), self.parts, strict=True)
-        arrays = [self._cut_one(array, name, dims, cuts) for array, (_, name, dims) in held]
+        parts = zip(self.arrays(), self.parts, strict=True)
+        arrays = [self._cut_one(array, name, dims, cuts) for array, (_, name, dims) in parts]
         return self.from_slot(self.slot(), arrays)
 
     def _cut_one(self, array: Any, name: str, dims: tuple[str, ...], cuts: dict[str, slice]) -> Any:
@@ -96,8 +96,8 @@ class DynamicMask(_Unknown):
         for dim, size in zip(dims, array.shape, strict=True):
             cut = cuts.get(dim, slice(None))
             if cut.stop is not None and not self._broadcasts(size) and size != cut.stop and size < cut.stop:
-                wanted = f"{cut.start}:{cut.stop}"
-                raise MaskError(f"{name} has {size} along {dim}; wanted {wanted}: pass an array that covers it")
+                expected = f"{cut.start}:{cut.stop}"
+                raise MaskError(f"{name} has {size} along {dim}; wanted {expected}: pass an array that covers it")
             index.append(slice(None) if self._broadcasts(size) else cut)
         return array[tuple(index)]
 

@@ -97,9 +97,9 @@ class SlidingWindow(OffsetMask):
 
     def block_bounds(self, blocks: Blocks) -> BlockBounds:
         x, keys = self.block_positions(blocks), blocks.cols
-        least = None if self.left is None else Extent(-self.left, -self.left)
-        most = None if self.right is None else Extent(self.right, self.right)
-        return between(least, Extent(keys.lo - x.hi, keys.hi - x.lo), most)
+        lower = None if self.left is None else Extent(-self.left, -self.left)
+        upper = None if self.right is None else Extent(self.right, self.right)
+        return between(lower, Extent(keys.lo - x.hi, keys.hi - x.lo), upper)
 
     def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
         x = self.position(rows, positions)

@@ -36,7 +36,7 @@ class Family:
 
 
 def _sizes(hidden: int, layers: int, heads: int, kv: int | None, positions: int, **more: Any) -> dict[str, Any]:
-    found = {
+    fields = {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -46,7 +46,7 @@ def _sizes(hidden: int, layers: int, heads: int, kv: int | None, positions: int,
         "attention_dropout": 0.0,
         "is_causal": None,
     } | more
-    return {key: value for key, value in found.items() if value is not _NOT_READ}
+    return {key: value for key, value in fields.items() if value is not _NOT_READ}
 
 
 _NOT_READ: Any = object()
@@ -106,7 +106,7 @@ def _parts(
     layers: the default of both sides, or (encoder, decoder). source, target: the key of each side's maximum length and its
     default; `target` is `source` if it isn't given.
     """
-    found = {}
+    families = {}
     depths = layers if isinstance(layers, tuple) else (layers, layers)
     target = source if target is None else target
     for part, whose, depth, (positions, longest) in (
@@ -124,14 +124,14 @@ def _parts(
         }
         names = {f"{whose}_layers": "num_hidden_layers", f"{whose}_attention_heads": "num_attention_heads"}
         names |= {"d_model": "hidden_size", positions: "max_position_embeddings"}
-        found[f"{name} {part}"] = Family(
+        families[f"{name} {part}"] = Family(
             defaults,
             names=names,
             skips=() if part == "encoder" else ("num_hidden_layers", "num_attention_heads"),
             causal=part == "decoder",
             cross=part == "cross",
         )
-    return found
+    return families
 
 
 FAMILIES: dict[str, Family] = {

@@ -17,7 +17,7 @@ __all__ = ["LayerAttention", "is_causal", "layer_attentions"]
 # Keys that give a rule for what layer_types lists.
 _PATTERNS = ("sliding_window_pattern", "max_window_layers", "global_attn_every_n_layers")
 
-_MOST_LAYERS = 10_000  # each is processed; more are taken for a typing error
+_MAX_LAYERS = 10_000  # each is processed; more are taken for a typing error
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def is_causal(config: ModelConfig) -> bool:
 
 def _kinds(config: ModelConfig, notes: list[str]) -> list[str]:
     """The kind of each layer, by layer_types if the config has it, else by the family's rule."""
-    f, count = config.fields, whole(config, "num_hidden_layers", most=_MOST_LAYERS)
+    f, count = config.fields, whole(config, "num_hidden_layers", maximum=_MAX_LAYERS)
     if "use_sliding_window" in f:
         flag(config, "use_sliding_window")
     for key in ("no_rope_layers", "layer_types"):
@@ -69,9 +69,9 @@ def _kinds(config: ModelConfig, notes: list[str]) -> list[str]:
                 f"layer_types[{number}] is {shown(kind)}; wanted {GLOBAL}, {LOCAL} or {CHUNKED}. attnops doesn't support "
                 "other kinds of layers, such as linear attention."
             )
-    given = [key for key in _PATTERNS if key in config.given and f.get(key)]
-    if given and list(types) != (_by_letters(f, count) or _by_rule(config)):
-        notes.append(f"layer_types decides, as in transformers; {', '.join(given)} would give other layers")
+    patterns = [key for key in _PATTERNS if key in config.declared_keys and f.get(key)]
+    if patterns and list(types) != (_by_letters(f, count) or _by_rule(config)):
+        notes.append(f"layer_types decides, as in transformers; {', '.join(patterns)} would give other layers")
     return list(types)
 
 
@@ -87,7 +87,7 @@ def _by_rule(config: ModelConfig) -> list[str]:
         if key in f and not (config.family == "exaone4" and f["sliding_window"] is None):  # where it is 0
             whole(config, key)
     if f.get("max_window_layers") is not None:
-        whole(config, "max_window_layers", least=0)
+        whole(config, "max_window_layers", minimum=0)
     return config.rules.kinds(f)
 
 
@@ -128,7 +128,7 @@ def _window(config: ModelConfig, number: int, causal: bool) -> tuple[int, int]:
     """The distances of a local layer, as in transformers' masking_utils: kv > q - W, or |q - kv| <= W."""
     f = config.fields
     if "local_attention" in f:
-        half = whole(config, "local_attention", least=2) // 2
+        half = whole(config, "local_attention", minimum=2) // 2
         return half, half
     if f.get("sliding_window") is None or f.get("use_sliding_window") is False:
         off = "use_sliding_window is false" if f.get("use_sliding_window") is False else "sliding_window is null"

@@ -45,14 +45,14 @@ def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
     q_heads = whole(config, "num_attention_heads")
     kv_heads = q_heads if f.get("num_key_value_heads") is None else whole(config, "num_key_value_heads")
     if q_heads % kv_heads:
-        default = "" if "num_key_value_heads" in config.given else f", the default of {config.family}"
+        default = "" if "num_key_value_heads" in config.declared_keys else f", the default of {config.family}"
         raise config.error(
             f"num_attention_heads={q_heads} is not a multiple of num_key_value_heads={kv_heads}{default}."
         )
     head_dim, value_dim = _dims(config, q_heads, kv_heads)
     causal = is_causal(config)
-    said = _dtype(config) if dtype is None else dtype_name(dtype)
-    if said is None:
+    runtime_dtype = _dtype(config) if dtype is None else dtype_name(dtype)
+    if runtime_dtype is None:
         notes.append("the config has no dtype; a call is declared in float32 unless another is given")
     layers = layer_attentions(config, head_dim, causal, notes)
     return ModelAttention(
@@ -67,7 +67,7 @@ def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
         causal=causal,
         sinks=rules.sinks,
         return_weights=flag(config, "output_attentions"),
-        dtype=said,
+        dtype=runtime_dtype,
         positions=whole(config, "max_position_embeddings"),
         cross=rules.cross,
         layers=layers,
@@ -92,8 +92,8 @@ def _dims(config: ModelConfig, q_heads: int, kv_heads: int) -> tuple[int, int]:
             )
         return both, whole(config, "v_head_dim")
     if f.get("head_dim") is not None:
-        found = whole(config, "head_dim")
-        return found, found
+        head_dim = whole(config, "head_dim")
+        return head_dim, head_dim
     hidden = whole(config, "hidden_size")
     if hidden % q_heads:
         raise config.error(

@@ -29,12 +29,12 @@ _NEEDED = ("num_hidden_layers", "num_attention_heads")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model's attention fields. `fields` has every key of the family, `given` those that the config has."""
+    """One model's attention fields. `fields` has every key of the family, `declared_keys` those that the config has."""
 
     name: str
     family: str
     fields: Mapping[str, Any]
-    given: frozenset[str]
+    declared_keys: frozenset[str]
     notes: tuple[str, ...]
 
     @property
@@ -84,21 +84,21 @@ def read_model_config(
         if key not in data:
             raise ConfigError(f"{name}: ignore names {shown(key)}, which the config doesn't have." + nearest(key, data))
     model = _family(data, name, family, part, notes)
-    fields, given = _fields(data, name, model, ignore, notes)
+    fields, declared = _fields(data, name, model, ignore, notes)
     if not nested:
         needed = _NEEDED if _has_dims(fields) else (*_NEEDED, "hidden_size")
-        missing = [key for key in needed if key not in given]
+        missing = [key for key in needed if key not in declared]
         if missing:
-            own = {canonical: key for key, canonical in FAMILIES[model].names.items()}
-            wanted = ", ".join(own.get(key, key) for key in missing)
-            raise ConfigError(f"{name}: {wanted} missing; wanted a whole config of a {model} model.")
-    taken = [f"{key}={fields[key]}" for key in sorted(fields.keys() - given) if _speaks(key, fields)]
-    off = "use_sliding_window" not in given and fields.get("use_sliding_window") is False
-    if off and "sliding_window" in given and fields["sliding_window"] is not None:
+            key_of = {canonical: key for key, canonical in FAMILIES[model].names.items()}
+            names = ", ".join(key_of.get(key, key) for key in missing)
+            raise ConfigError(f"{name}: {names} missing; wanted a whole config of a {model} model.")
+    taken = [f"{key}={fields[key]}" for key in sorted(fields.keys() - declared) if _speaks(key, fields)]
+    off = "use_sliding_window" not in declared and fields.get("use_sliding_window") is False
+    if off and "sliding_window" in declared and fields["sliding_window"] is not None:
         notes.append(f"sliding_window={fields['sliding_window']} is off, as the config doesn't have use_sliding_window")
     if taken:
         notes.append(f"the config doesn't have {', '.join(taken)}: the default of {model}")
-    return ModelConfig(name, model, fields, frozenset(given), tuple(notes))
+    return ModelConfig(name, model, fields, frozenset(declared), tuple(notes))
 
 
 def as_dict(config: Any) -> tuple[dict[str, Any], str]:
@@ -117,10 +117,10 @@ def as_dict(config: Any) -> tuple[dict[str, Any], str]:
             raise ConfigError(f"model config: has the key {shown(odd[0])}; wanted strings, as in a config.json.")
         return dict(config), "model config"
     name = type(config).__name__
-    found = config.to_dict() if callable(getattr(config, "to_dict", None)) else getattr(config, "__dict__", None)
-    if not isinstance(found, Mapping):
+    attributes = config.to_dict() if callable(getattr(config, "to_dict", None)) else getattr(config, "__dict__", None)
+    if not isinstance(attributes, Mapping):
         raise ConfigError(f"model config: got {name}; wanted a path, a dict, or an object with a config's attributes.")
-    data = {key: value for key, value in found.items() if value is not None or key in ATTENTION}
+    data = {key: value for key, value in attributes.items() if value is not None or key in ATTENTION}
     if "model_type" not in data and isinstance(getattr(config, "model_type", None), str):
         data["model_type"] = config.model_type  # transformers keeps it on the class
     return data, name
@@ -204,19 +204,19 @@ def _fields(
     rules = FAMILIES[model]
     known = _EVERYWHERE | dict(rules.defaults)
     renamed = {"attention_dropout"} & set(rules.names.values())  # read only under the family's own name
-    fields, said_by, unknown = dict(known), dict[str, str](), list[str]()
+    fields, set_by, unknown = dict(known), dict[str, str](), list[str]()
     for key, value in data.items():
-        own = rules.names.get(key, SYNONYMS.get(key, key))
+        target = rules.names.get(key, SYNONYMS.get(key, key))
         if key in ignore or key == "model_type" or key in rules.skips:
             continue
-        if own in known and key not in renamed:
-            if own in said_by and None not in (fields[own], value) and fields[own] != value:
+        if target in known and key not in renamed:
+            if target in set_by and None not in (fields[target], value) and fields[target] != value:
                 raise ConfigError(
-                    f"{name}: {said_by[own]}={shown(fields[own])} and {key}={shown(value)} contradict each other; keep one."
+                    f"{name}: {set_by[target]}={shown(fields[target])} and {key}={shown(value)} contradict each other; keep one."
                 )
-            if own in said_by and value is None:
+            if target in set_by and value is None:
                 continue
-            fields[own], said_by[own] = value, key
+            fields[target], set_by[target] = value, key
             continue
         kind = kind_of_key(key)
         if key in NOTED and not is_quiet(key, value):
@@ -242,11 +242,11 @@ def _fields(
         notes.append(f"not read, as attnops doesn't know them: {', '.join(sorted(unknown))}")
     if ignore:
         notes.append(f"not read, as requested: {', '.join(ignore)}")
-    for key in list(said_by):
+    for key in list(set_by):
         if fields[key] is None and key not in _NULLABLE:  # null means unset, except for a window, a cap or a head dim
             fields[key] = known[key]
-            del said_by[key]
-    return fields, set(said_by)
+            del set_by[key]
+    return fields, set(set_by)
 
 
 _NULLABLE = ("sliding_window", "attn_logit_softcapping", "attention_chunk_size", "head_dim", "num_key_value_heads")
@@ -262,8 +262,8 @@ def _quiet(key: str, value: Any, data: Mapping[str, Any], rules: Family) -> bool
         return True
     if key in ("max_window_layers", "sliding_window") and data.get("use_sliding_window") is False:
         return True
-    own = {meant: data[name] for name, meant in rules.names.items() if name in data}
-    fields = dict(rules.defaults) | dict(data) | own
+    renamed = {meant: data[name] for name, meant in rules.names.items() if name in data}
+    fields = dict(rules.defaults) | dict(data) | renamed
     heads = fields["num_attention_heads"]
     if key == "num_key_value_heads":
         return bool(value == heads)

@@ -19,12 +19,12 @@ def dtype_name(value: Any) -> str:
     return str(text).removeprefix("torch.")
 
 
-def whole(config: ModelConfig, key: str, least: int = 1, most: int = _LIMIT) -> int:
-    """An integer from `least` to `most`. Errors: ConfigError."""
+def whole(config: ModelConfig, key: str, minimum: int = 1, maximum: int = _LIMIT) -> int:
+    """An integer from `minimum` to `maximum`. Errors: ConfigError."""
     value = config.fields[key]
-    if not is_whole(value, least, most):
-        upto = "up" if most == _LIMIT else f"to {most}"
-        raise config.error(f"{key}={shown(value)}; wanted a whole number from {least} {upto}.")
+    if not is_whole(value, minimum, maximum):
+        upto = "up" if maximum == _LIMIT else f"to {maximum}"
+        raise config.error(f"{key}={shown(value)}; wanted a whole number from {minimum} {upto}.")
     return value
 
 

@@ -21,5 +21,5 @@ class AutoregressiveDecodeAttention(Operation):
 
     name = "autoregressive_decodeattn"
     config = AutoregressiveDecodeConfig
-    kernel_config: ClassVar[str | None] = "vanilla"
+    backend_operation: ClassVar[str | None] = "vanilla"
     forward_native = NATIVE

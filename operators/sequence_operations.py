@@ -31,7 +31,7 @@ class RingAttention(Operation):
     name = "ring"
     config = RingConfig
     sequence_parallel: ClassVar[str | None] = "ring"
-    kernel_config: ClassVar[str | None] = "splash"
+    backend_operation: ClassVar[str | None] = "splash"
     forward_tpu = SPLASH
     forward_cuda = FLASH
     forward_rocm = NO_ROCM
@@ -44,7 +44,7 @@ class UlyssesAttention(Operation):
     name = "ulysses"
     config = UlyssesConfig
     sequence_parallel: ClassVar[str | None] = "ulysses"
-    kernel_config: ClassVar[str | None] = "splash"
+    backend_operation: ClassVar[str | None] = "splash"
     forward_tpu = SPLASH
     forward_cuda = FLASH
     forward_rocm = NO_ROCM

@@ -56,10 +56,10 @@ def _operands(plan: PlanFields) -> Iterator[CallArray]:
         inside = placement.spec(names.get(tensor.name, tensor.name)), tensor.inside_bytes(sizes)
         fitted = placement.fitted.get(tensor.name)
         if fitted is None:
-            given = tensor.given_spec, tensor.given_shape, tensor.given_shape, tensor.given_bytes(sizes)
+            outside = tensor.call_spec, tensor.call_shape, tensor.call_shape, tensor.call_bytes(sizes)
         else:
-            given = fitted.spec, fitted.shape, fitted.local_shape, fitted.local_bytes
-        yield CallArray(tensor.name, tensor.dtype, *given, inside)
+            outside = fitted.spec, fitted.shape, fitted.local_shape, fitted.local_bytes
+        yield CallArray(tensor.name, tensor.dtype, *outside, inside)
 
 
 def _results(plan: PlanFields) -> Iterator[CallArray]:

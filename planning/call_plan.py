@@ -91,8 +91,8 @@ class Plan(PlanFields):
             else None,
             "changes": list(placement.changes),
             "sends": {
-                name: {"bytes": None if found.unknown else found.sent_bytes, "unknown": list(found.unknown)}
-                for name, found in sends(self).items()
+                name: {"bytes": None if traffic.unknown else traffic.sent_bytes, "unknown": list(traffic.unknown)}
+                for name, traffic in sends(self).items()
             },
             "padding": None if self.padding is None else self.padding._asdict(),
             "route": None if self.route is None else self.route.to_dict(),

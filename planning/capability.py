@@ -148,12 +148,12 @@ def declares(
     operands: Iterable[str] = (),
 ) -> Capability:
     """What an implementation can do; see Capability. Errors: ValueError for an unknown feature."""
-    wanted = frozenset(consumes)
-    if unknown := sorted(wanted - ALL_FEATURES):
+    features = frozenset(consumes)
+    if unknown := sorted(features - ALL_FEATURES):
         raise ValueError(f"unknown features {unknown}; wanted some of {sorted(ALL_FEATURES)}.")
     published = {dtype: Tolerance(*value) for dtype, value in tolerance.items()}
     return Capability(
-        wanted,
+        features,
         tuple(rules),
         published,
         check_vma,

@@ -51,22 +51,24 @@ def plan(operation: type[PlannedOperation], problem: Problem, policy: Policy = _
 
 
 @functools.lru_cache(maxsize=4096)
-def _decide(operation: type[PlannedOperation], problem: Any, policy: Policy, kept: object) -> Decision[Any, Any]:
-    del kept
+def _decide(
+    operation: type[PlannedOperation], problem: Any, policy: Policy, cache_version: object
+) -> Decision[Any, Any]:
+    del cache_version
     planner = operation.planner
     place = planner.placements(operation, problem, policy)
     platform = operation.kernel_platform(problem)
-    own = tuple(m for m in METHODS.get(platform, ()) if operation.implements(m))
-    placement = place(own[0] if own else "forward_native")
+    methods = tuple(m for m in METHODS.get(platform, ()) if operation.implements(m))
+    placement = place(methods[0] if methods else "forward_native")
     notes = list(problem.notes)
     if platform != problem.platform:
         notes.append(note("platform.interpreted", platform=platform, here=problem.platform))
     rejected: list[Rejected] = []
-    routed = bool(own) and all(operation.capability(m).leaves(problem, problem.config) for m in own)
+    routed = bool(methods) and all(operation.capability(m).leaves(problem, problem.config) for m in methods)
     decided = planner.plan(operation, problem, policy, "refused", None, None, problem.config, placement, ())
-    for method in (*own, "forward_native"):
+    for method in (*methods, "forward_native"):
         name = f"{operation.name}.{method}"
-        if method == "forward_native" and own and not routed and policy.fallback == "error":
+        if method == "forward_native" and methods and not routed and policy.fallback == "error":
             reason = Reason("policy.fallback", "fallback", "fallback is an error by policy", "Declare fallback='warn'.")
             rejected.append(Rejected(name, (reason,)))
             break
@@ -85,7 +87,7 @@ def _decide(operation: type[PlannedOperation], problem: Any, policy: Policy, kep
         if chosen is not None:
             config = chosen.config or config
             notes.extend(chosen.tuning.notes)
-        kind: Kind = "platform" if method in own else "routed" if routed else "fallback" if own else "native"
+        kind: Kind = "platform" if method in methods else "routed" if routed else "fallback" if methods else "native"
         if kind == "native":
             notes.append(note("platform.no_kernel", operation=operation.name, platform=problem.platform))
         notes.extend(_unread(method, runs, config))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from ..drawing import Placed, Split
+from ..drawing import DrawnTensor, Split
 from ..errors import ShardingError
 from ..sharding import FittedSpec, MeshAxis, axes_of, describe_mesh
 from ..sharding.mesh import AnyMesh
@@ -18,7 +18,7 @@ from .text import spec_text
 __all__ = ["device_ids", "groups_along", "placed", "sizes_of"]
 
 
-class _Way(NamedTuple):
+class _Placement(NamedTuple):
     """How a tensor is placed."""
 
     dims: tuple[Split, ...]
@@ -43,16 +43,16 @@ def device_ids(axes: Sequence[MeshAxis], mesh: AnyMesh | None) -> tuple[int, ...
     return tuple(range(math.prod(axis.size for axis in axes)))
 
 
-def placed(tensors: Iterable[tuple[str, FittedSpec]], axes: Sequence[MeshAxis]) -> Iterator[Placed]:
+def placed(tensors: Iterable[tuple[str, FittedSpec]], axes: Sequence[MeshAxis]) -> Iterator[DrawnTensor]:
     """Tensors by name. Those with the same placement and the same dimension names are drawn as one."""
-    alike: dict[_Way, list[tuple[str, FittedSpec]]] = {}
+    alike: dict[_Placement, list[tuple[str, FittedSpec]]] = {}
     for name, fitted in tensors:
         drops = tuple((d.axis, d.dim, d.reason) for d in fitted.dropped if not d.harmless)
-        alike.setdefault(_Way(_dims(fitted, axes), drops, spec_text(fitted.spec)), []).append((name, fitted))
+        alike.setdefault(_Placement(_dims(fitted, axes), drops, spec_text(fitted.spec)), []).append((name, fitted))
     where = _coordinates(axes)
-    for way, found in alike.items():
-        held = tuple(tuple(_part(dim, at, axes) for dim in way.dims) for at in where)
-        yield Placed(tuple(name for name, _ in found), way.spec, _shape(found[0][1]), way.dims, held, way.drops)
+    for key, group in alike.items():
+        parts = tuple(tuple(_part(dim, at, axes) for dim in key.dims) for at in where)
+        yield DrawnTensor(tuple(name for name, _ in group), key.spec, _shape(group[0][1]), key.dims, parts, key.drops)
 
 
 def groups_along(axes: Sequence[MeshAxis], along: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -69,17 +69,19 @@ def groups_along(axes: Sequence[MeshAxis], along: Sequence[str]) -> tuple[tuple[
 def _coordinates(axes: Sequence[MeshAxis]) -> list[dict[str, int]]:
     """The coordinate of each device along each axis, in the mesh's order."""
     sizes = [axis.size for axis in axes]
-    found = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=-1) if sizes else np.zeros((1, 0), int)
-    return [dict(zip((axis.name for axis in axes), map(int, row), strict=True)) for row in found]
+    coordinates = (
+        np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=-1) if sizes else np.zeros((1, 0), int)
+    )
+    return [dict(zip((axis.name for axis in axes), map(int, row), strict=True)) for row in coordinates]
 
 
 def _dims(fitted: FittedSpec, axes: Sequence[MeshAxis]) -> tuple[Split, ...]:
     sizes = dict(sizes_of(axes))
-    found = []
+    splits = []
     for index, (name, size, local) in enumerate(zip(fitted.dims, fitted.shape, fitted.local_shape, strict=True)):
         split = tuple(axis for axis in fitted.axes(index) if sizes[axis] > 1)
-        found.append(Split(name, size, split, size // local if local else 1))
-    return tuple(found)
+        splits.append(Split(name, size, split, size // local if local else 1))
+    return tuple(splits)
 
 
 def _part(dim: Split, at: dict[str, int], axes: Sequence[MeshAxis]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..drawing import DevicePicture, Sent
+from ..drawing import DevicePicture, Transfer
 from ..sharding.mesh import AnyMesh
 from .draw_mesh import device_ids, groups_along, placed, sizes_of
 from .plan_fields import PlanFields
@@ -35,16 +35,16 @@ def _repeated(plan: PlanFields) -> Iterator[str]:
     yield from repeated_lines(plan.placement.repeated)
 
 
-def _sent(plan: PlanFields) -> Iterator[Sent]:
+def _sent(plan: PlanFields) -> Iterator[Transfer]:
     """What the forward pass sends between devices, according to the placement."""
     placement, problem = plan.placement, plan.problem
     split, query, key = placement.sequence, placement.fitted["query"], placement.fitted["key"]
     t, d = (problem.layout.index(axis) for axis in "td")
     moved = ", ".join(("key", "value", *problem.scales))
 
-    def sent(what: str, kind: str, axes: tuple[str, ...], why: str) -> Iterator[Sent]:
+    def sent(what: str, kind: str, axes: tuple[str, ...], why: str) -> Iterator[Transfer]:
         if groups := groups_along(problem.mesh, axes):
-            yield Sent(what, kind, axes, groups, why)
+            yield Transfer(what, kind, axes, groups, why)
 
     yield from sent("query", "all-gather", query.axes(d), "each head is processed whole")
     yield from sent(moved, "all-gather", key.axes(d), "each head is processed whole")

@@ -93,9 +93,14 @@ def outer_axis(products: str) -> str:
 def dequantised_copy(problem: AttentionProblem, placement: Placement) -> dict[str, Any]:
     """The values of a note on a dequantised copy of keys and values: their names, the dtype, its bytes and those given."""
     local, dims = placement.local, {"key": problem.head_dim, "value": problem.value_dim}
-    given = local.batch * local.kv_heads * local.kv_len * sum(dims[name] for name in problem.quantised)
-    size = given * jnp.dtype(problem.runtime_dtype).itemsize
-    return {"names": " and ".join(problem.quantised), "dtype": problem.runtime_dtype, "size": size, "given": given}
+    stored_bytes = local.batch * local.kv_heads * local.kv_len * sum(dims[name] for name in problem.quantised)
+    size = stored_bytes * jnp.dtype(problem.runtime_dtype).itemsize
+    return {
+        "names": " and ".join(problem.quantised),
+        "dtype": problem.runtime_dtype,
+        "size": size,
+        "given": stored_bytes,
+    }
 
 
 class Implementation(Generic[C]):

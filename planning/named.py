@@ -20,15 +20,15 @@ def named_shardings(
 ) -> Mapping[str, NamedSharding]:
     """See Plan.named_shardings."""
     mesh = current_mesh() if mesh is None else mesh
-    wanted = [axis[:2] for axis in problem.mesh]
-    if mesh is None or [axis[:2] for axis in axes_of(mesh)] != wanted:
+    expected = [axis[:2] for axis in problem.mesh]
+    if mesh is None or [axis[:2] for axis in axes_of(mesh)] != expected:
         raise ShardingError(
             f"this plan is for mesh {describe_mesh(problem.mesh)}, but the mesh given is {describe_mesh(mesh)}; give "
             "named_shardings(mesh) the mesh that the call will run on, or declare it."
-            if wanted
+            if expected
             else "this plan has no mesh, so it has no NamedShardings; declare one, as OperationMetadata(mesh=mesh)."
         )
     # The fitted shape of a tensor with repeated heads has more heads; the call's array isn't split there yet.
     shapes = {fitted.tensor: fitted.shape for fitted in placement.fitted.specs if fitted.tensor != "query3d"}
     shapes |= {name: problem.shape_of(name) for name in ("query", "key", "value", "output")} | dict(problem.scales)
-    return {name: NamedSharding(mesh, placement.given(name, shape)) for name, shape in shapes.items()}
+    return {name: NamedSharding(mesh, placement.call_spec(name, shape)) for name, shape in shapes.items()}

@@ -50,9 +50,9 @@ _ENGLISH = _English()
 def note(code: str, *, severity: Severity | None = None, **values: Any) -> Note:
     """The note of a code in NOTES, with the values that its text names. severity: other than the table's."""
     kind = NOTES[code]
-    made = Note(_ENGLISH.vformat(kind.text, (), values))
-    made.code, made.field, made.severity, made.values = code, kind.field, severity or kind.severity, values
-    return made
+    result = Note(_ENGLISH.vformat(kind.text, (), values))
+    result.code, result.field, result.severity, result.values = code, kind.field, severity or kind.severity, values
+    return result
 
 
 def _restored(code: str, values: dict[str, Any], severity: Severity) -> Note:
@@ -66,7 +66,7 @@ def is_info(text: str) -> bool:
 
 def has_note(notes: Iterable[str], code: str) -> bool:
     """Whether one of the notes has this code."""
-    return any(isinstance(one, Note) and one.code == code for one in notes)
+    return any(isinstance(entry, Note) and entry.code == code for entry in notes)
 
 
 def _kinds(*rows: tuple[str, str, str] | tuple[str, str, str, Severity]) -> dict[str, NoteKind]:

@@ -25,7 +25,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "cpu": ("forward_cpu",),
 }
 _OPTIONS = ("mask", *CALL_OPTIONS)
-_ALL = (*dict.fromkeys(m for own in METHODS.values() for m in own), "forward_native")
+_ALL = (*dict.fromkeys(m for methods in METHODS.values() for m in methods), "forward_native")
 
 
 class PlannedOperation:
@@ -42,7 +42,7 @@ class PlannedOperation:
     # The operation's only strategy for a split sequence; None: as the policy says.
     sequence_parallel: ClassVar[str | None] = None
     # The operation whose kernel this one runs, if any: its config applies here too.
-    kernel_config: ClassVar[str | None] = None
+    backend_operation: ClassVar[str | None] = None
 
     @classmethod
     def implements(cls, method: str) -> bool:
@@ -65,15 +65,18 @@ class PlannedOperation:
     def running_methods(cls) -> dict[str, str]:
         """For each platform, the first method that can run there. A method without a published tolerance only refuses."""
         written = [m for m in cls.declared_methods() if cls.capability(m).tolerance]
-        return {platform: next((m for m in own if m in written), "forward_native") for platform, own in METHODS.items()}
+        return {
+            platform: next((m for m in methods if m in written), "forward_native")
+            for platform, methods in METHODS.items()
+        }
 
     @classmethod
     def capability(cls, method: str) -> Capability:
         """The declared capability of a forward method. Errors: ConfigError if it declares nothing."""
-        found = getattr(getattr(cls, method, None), "capability", None)
-        if not isinstance(found, Capability):
+        declared = getattr(getattr(cls, method, None), "capability", None)
+        if not isinstance(declared, Capability):
             raise ConfigError(f"{cls.name}.{method} declares nothing; decorate it with @implementation(...).")
-        return found
+        return declared
 
     @classmethod
     def implementation(cls, method: str, config: OperationConfig | None = None) -> Implementation[Any]:
@@ -81,9 +84,9 @@ class PlannedOperation:
 
         A plain method reads the operation's config, except a forward_native beside platforms' own methods.
         """
-        found = getattr(cls, method, None)
-        if isinstance(found, Implementation):
-            return found if config is None else found.variant(config)
+        declared = getattr(cls, method, None)
+        if isinstance(declared, Implementation):
+            return declared if config is None else declared.variant(config)
         reads = method != "forward_native" or cls.declared_methods() == ("forward_native",)
         return MethodImplementation(cls.capability(method), cls.config if reads else None)
 
@@ -94,8 +97,8 @@ class PlannedOperation:
 
     def forward(self, method: str, config: OperationConfig) -> Callable[[Any], Any]:
         """What runs a call's method with a config."""
-        found = getattr(self, method)
-        return found.variant(config) if isinstance(found, Implementation) else found
+        declared = getattr(self, method)
+        return declared.variant(config) if isinstance(declared, Implementation) else declared
 
     @classmethod
     def kernel_platform(cls, problem: Problem) -> str:
@@ -111,8 +114,10 @@ class PlannedOperation:
         """The config class of another operation, if the platform's method reads that one's instead of this operation's."""
         for method in METHODS.get(platform, ()):
             if cls.implements(method):
-                own = getattr(getattr(cls, method), "config", None)
-                return own if isinstance(own, type) and not issubclass(cls.config, own) else None
+                config_type = getattr(getattr(cls, method), "config", None)
+                return (
+                    config_type if isinstance(config_type, type) and not issubclass(cls.config, config_type) else None
+                )
         return None
 
     @classmethod

@@ -17,7 +17,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from ..errors import AttnOpsError, ConfigError, shown
-from .given import GivenModel, explain_validation
+from .unset_fields import UnsetFieldsModel, explain_validation
 
 __all__ = ["OperationConfig"]
 
@@ -38,7 +38,7 @@ class Operations(Protocol):
         ...
 
 
-class OperationConfig(GivenModel):
+class OperationConfig(UnsetFieldsModel):
     """Base class of the operation configs: frozen, hashable, without unknown fields.
 
     A field that wasn't given is unset (`config.is_set`), which differs from None: unset lets attnops choose, None selects
@@ -81,7 +81,7 @@ class OperationConfig(GivenModel):
         if not cls._is_abstract():
             return handler(schema)
         known = cls.registry.configs().values()
-        of_each = [handler(own.__pydantic_core_schema__) for own in known if issubclass(own, cls)]
+        of_each = [handler(config.__pydantic_core_schema__) for config in known if issubclass(config, cls)]
         return {"anyOf": of_each, "required": ["operation"]}
 
     @classmethod
@@ -94,8 +94,8 @@ class OperationConfig(GivenModel):
 
     def with_fields(self, changes: Mapping[str, Any]) -> Self:
         """Return a validated copy with some fields changed."""
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self).coerce(given | dict(changes))
+        fields = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self).coerce(fields | dict(changes))
 
     @classmethod
     def coerce(cls, value: Self | Mapping[str, Any] | object) -> Self:
@@ -117,18 +117,18 @@ class OperationConfig(GivenModel):
             raise ConfigError(f"{cls.__name__}: {explain_validation(error, cls)}") from None
 
 
-def _by_tag(wanted: type[OperationConfig], value: Any) -> OperationConfig:
+def _by_tag(config_type: type[OperationConfig], value: Any) -> OperationConfig:
     """The config of any operation, from its tag. Errors: ValueError, as pydantic requires."""
     tag = value.get("operation") if isinstance(value, Mapping) else getattr(value, "operation", None)
     if not isinstance(tag, str):
         raise ValueError("no 'operation', which identifies the operation of this config")
     try:
-        own = type(value) if isinstance(value, OperationConfig) else wanted.registry.get(tag).config
+        actual_type = type(value) if isinstance(value, OperationConfig) else config_type.registry.get(tag).config
     except AttnOpsError as error:  # UnknownNameError is a LookupError
         raise ValueError(str(error)) from None
-    if not issubclass(own, wanted):
-        raise ValueError(f"{own.__name__} is not a {wanted.__name__}")
-    return own.model_validate(value)
+    if not issubclass(actual_type, config_type):
+        raise ValueError(f"{actual_type.__name__} is not a {config_type.__name__}")
+    return actual_type.model_validate(value)
 
 
 def _attributes(value: object) -> dict[str, Any]:

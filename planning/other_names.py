@@ -116,10 +116,10 @@ def other_name(name: object, known: Collection[str], kind: str) -> str:
         return f" Did you mean {_SIZES[name]!r}?"
     if kind == "call" and name in _OF_METADATA and "q_len" in known:
         return f" {name} is a field of metadata."
-    found = (_METADATA | {"scale": _SCALE, "sm_scale": _SCALE} if kind == "metadata" else _CALL).get(name)
-    if found is None and kind == "metadata" and name in _CALL:
+    hint = (_METADATA | {"scale": _SCALE, "sm_scale": _SCALE} if kind == "metadata" else _CALL).get(name)
+    if hint is None and kind == "metadata" and name in _CALL:
         return f"{_sentence(_CALL[name])} It belongs to the call."
-    return nearest(name, known) if found is None else _sentence(found)
+    return nearest(name, known) if hint is None else _sentence(hint)
 
 
 def refuse_unknown(

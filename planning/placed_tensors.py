@@ -26,8 +26,8 @@ class PlacedTensor:
 
     name: str
     dtype: str
-    given_shape: tuple[int, ...]
-    given_spec: PartitionSpec
+    call_shape: tuple[int, ...]
+    call_spec: PartitionSpec
     inside_dtype: str
     shape: tuple[int, ...]
     itemsize: int
@@ -36,10 +36,10 @@ class PlacedTensor:
     gradient: bool
     moves: str
 
-    def given_bytes(self, sizes: Mapping[str, int]) -> int:
+    def call_bytes(self, sizes: Mapping[str, int]) -> int:
         """Bytes on each device as given; `sizes`: those of the mesh axes."""
-        axes = axes_by_dim(self.given_spec, len(self.given_shape))
-        return _bytes(self.given_shape, jnp.dtype(self.dtype).itemsize, axes, sizes)
+        axes = axes_by_dim(self.call_spec, len(self.call_shape))
+        return _bytes(self.call_shape, jnp.dtype(self.dtype).itemsize, axes, sizes)
 
     def inside_bytes(self, sizes: Mapping[str, int]) -> int:
         """Bytes on each device inside the operation."""
@@ -60,15 +60,15 @@ def placed_tensors(problem: AttentionProblem, placement: Placement) -> Iterator[
     for row in (*ATTENTION.required, *(operand.operand for operand in problem.operands)):
         operand, dtype = problem.operand(row.name), problem.dtype_inside(row)
         if operand is None:
-            given, shape = problem.shape_of(row.name), row.shape(sizes, problem.kernel_layout)
+            outer_shape, shape = problem.shape_of(row.name), row.shape(sizes, problem.kernel_layout)
         else:
-            given, shape = operand.shape, operand.shape_inside(problem.kernel_layout, sizes)
-        spec, axes = placement.given(row.name, given), axes_by_dim(placement.spec(row.name), len(shape))
+            outer_shape, shape = operand.shape, operand.shape_inside(problem.kernel_layout, sizes)
+        spec, axes = placement.call_spec(row.name, outer_shape), axes_by_dim(placement.spec(row.name), len(shape))
         declared = axes if row.name in problem.scales else axes_by_dim(spec, len(shape))[: len(shape)]
         yield PlacedTensor(
             row.name,
             problem.dtype_of(row.name),
-            given,
+            outer_shape,
             spec,
             dtype,
             shape,

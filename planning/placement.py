@@ -38,7 +38,7 @@ class Placement:
     """Where every tensor is: as declared (`fitted`), and inside the operation (`run`, in the kernel's layout).
 
     `head_axes` and `q_axes` split a device's work. `local` has the sizes that a kernel works on at once; on a zigzag ring
-    those are of one piece. `outer_kv_heads` are the kv heads per device before an all-to-all splits them further. `repeated`:
+    those are of one chunk. `outer_kv_heads` are the kv heads per device before an all-to-all splits them further. `repeated`:
     the mesh axes over which devices do the same work.
     """
 
@@ -54,7 +54,7 @@ class Placement:
     outer_kv_heads: int
     repeated: tuple[RepeatedAxis, ...] = ()
 
-    def given(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+    def call_spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """The spec of an array of the call before the call starts.
 
         This is its fitted spec, but heads that will be repeated are not split yet. An array without a spec is unsplit.
@@ -122,8 +122,8 @@ def place_problem(
     kv_all = problem.kv_heads * fitted.kv_repeat
     local = LocalShape(
         problem.batch // of["batch"],
-        problem.q_len // of["q"] // split.pieces,
-        problem.kv_len // (split.shards if whole_queries else split.ring_size) // split.pieces,
+        problem.q_len // of["q"] // split.chunks,
+        problem.kv_len // (split.shards if whole_queries else split.ring_size) // split.chunks,
         problem.q_heads // of["heads"],
         kv_all // of["heads"],
     )
@@ -173,18 +173,20 @@ def _shapes(problem: AttentionProblem) -> dict[str, TensorShape]:
 
 def _scale_specs(problem: AttentionProblem, fitted: FittedRules) -> tuple[FittedSpec, ...]:
     """A scale is split like its tensor, except along dimensions of 1, which are broadcast."""
-    found = []
+    specs = []
     for name, shape in problem.scales.items():
         tensor = fitted[name.removesuffix("_scale")]
         alone = [n == 1 for n in shape]
-        spec = PartitionSpec(*(None if one else entry for one, entry in zip(alone, tensor.spec, strict=True)))
+        spec = PartitionSpec(
+            *(None if broadcast else entry for broadcast, entry in zip(alone, tensor.spec, strict=True))
+        )
         whole, local = (
-            tuple(1 if one else n for one, n in zip(alone, sizes, strict=True))
+            tuple(1 if broadcast else n for broadcast, n in zip(alone, sizes, strict=True))
             for sizes in (tensor.shape, tensor.local_shape)
         )
         size = problem.itemsize_of(name) * math.prod(local)
-        found.append(FittedSpec(name, tensor.dims, spec, whole, local, size, ()))
-    return tuple(found)
+        specs.append(FittedSpec(name, tensor.dims, spec, whole, local, size, ()))
+    return tuple(specs)
 
 
 def _further_specs(problem: AttentionProblem) -> tuple[FittedSpec, ...]:

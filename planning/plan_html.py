@@ -14,8 +14,8 @@ __all__ = ["plan_html", "plan_pictures"]
 def plan_html(plan: PlanFields) -> str:
     """The HTML that a notebook shows for a plan."""
     runs = ("runs", f"{plan.implementation or 'nothing'} ({WHY[plan.kind]})")
-    told = rows([runs, *screen_rows(plan)])
-    return fragment([heading(plan.problem.describe()), told, pictures(plan_pictures(plan))])
+    facts = rows([runs, *screen_rows(plan)])
+    return fragment([heading(plan.problem.describe()), facts, pictures(plan_pictures(plan))])
 
 
 def plan_pictures(plan: PlanFields) -> list[str]:

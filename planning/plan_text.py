@@ -130,11 +130,11 @@ def screen_rows(
         else:
             hidden.append(label)
     rows += [*_array_rows(plan), *placement_rows(plan)]
-    told = [*plan.notes, *notes]
-    rows += [("note", note) for note in told if not is_info(note)]
+    all_notes = [*plan.notes, *notes]
+    rows += [("note", note) for note in all_notes if not is_info(note)]
     hidden += ["declared specs"]
     hidden += _counted(len(dropped_lines(plan)) - len(dropped_lines(plan, brief=True)), "harmless drop")
-    hidden += _counted(sum(is_info(note) for note in told), "note")
+    hidden += _counted(sum(is_info(note) for note in all_notes), "note")
     return [*rows, ("more", f"{whole} adds {', '.join(hidden)}")]
 
 
@@ -174,9 +174,9 @@ def _array_rows(plan: PlanFields) -> list[tuple[str, str]]:
         alike: dict[str, list[str]] = {}
         for array in large:
             alike.setdefault(_size(plan, array), []).append(array.name)
-        told = [f"{', '.join(names)} {size}{' each' * (len(names) > 1)}" for size, names in alike.items()]
+        texts = [f"{', '.join(names)} {size}{' each' * (len(names) > 1)}" for size, names in alike.items()]
         total = sum(array.device_bytes for array in call_arrays(plan))
-        return [("arrays", f"{bytes_text(total)}: {'; '.join(told)}")]
+        return [("arrays", f"{bytes_text(total)}: {'; '.join(texts)}")]
     rows: dict[str, list[str]] = {}
     for array in call_arrays(plan):
         if plan.placement.fitted.get(array.name) is None and array not in large:

@@ -55,10 +55,10 @@ class Policy:
                 object.__setattr__(self, name, value)
             if not any(type(value) is type(choice) and value == choice for choice in choices):
                 *others, last = map(repr, choices)
-                wanted = (
+                expected = (
                     f"{' or '.join(others)}, or {last}" if None in choices else f"one of {', '.join([*others, last])}"
                 )
-                raise ConfigError(f"{name}={shown(value)}; wanted {wanted}.")
+                raise ConfigError(f"{name}={shown(value)}; wanted {expected}.")
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:

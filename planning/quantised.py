@@ -25,8 +25,8 @@ def quantise(x: np.ndarray, dtype: str, granularity: str, layout: str) -> tuple[
     largest."""
     alone = tuple(i for i, n in enumerate(scale_shape((2,) * x.ndim, granularity, layout)) if n == 1)
     kind = jnp.dtype(dtype)
-    most = float(jnp.iinfo(kind).max if dtype == "int8" else jnp.finfo(kind).max)
+    maximum = float(jnp.iinfo(kind).max if dtype == "int8" else jnp.finfo(kind).max)
     largest = np.abs(x).max(axis=alone, keepdims=True)
-    scale = np.where(largest == 0, 1, largest / most).astype(np.float32)
-    whole = np.clip(x / scale, -most, most)
+    scale = np.where(largest == 0, 1, largest / maximum).astype(np.float32)
+    whole = np.clip(x / scale, -maximum, maximum)
     return (np.round(whole) if dtype == "int8" else whole).astype(kind), scale

@@ -86,9 +86,9 @@ def _devices(repeated: Sequence[RepeatedAxis]) -> int:
 
 
 def _repeated(axis: MeshAxis, problem: AttentionProblem, fitted: FittedRules) -> RepeatedAxis:
-    given = [spec for spec in fitted.specs if spec.tensor != "query3d"]
+    specs = [spec for spec in fitted.specs if spec.tensor != "query3d"]
     splits = tuple(
-        spec.tensor for spec in given if any(axis.name in spec.axes(index) for index in range(len(spec.shape)))
+        spec.tensor for spec in specs if any(axis.name in spec.axes(index) for index in range(len(spec.shape)))
     )
     if splits:
         reason = f"each device works on all parts of {', '.join(splits)}"
@@ -99,7 +99,7 @@ def _repeated(axis: MeshAxis, problem: AttentionProblem, fitted: FittedRules) ->
         else:
             hint = f"Split batch, queries or heads over {axis.name!r}, or take it out of the mesh"
         return RepeatedAxis(axis.name, axis.size, splits, "gathered", reason, hint)
-    drops = [drop for spec in given for drop in spec.dropped if drop.axis == axis.name]
+    drops = [drop for spec in specs for drop in spec.dropped if drop.axis == axis.name]
     if drops:
         # Only for the first tensor, which is the query if the axis is declared for it: the others follow it.
         reasons = dict.fromkeys(f"{d.dim} of {d.tensor}: {d.reason}" for d in drops if d.tensor == drops[0].tensor)

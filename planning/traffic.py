@@ -20,7 +20,7 @@ from .plan_fields import PlanFields
 from .problem import LeafShape
 from .text import bytes_text
 
-__all__ = ["Need", "Traffic", "least_traffic", "sends", "sends_line"]
+__all__ = ["Need", "Traffic", "min_traffic", "sends", "sends_line"]
 
 
 class Need(NamedTuple):
@@ -59,27 +59,27 @@ def sends(plan: PlanFields) -> dict[str, Traffic]:
     if problem.symbolic:
         unknown = Traffic((), (f"the {' and the '.join(sorted(problem.symbolic))} of the call is symbolic",))
         return {"forward": unknown} | ({"backward": unknown} if problem.mode == "__train__" else {})
-    forward = least_traffic(plan, False)
+    forward = min_traffic(plan, False)
     if problem.mode != "__train__":
         return {"forward": forward}
-    both = least_traffic(plan, True)
+    both = min_traffic(plan, True)
     return {"forward": forward, "backward": Traffic(both.needs[len(forward.needs) :], both.unknown)}
 
 
 def sends_line(plan: PlanFields) -> str:
     """The bytes that a device has to send in each pass; '' if nothing is split over devices."""
-    found = sends(plan)
-    if not found:
+    passes = sends(plan)
+    if not passes:
         return ""
-    told = [_told(name, traffic) for name, traffic in found.items()]
-    if not any(traffic.needs or traffic.unknown for traffic in found.values()):
+    texts = [_pass_text(name, traffic) for name, traffic in passes.items()]
+    if not any(traffic.needs or traffic.unknown for traffic in passes.values()):
         return "nothing"
     wide = sent_itemsize(plan.problem.runtime_dtype, plan.problem.platform == "cpu")
     widened = wide > jnp.dtype(plan.problem.runtime_dtype).itemsize
-    return ", ".join(told) + (f"; XLA:CPU sends {plan.problem.runtime_dtype} as float32" if widened else "")
+    return ", ".join(texts) + (f"; XLA:CPU sends {plan.problem.runtime_dtype} as float32" if widened else "")
 
 
-def _told(name: str, traffic: Traffic) -> str:
+def _pass_text(name: str, traffic: Traffic) -> str:
     if traffic.unknown:
         return f"{name} unknown: {traffic.unknown[0]}"
     kinds = dict.fromkeys(need.kind for need in traffic.needs if not need.optional)
@@ -90,7 +90,7 @@ def _told(name: str, traffic: Traffic) -> str:
     )
 
 
-def least_traffic(plan: PlanFields, backward: bool) -> Traffic:
+def min_traffic(plan: PlanFields, backward: bool) -> Traffic:
     """The needs of the forward pass, or of both passes with the outputs and all gradients returned as declared."""
     count = _Count(plan)
     needs = [*count.forward(), *(count.backward() if backward else ())]
@@ -122,9 +122,9 @@ class _Count:
             inside, declared = all_axes(tensor.inside), all_axes(tensor.declared)
             summed = work - inside
             local = self._bytes(tensor, inside)
-            if apart := summed & declared:  # it was gathered
-                size = self._size(apart)
-                yield Need("reduce-scatter", local * (size - 1) / size, name, axes=self._named(apart))
+            if scattered := summed & declared:  # it was gathered
+                size = self._size(scattered)
+                yield Need("reduce-scatter", local * (size - 1) / size, name, axes=self._named(scattered))
                 local /= size
             if whole := summed - declared:
                 size = self._size(whole)
@@ -132,7 +132,7 @@ class _Count:
             if tensor.name in ("key", "value") and self.placement.kv_repeat > 1:
                 yield from self._copies(tensor, local)
                 continue
-            back = tuple(tuple(a for a in dim if a not in apart) for dim in tensor.declared)
+            back = tuple(tuple(a for a in dim if a not in scattered) for dim in tensor.declared)
             yield from self._moved(tensor, tensor.inside, back, name)
         yield from self._of_strategy_backward()
 
@@ -242,8 +242,8 @@ class _Count:
     ) -> Iterator[Need]:
         """The needs from one split to another: axes that disappear are gathered, axes that change dimension are exchanged."""
         gone = all_axes(before) - all_axes(after)
-        kept = [(a, i) for i, dim in enumerate(before) for a in dim if a not in gone]
-        other = {a for a, i in kept if a not in after[i]}
+        remaining = [(a, i) for i, dim in enumerate(before) for a in dim if a not in gone]
+        other = {a for a, i in remaining if a not in after[i]}
         local = self._bytes(tensor, all_axes(before))
         if other:
             self.unknown.append(

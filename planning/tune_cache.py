@@ -26,15 +26,24 @@ except ImportError:  # Windows: files are still replaced atomically, but of two 
     fcntl = None  # type: ignore[assignment]
 
 __all__ = [
-    "ENVIRONMENT", "Choice", "Found", "Measured", "best_of", "folder", "keep", "kept_here", "load", "state",
-    "withdraw",
+    "ENVIRONMENT",
+    "Choice",
+    "Measured",
+    "StoredSearch",
+    "best_of",
+    "cache_generation",
+    "folder",
+    "keep",
+    "load",
+    "mark_refused",
+    "state",
 ]  # fmt: skip
 
 ENVIRONMENT = "ATTNOPS_TUNE_CACHE"
 _VERSION = 1
 _KINDS = ("device", "static")  # a time on the device takes precedence over an estimate
 _counter = itertools.count(1)
-_kept = 0
+_generation = 0
 
 
 class Measured(NamedTuple):
@@ -60,7 +69,7 @@ class Choice(NamedTuple):
     how: str
 
 
-class Found(NamedTuple):
+class StoredSearch(NamedTuple):
     """What is stored for a call. path: None if there is no folder for it. choice: None until a search has finished. trouble: why
     a file can't be read, or why there is no folder.
     """
@@ -89,115 +98,117 @@ def folder() -> Path:
         ) from None
 
 
-def kept_here() -> int:
+def cache_generation() -> int:
     """A number that changes whenever this process stores something, for caches of decisions that depend on it."""
-    return _kept
+    return _generation
 
 
 def state(device: str) -> tuple[str, int, int]:
-    """A value that changes when any process stores something for a device: the folder, its time of change, and `kept_here`."""
+    """A value that changes when any process stores something for a device: folder, time of change, and `cache_generation`."""
     try:
         place = os.path.join(folder(), _folder_name(device))
     except InputError as error:
-        return str(error), 0, _kept
+        return str(error), 0, _generation
     try:
         changed = os.stat(place).st_mtime_ns
     except OSError:  # nothing stored yet, or not readable
         changed = 0
-    return place, changed, _kept
+    return place, changed, _generation
 
 
-def load(key: Mapping[str, Any]) -> Found:
+def load(key: Mapping[str, Any]) -> StoredSearch:
     """What is stored under a key. This never raises: an unreadable file, or no folder, is a miss with its reason."""
     try:
         path = _path(key)
     except InputError as error:
-        return Found(None, (), None, str(error).removesuffix("."))
+        return StoredSearch(None, (), None, str(error).removesuffix("."))
     try:
         data = json.loads(path.read_bytes())
         if data["schema_version"] != _VERSION:
-            return Found(path, (), None, f"{path} is from another version")
+            return StoredSearch(path, (), None, f"{path} is from another version")
         if json.dumps(data["key"], sort_keys=True) != json.dumps(key, sort_keys=True):
-            return Found(path, (), None, f"{path} is for another call")
-        measured = tuple(_checked(Measured(**one)) for one in data["measured"])
-        return Found(path, measured, _choice(measured, tuple(data["finished"])))
+            return StoredSearch(path, (), None, f"{path} is for another call")
+        measured = tuple(_checked(Measured(**row)) for row in data["measured"])
+        return StoredSearch(path, measured, _choice(measured, tuple(data["finished"])))
     except FileNotFoundError:
-        return Found(path, (), None)
+        return StoredSearch(path, (), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return Found(path, (), None, f"{path} can't be read ({type(error).__name__})")
+        return StoredSearch(path, (), None, f"{path} can't be read ({type(error).__name__})")
 
 
-def keep(key: Mapping[str, Any], measured: list[Measured], *, finished: str | None = None) -> Found:
+def keep(key: Mapping[str, Any], measured: list[Measured], *, finished: str | None = None) -> StoredSearch:
     """Add measurements to what is stored. `finished` names a way of measuring whose search has finished.
 
     Errors: InputError if there is no folder, or if it can't be written to.
     """
-    global _kept
+    global _generation
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path):
             before = load(key)
-            joined = {one.name: one for one in (*before.measured, *measured)}
+            joined = {measurement.name: measurement for measurement in (*before.measured, *measured)}
             ended = {*_finished(path, before), *([finished] if finished else [])}
             data = {
                 "schema_version": _VERSION,
                 "key": dict(key),
                 "finished": sorted(ended),
-                "measured": [one._asdict() for one in joined.values()],
+                "measured": [measurement._asdict() for measurement in joined.values()],
             }
             _replace(path, json.dumps(data, indent=1))
     except OSError as error:
         raise InputError(
             f"{path}: can't be written: {error.strerror or error}; set {ENVIRONMENT} to a writable folder."
         ) from None
-    _kept = next(_counter)
+    _generation = next(_counter)
     return load(key)
 
 
-def withdraw(key: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], object]) -> None:
+def mark_refused(key: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], object]) -> None:
     """Mark stored measurements as failed if `resolve` refuses their fields with a ConfigError, so that no search chooses them: a
     file may have been changed by hand. Errors: InputError if they can't be written.
     """
-    for one in load(key).measured:
-        if one.seconds is not None:
+    for measurement in load(key).measured:
+        if measurement.seconds is not None:
             try:
-                resolve(one.fields)
+                resolve(measurement.fields)
             except ConfigError as error:
-                keep(key, [one._replace(seconds=None, failure=str(error))])
+                keep(key, [measurement._replace(seconds=None, failure=str(error))])
 
 
 def best_of(measured: tuple[Measured, ...], how: str) -> dict[str, Measured]:
     """The fastest candidate of each part."""
-    found: dict[str, Measured] = {}
-    for one in measured:
-        if one.how == how and one.seconds is not None:
-            best = found.get(one.part)
-            if best is None or best.seconds is None or one.seconds < best.seconds:
-                found[one.part] = one
-    return found
+    fastest: dict[str, Measured] = {}
+    for measurement in measured:
+        if measurement.how == how and measurement.seconds is not None:
+            best = fastest.get(measurement.part)
+            if best is None or best.seconds is None or measurement.seconds < best.seconds:
+                fastest[measurement.part] = measurement
+    return fastest
 
 
-def _checked(one: Measured) -> Measured:
+def _checked(measurement: Measured) -> Measured:
     """A measurement from a file. Errors: TypeError, ValueError if it isn't one."""
-    texts = isinstance(one.part, str) and one.how in _KINDS and isinstance(one.failure, str | None)
-    if not (texts and isinstance(one.fields, dict) and isinstance(one.detail, dict)):
-        raise TypeError(one)
-    if one.seconds is not None and not 0 <= one.seconds < math.inf:
-        raise ValueError(one)
-    return one
+    texts = (
+        isinstance(measurement.part, str) and measurement.how in _KINDS and isinstance(measurement.failure, str | None)
+    )
+    if not (texts and isinstance(measurement.fields, dict) and isinstance(measurement.detail, dict)):
+        raise TypeError(measurement)
+    if measurement.seconds is not None and not 0 <= measurement.seconds < math.inf:
+        raise ValueError(measurement)
+    return measurement
 
 
 def _choice(measured: tuple[Measured, ...], finished: tuple[str, ...]) -> Choice | None:
     for how in _KINDS:
         best = best_of(measured, how) if how in finished else {}
         if best:
-            fields = {name: value for one in best.values() for name, value in one.fields.items()}
+            fields = {name: value for measurement in best.values() for name, value in measurement.fields.items()}
             return Choice(fields, "measured on the device" if how == "device" else "static clock, an estimate")
     return None
 
 
-def _finished(path: Path, before: Found) -> list[str]:
+def _finished(path: Path, before: StoredSearch) -> list[str]:
     return list(json.loads(path.read_bytes())["finished"]) if before.measured else []
 
 

@@ -94,7 +94,7 @@ def choose(operation: type[PlannedOperation], method: str, problem: Any, placeme
     shipped = functools.partial(runs.shipped_choice, problem, placement)
     search = functools.partial(operation.planner.search, operation, method, problem, placement)
     resolve = functools.partial(config_with, operation, method, problem, placement)
-    return _kept_or(names, key, problem, policy, shipped, search, resolve)
+    return _stored_or_searched(names, key, problem, policy, shipped, search, resolve)
 
 
 def searched(operation: type[PlannedOperation], method: str, problem: AttentionProblem, placement: Placement) -> Tuning:
@@ -111,11 +111,11 @@ def config_with(
     fields: Mapping[str, Any],
 ) -> OperationConfig:
     """The whole config of a problem with chosen fields. Errors: ConfigError if they are refused."""
-    asked = replace(problem, config=problem.config.with_fields(fields))
-    return operation.implementation(method, asked.config).resolve(asked, placement)
+    requested = replace(problem, config=problem.config.with_fields(fields))
+    return operation.implementation(method, requested.config).resolve(requested, placement)
 
 
-def _kept_or(
+def _stored_or_searched(
     names: tuple[str, ...],
     key: Mapping[str, Any],
     problem: Any,
@@ -130,16 +130,16 @@ def _kept_or(
     """
     if policy == "off":
         return Chosen(Tuning("heuristic", "tuning='off'", {}))
-    found = tune_cache.load(key)
-    trouble = found.trouble
-    if found.choice is not None and not set(found.choice.fields) <= set(names):
-        trouble = f"{found.path} has fields that aren't searched here"
-    elif found.choice is not None:
-        fields = found.choice.fields
+    entry = tune_cache.load(key)
+    trouble = entry.trouble
+    if entry.choice is not None and not set(entry.choice.fields) <= set(names):
+        trouble = f"{entry.path} has fields that aren't searched here"
+    elif entry.choice is not None:
+        fields = entry.choice.fields
         try:
-            return Chosen(Tuning("cache", f"{found.choice.how}, stored in {found.path}", fields), resolve(fields))
+            return Chosen(Tuning("cache", f"{entry.choice.how}, stored in {entry.path}", fields), resolve(fields))
         except ConfigError as error:
-            trouble = f"{found.path} has sizes that are refused here ({first_line(error)})"
+            trouble = f"{entry.path} has sizes that are refused here ({first_line(error)})"
     table = shipped()
     if table is not None:
         return Chosen(Tuning("table", *table, trouble), resolve(table[1]))
@@ -166,10 +166,10 @@ def _tuner() -> Any:
 
 @functools.cache
 def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"attnops": VERSION}
+    installed: dict[str, str | None] = {"attnops": VERSION}
     for name in ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed

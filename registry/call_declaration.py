@@ -18,8 +18,8 @@ from ..errors import ConfigError, is_whole, shown
 from ..masks import Dense, Mask
 from ..masks.checks import LIMIT
 from ..planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS
-from ..planning.given import GivenModel
 from ..planning.quantised import quantise, scale_shape
+from ..planning.unset_fields import UnsetFieldsModel
 from ..sharding import ATTENTION, MODES, Operand, OperandTable, canonical_mode
 
 __all__ = ["DECLARED_BY", "CallDeclaration", "call_arguments"]
@@ -48,7 +48,7 @@ DECLARED_BY = {
 """The argument of a call that is an array -> the field that declares it."""
 
 
-class CallDeclaration(GivenModel):
+class CallDeclaration(UnsetFieldsModel):
     """The call. Sizes count elements; `kv_len`, `kv_heads` and `value_dim` default to those of the query."""
 
     model_config = ConfigDict(title="call")
@@ -166,64 +166,67 @@ class CallDeclaration(GivenModel):
         missing = [name for name in ("q_len", "q_heads", "head_dim") if getattr(self, name) is None]
         if missing:
             raise ConfigError(f"{', '.join('call.' + m for m in missing)} missing; declare it, or give an inputs file.")
-        found = {name: getattr(self, name) for name in _SIZES}
+        sizes = {name: getattr(self, name) for name in _SIZES}
         for name, same in (("kv_len", "q_len"), ("kv_heads", "q_heads"), ("value_dim", "head_dim")):
-            found[name] = found[same] if found[name] is None else found[name]
-        if self.layout == "thd" and found["batch"] != 1:
+            sizes[name] = sizes[same] if sizes[name] is None else sizes[name]
+        if self.layout == "thd" and sizes["batch"] != 1:
             raise ConfigError(
-                f"call.batch={found['batch']} with layout 'thd', which has no batch; leave call.batch out."
+                f"call.batch={sizes['batch']} with layout 'thd', which has no batch; leave call.batch out."
             )
-        return found
+        return sizes
 
     def shapes(self, dtype: str = "float32", table: OperandTable = ATTENTION) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of all arrays of the call, by argument name. `dtype`: that of query, key and value if none is declared.
         table: the operation's operands."""
-        n, given = self.sizes(), jnp.dtype(self.dtype or dtype)
-        dims, kv_dtype = {**n, "heads": n["q_heads"]}, given if self.kv_dtype is None else jnp.dtype(self.kv_dtype)
+        n, input_dtype = self.sizes(), jnp.dtype(self.dtype or dtype)
+        dims, kv_dtype = (
+            {**n, "heads": n["q_heads"]},
+            input_dtype if self.kv_dtype is None else jnp.dtype(self.kv_dtype),
+        )
 
         def of(operand: Operand, dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(operand.shape(dims, self.layout), dtype)
 
-        found = {x.name: of(x, kv_dtype if x.dtype == "stored" else given) for x in ATTENTION.required}
+        shapes = {x.name: of(x, kv_dtype if x.dtype == "stored" else input_dtype) for x in ATTENTION.required}
         if self.kv_dtype is not None and self.kv_scales is not None:
             for name in ("key", "value"):
-                shape = scale_shape(found[name].shape, self.kv_scales, self.layout)
-                found[f"{name}_scale"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+                shape = scale_shape(shapes[name].shape, self.kv_scales, self.layout)
+                shapes[f"{name}_scale"] = jax.ShapeDtypeStruct(shape, jnp.float32)
         if self.segment_ids is not None:
             shortest = min(n["q_len"], n["kv_len"])
             if self.segment_ids > shortest:
                 raise ConfigError(
                     f"call.segment_ids={self.segment_ids} segments in {shortest} tokens; wanted at most one per token."
                 )
-            found |= {name: of(ATTENTION[name], jnp.int32) for name in ("q_segment_ids", "kv_segment_ids")}
+            shapes |= {name: of(ATTENTION[name], jnp.int32) for name in ("q_segment_ids", "kv_segment_ids")}
         for name in ("kv_lengths", "kv_starts"):
-            said = getattr(self, name)
-            if said is None:
+            numbers = getattr(self, name)
+            if numbers is None:
                 continue
-            if said is not True and len(said) != n["batch"]:
-                raise ConfigError(f"call.{name} has {len(said)} numbers; wanted one per batch row, {n['batch']}.")
-            if said is not True and max(said) > n["kv_len"]:
+            if numbers is not True and len(numbers) != n["batch"]:
+                raise ConfigError(f"call.{name} has {len(numbers)} numbers; wanted one per batch row, {n['batch']}.")
+            if numbers is not True and max(numbers) > n["kv_len"]:
                 raise ConfigError(
-                    f"call.{name} holds {max(said)}; wanted 0 to {n['kv_len']}, the number of keys in call.kv_len: count the "
+                    f"call.{name} holds {max(numbers)}; wanted 0 to {n['kv_len']}, the number of keys in call.kv_len: count the "
                     "keys of each row that are written."
                 )
-            found[name] = of(ATTENTION[name], jnp.int32)
+            shapes[name] = of(ATTENTION[name], jnp.int32)
         if self.dense_mask is not None:
-            found["mask"] = jax.ShapeDtypeStruct(tuple(self.dense_mask), jnp.bool_)
+            shapes["mask"] = jax.ShapeDtypeStruct(tuple(self.dense_mask), jnp.bool_)
         for name in ("bias", "softmax_aux"):
             shape = getattr(self, name)
             if shape is not None:
-                found[name] = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
+                shapes[name] = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
         for name, declared in (self.operands or {}).items():
             row = table.get(name)
             if row is None or name in ATTENTION:
                 further = ", ".join(x for x in table.names if x not in ATTENTION) or "none"
                 raise ConfigError(f"call.operands has {shown(name)}; the operation's own operands are: {further}.")
             dtype_of = jnp.int32 if row.dtype == "integers" else jnp.float32
-            found[name] = of(row, dtype_of) if declared is True else jax.ShapeDtypeStruct(declared, dtype_of)
+            shapes[name] = of(row, dtype_of) if declared is True else jax.ShapeDtypeStruct(declared, dtype_of)
         if not self.deterministic:
-            found["dropout_rng"] = jax.ShapeDtypeStruct((2,), jnp.uint32)
-        return found
+            shapes["dropout_rng"] = jax.ShapeDtypeStruct((2,), jnp.uint32)
+        return shapes
 
     def draw(self, seed: int, dtype: str = "float32", table: OperandTable = ATTENTION) -> dict[str, np.ndarray]:
         """Random arrays of these shapes: normally distributed numbers, sorted segment ids from 1, lengths up to kv_len.
@@ -231,36 +234,36 @@ class CallDeclaration(GivenModel):
         Quantised keys and values are such numbers divided by their scales. If the queries are at the end of a cache, lengths
         are at least the number of queries. The same seed gives the same arrays.
         """
-        random, found = np.random.default_rng(seed), {}
+        random, arrays = np.random.default_rng(seed), {}
         n = self.sizes()
         for name, struct in self.shapes(dtype, table).items():
             if name == "dropout_rng":
-                found[name] = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+                arrays[name] = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
             elif name == "kv_lengths":
                 low = n["q_len"] if n["q_len"] < n["kv_len"] else 1
                 drawn = random.integers(low, n["kv_len"], n["batch"], endpoint=True)
-                found[name] = np.asarray(drawn if self.kv_lengths is True else self.kv_lengths, np.int32)
+                arrays[name] = np.asarray(drawn if self.kv_lengths is True else self.kv_lengths, np.int32)
             elif name == "kv_starts":  # every row keeps a key, unless the lengths leave none
-                least = found["kv_lengths"] if "kv_lengths" in found else np.full(n["batch"], n["kv_len"])
-                drawn = random.integers(0, np.maximum(least - n["q_len"], 0), n["batch"], endpoint=True)
-                found[name] = np.asarray(drawn if self.kv_starts is True else self.kv_starts, np.int32)
+                lengths = arrays["kv_lengths"] if "kv_lengths" in arrays else np.full(n["batch"], n["kv_len"])
+                drawn = random.integers(0, np.maximum(lengths - n["q_len"], 0), n["batch"], endpoint=True)
+                arrays[name] = np.asarray(drawn if self.kv_starts is True else self.kv_starts, np.int32)
             elif name == "kv_segment_ids" and n["q_len"] == n["kv_len"]:
-                found[name] = found["q_segment_ids"]
+                arrays[name] = arrays["q_segment_ids"]
             elif name.endswith("segment_ids"):
-                found[name] = _segments(random, struct.shape, self.segment_ids or 1)
+                arrays[name] = _segments(random, struct.shape, self.segment_ids or 1)
             elif name in ("key", "value") and self.kv_dtype is not None and self.kv_scales is not None:
                 drawn = random.standard_normal(struct.shape, np.float32)
-                found[name], scale = quantise(drawn, self.kv_dtype, self.kv_scales, self.layout)
-                found[f"{name}_scale"] = scale
-            elif name in found:  # a scale, drawn with its tensor
+                arrays[name], scale = quantise(drawn, self.kv_dtype, self.kv_scales, self.layout)
+                arrays[f"{name}_scale"] = scale
+            elif name in arrays:  # a scale, drawn with its tensor
                 continue
             elif name == "mask":
-                found[name] = random.random(struct.shape) < 0.7
+                arrays[name] = random.random(struct.shape) < 0.7
             elif struct.dtype == jnp.int32:
-                found[name] = np.zeros(struct.shape, np.int32)
+                arrays[name] = np.zeros(struct.shape, np.int32)
             else:
-                found[name] = random.standard_normal(struct.shape, np.float32).astype(struct.dtype)
-        return found
+                arrays[name] = random.standard_normal(struct.shape, np.float32).astype(struct.dtype)
+        return arrays
 
 
 def call_arguments(call: CallDeclaration, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
@@ -270,9 +273,9 @@ def call_arguments(call: CallDeclaration, arrays: Mapping[str, Any], *, mode: st
     if "mask" in arrays:
         mask = arrays["mask"] if mask is None else mask & Dense(arrays["mask"])
     options = {name: getattr(call, name) for name in CALL_OPTIONS}
-    found = {name: arrays.get(name, options.get(name)) for name in CALL_ARGUMENTS}
-    found |= {name: x for name, x in arrays.items() if name not in found}  # an operation's own operands
-    return found | {"mask": mask, "mode": call.mode if mode is None else mode}
+    arguments = {name: arrays.get(name, options.get(name)) for name in CALL_ARGUMENTS}
+    arguments |= {name: x for name, x in arrays.items() if name not in arguments}  # an operation's own operands
+    return arguments | {"mask": mask, "mode": call.mode if mode is None else mode}
 
 
 def _segments(random: np.random.Generator, shape: tuple[int, ...], count: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, StrictBool, ValidationError, field_valid
 
 from ..errors import ConfigError, a_type, shown
 from ..planning.cache.kv_cache import KVCache
-from ..planning.given import GivenModel, explain_validation
+from ..planning.unset_fields import UnsetFieldsModel, explain_validation
 from ..sharding import OperandTable
 from ..strict_json import parse_json, read_text, refuse_surrogates
 from .call_declaration import CallDeclaration, InputDtype, call_arguments
@@ -28,7 +28,7 @@ __all__ = ["CallDeclaration", "Declaration"]
 _DEEPEST = 64
 
 
-class Declaration(GivenModel):
+class Declaration(UnsetFieldsModel):
     """The contents of a config file. `metadata` is the input of OperationMetadata.from_dict. If `enabled` is false, the adapter
     that reads the file leaves attention to its framework. `cache` and `step` declare attention over pages: the operation
     `paged` has a step instead of a call. A cache alone, or next to a call, is planned.
@@ -60,11 +60,11 @@ class Declaration(GivenModel):
         cache = self.cache
         if cache is None:
             return self
-        held = {"kv_heads": cache.kv_heads, "head_dim": cache.head_dim, "value_dim": cache.value_size}
-        for name, size in held.items():
-            if (said := getattr(self.call, name)) not in (None, size):
+        cache_sizes = {"kv_heads": cache.kv_heads, "head_dim": cache.head_dim, "value_dim": cache.value_size}
+        for name, size in cache_sizes.items():
+            if (value := getattr(self.call, name)) not in (None, size):
                 raise ValueError(
-                    f"call.{name}={said}, but the cache's is {size}; wanted the same: the cache holds the call's keys and values"
+                    f"call.{name}={value}, but the cache's is {size}; wanted the same: the cache holds the call's keys and values"
                 )
         return self
 

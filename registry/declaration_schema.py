@@ -31,14 +31,16 @@ def declaration_json_schema(operation: str | None = None) -> dict[str, Any]:
     configs: dict[str, Any] = {}
     for name in names:
         try:
-            own = OperationRegistry.get(name).config.model_json_schema(ref_template=f"#/$defs/{name}.{{model}}")
+            config_schema = OperationRegistry.get(name).config.model_json_schema(
+                ref_template=f"#/$defs/{name}.{{model}}"
+            )
         except AttnOpsError:
             if operation is not None:
                 raise
             configs[name] = {"type": "object", "description": "This operation can't be imported here."}
             continue
-        definitions |= {f"{name}.{model}": body for model, body in own.pop("$defs", {}).items()}
-        definitions[f"config.{name}"] = own
+        definitions |= {f"{name}.{model}": body for model, body in config_schema.pop("$defs", {}).items()}
+        definitions[f"config.{name}"] = config_schema
         configs[name] = {"$ref": f"#/$defs/config.{name}"}
     definitions["metadata"] = metadata_json_schema(OperationMetadata, configs)
     schema["properties"]["metadata"] = {"$ref": "#/$defs/metadata"}

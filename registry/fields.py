@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 __all__ = ["MetadataFields", "ReadAs"]
 
-Held = TypeVar("Held", covariant=True)
-Taken = TypeVar("Taken", contravariant=True)
+Value = TypeVar("Value", covariant=True)
+Accepted = TypeVar("Accepted", contravariant=True)
 
 
-class Declared(Protocol[Held, Taken]):
-    """A field, for type checkers: reading it gives `Held`; the constructor accepts `Taken`, or UNSET if it isn't given."""
+class Declared(Protocol[Value, Accepted]):
+    """A field, for type checkers: reading it gives `Value`; the constructor accepts `Accepted`, or UNSET if it isn't given."""
 
-    def __get__(self, instance: Any, owner: Any = None) -> Held: ...
+    def __get__(self, instance: Any, owner: Any = None) -> Value: ...
 
-    def __set__(self, instance: Any, value: Taken | Unset) -> None: ...
+    def __set__(self, instance: Any, value: Accepted | Unset) -> None: ...
 
 
 def _declared(
@@ -43,8 +43,8 @@ def _declared(
     read: Callable[[Any], Any] | None = None,
 ) -> Any:
     """kind: the values it accepts; default: its default; pickup: its name in a base_config; read: see ReadAs."""
-    said = {"kind": kind, "default": default, "doc": doc, "pickup": pickup, "read": read}
-    return dataclasses.field(default=UNSET, metadata=said)
+    metadata = {"kind": kind, "default": default, "doc": doc, "pickup": pickup, "read": read}
+    return dataclasses.field(default=UNSET, metadata=metadata)
 
 
 class ReadAs:

@@ -80,8 +80,8 @@ def _axes(value: Any) -> AnyPartitionAxis:
     for name in value:
         if name not in AXIS_FIELDS:
             raise ConfigError(f"partition_axis: unknown field {shown(name)}." + nearest(name, AXIS_FIELDS))
-    given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items()}
-    return PartitionAxis(**given)
+    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items()}
+    return PartitionAxis(**fields)
 
 
 def joined_axes(axes: Any, name: Any, manager: Any, base: Callable[[str], Any]) -> AnyPartitionAxis:
@@ -143,12 +143,12 @@ def renamed(axis: AnyPartitionAxis, name: str) -> AnyPartitionAxis:
 
 def short_axes(axes: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a PartitionAxis from which it sets all others itself."""
-    wanted = _axes(axes)
-    kept: dict[str, Any] = {}
-    for field, value in axis_values(wanted).items():  # those that others are set from come first
-        if getattr(PartitionAxis(**kept), field) != value:
-            kept[field] = value
-    return kept
+    partition_axis = _axes(axes)
+    short: dict[str, Any] = {}
+    for field, value in axis_values(partition_axis).items():  # those that others are set from come first
+        if getattr(PartitionAxis(**short), field) != value:
+            short[field] = value
+    return short
 
 
 def names_no_device(value: Any) -> bool:

@@ -37,21 +37,21 @@ T = TypeVar("T")
 @dataclass_transform(eq_default=False)
 def _declaration(cls: type[T]) -> type[T]:
     """Make a frozen dataclass whose constructor refuses unknown keywords with a hint. Its fields define reading and help."""
-    made: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
-    start = made.__init__
+    frozen_class: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+    start = frozen_class.__init__
 
     @functools.wraps(start)
-    def init(self: Any, *args: Any, **given: Any) -> None:
-        if unknown := [name for name in given if name not in METADATA_ARGUMENTS]:
+    def init(self: Any, *args: Any, **arguments: Any) -> None:
+        if unknown := [name for name in arguments if name not in METADATA_ARGUMENTS]:
             refuse_unknown(unknown, METADATA_ARGUMENTS, "metadata", CALL_ARGUMENTS)
-        start(self, *args, **given)
+        start(self, *args, **arguments)
 
-    made.__init__ = init
-    made.__doc__ = with_fields(made)
-    for field in dataclasses.fields(made):
+    frozen_class.__init__ = init
+    frozen_class.__doc__ = with_fields(frozen_class)
+    for field in dataclasses.fields(frozen_class):
         if field.metadata.get("read"):
-            setattr(made, field.name, ReadAs(field.name, field.metadata["read"]))
-    return made
+            setattr(frozen_class, field.name, ReadAs(field.name, field.metadata["read"]))
+    return frozen_class
 
 
 # A dataclass starts with the fields of its last base. It is frozen, but telling mypy so would lose the types for reading.
@@ -66,12 +66,14 @@ class OperationMetadata(Policy, MetadataFields):  # type: ignore[misc]
     def __post_init__(self) -> None:
         super().__post_init__()  # the policy's
         put, base = self.__dict__, self.base_config
-        given = put["partition_axis"], put["sequence_axis_name"], put["partition_manager"]
-        axes = joined_axes(*given, lambda name: pick(base, PICKUP[name]))
+        axis_arguments = put["partition_axis"], put["sequence_axis_name"], put["partition_manager"]
+        axes = joined_axes(*axis_arguments, lambda name: pick(base, PICKUP[name]))
         put |= {"partition_axis": axes, "sequence_axis_name": axes.sequence_parallel_axis}
         for name, kind in _KINDS.items():
-            said = _FIELDS[name].metadata
-            self.set_attrs_carefully(name, said["default"], said["pickup"], use_base_config=said["pickup"] is not None)
+            field = _FIELDS[name].metadata
+            self.set_attrs_carefully(
+                name, field["default"], field["pickup"], use_base_config=field["pickup"] is not None
+            )
             put[name] = kind.take(name, put[name])
 
     # -- sources of values -----------------------------------------------------------------------------------------

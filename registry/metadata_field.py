@@ -16,20 +16,20 @@ from .registry import OperationRegistry
 __all__ = ["field_json_schema", "field_schema", "metadata_json_schema"]
 
 
-def field_schema(wanted: type[Any]) -> CoreSchema:
+def field_schema(metadata_type: type[Any]) -> CoreSchema:
     """The schema of a pydantic field. It accepts metadata or the dict of `to_dict`, and always writes that whole dict."""
 
     def read(value: Any) -> Any:
-        if isinstance(value, wanted):
+        if isinstance(value, metadata_type):
             return value  # immutable, and checked when it was created
         try:
-            return wanted.from_dict(value)
+            return metadata_type.from_dict(value)
         except AttnOpsError as error:  # pydantic requires a ValueError, which not all of these are
             raise ValueError(str(error)) from None
 
     def write(value: Any) -> dict[str, Any]:
-        if not isinstance(value, wanted):  # pydantic tries the branches of a union in turn
-            raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is not a {wanted.__name__}")
+        if not isinstance(value, metadata_type):  # pydantic tries the branches of a union in turn
+            raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is not a {metadata_type.__name__}")
         return value.to_dict()
 
     return core_schema.no_info_plain_validator_function(
@@ -37,17 +37,17 @@ def field_schema(wanted: type[Any]) -> CoreSchema:
     )
 
 
-def field_json_schema(wanted: type[Any], handler: GetJsonSchemaHandler) -> dict[str, Any]:
+def field_json_schema(metadata_type: type[Any], handler: GetJsonSchemaHandler) -> dict[str, Any]:
     """JSON Schema of the field, with the configs of all operations that can be imported here."""
     configs = OperationRegistry.configs()
     schemas = {name: handler(config.__pydantic_core_schema__) for name, config in configs.items()}
-    return metadata_json_schema(wanted, schemas)
+    return metadata_json_schema(metadata_type, schemas)
 
 
-def metadata_json_schema(wanted: type[Any], configs: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON Schema of the input of `wanted.from_dict`, including those of the operations' configs."""
+def metadata_json_schema(metadata_type: type[Any], configs: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON Schema of the input of `metadata_type.from_dict`, including those of the operations' configs."""
     fields: dict[str, Any] = {"schema_version": {"const": 1}}
-    for field in dataclasses.fields(wanted):
+    for field in dataclasses.fields(metadata_type):
         kind = field.metadata.get("kind")
         if kind or field.name in CHOICES:
             schema = kind.schema if kind else {"enum": [*CHOICES[field.name]]}

@@ -74,13 +74,13 @@ class ModelDeclaration:
                 raise ConfigError(f"{argument}={shown(size)}; wanted an integer from 1 to 2**31 - 1.")
         if metadata is not None and not isinstance(metadata, Mapping):
             raise ConfigError(f"metadata={shown(metadata)}; wanted a dict of OperationMetadata's fields.")
-        own = {key: data.pop(key) for key in PICKUP.values() if key in data}
+        framework_fields = {key: data.pop(key) for key in PICKUP.values() if key in data}
         read = read_model_config(data, family=family, part=part, ignore=ignore, name=name)
-        found = model_attention(read, dtype)
-        call = _call(found, batch=batch, q_len=q_len, kv_len=kv_len, mode=mode, layout=layout)
-        said = metadata_of(found) | _of_framework(own) | dict(metadata or {})
+        attention = model_attention(read, dtype)
+        call = _call(attention, batch=batch, q_len=q_len, kv_len=kv_len, mode=mode, layout=layout)
+        metadata_fields = metadata_of(attention) | _of_framework(framework_fields) | dict(metadata or {})
         groups: dict[LayerAttention, list[int]] = {}
-        for number, layer in enumerate(found.layers):
+        for number, layer in enumerate(attention.layers):
             groups.setdefault(layer, []).append(number)
         kinds = [layer.kind for layer in groups]
         distinct = []
@@ -88,11 +88,13 @@ class ModelDeclaration:
             its = call | {"mask": layer.mask}
             if layer.softmax_scale is not None:
                 its["softmax_scale"] = layer.softmax_scale
-            made = Declaration.from_dict({"operation": operation, "metadata": said, "call": its}, read.name)
+            declaration = Declaration.from_dict(
+                {"operation": operation, "metadata": metadata_fields, "call": its}, read.name
+            )
             name = layer.kind.replace(" ", "_").replace("±", "")
             name += f"_layer_{numbers[0]}" if kinds.count(layer.kind) > 1 else ""
-            distinct.append(LayerDeclaration(tuple(numbers), layer.kind, name, made))
-        return cls(read.family, found.positions, tuple(distinct), found.notes)
+            distinct.append(LayerDeclaration(tuple(numbers), layer.kind, name, declaration))
+        return cls(read.family, attention.positions, tuple(distinct), attention.notes)
 
     @property
     def layers(self) -> tuple[LayerDeclaration, ...]:
@@ -106,8 +108,8 @@ class ModelDeclaration:
         windows: list[int | None] = []
         for layer in self.layers:
             mask = layer.declaration.call.mask
-            found = None if mask is None else causal_window(mask)
-            left = None if found is None else found.left
+            window = None if mask is None else causal_window(mask)
+            left = None if window is None else window.left
             windows.append(None if left is None else left + 1)
         return layer_groups(windows)
 
@@ -137,13 +139,13 @@ def write_layers(layers: Sequence[LayerDeclaration], folder: str | Path) -> tupl
     return tuple(paths)
 
 
-def _of_framework(own: dict[str, Any]) -> dict[str, Any]:
+def _of_framework(base_config: dict[str, Any]) -> dict[str, Any]:
     """The metadata that a config has under the names of OperationMetadata's base_config, as JSON values."""
-    whole = OperationMetadata(base_config=own).to_dict() if own else {}
+    whole = OperationMetadata(base_config=base_config).to_dict() if base_config else {}
     fields = {
         "partition_axis" if name == "sequence_axis_name" else name
         for name in PICKUP
-        if own.get(PICKUP[name]) is not None
+        if base_config.get(PICKUP[name]) is not None
     }
     return {name: value for name, value in whole.items() if name in fields and value is not None}
 
@@ -154,7 +156,7 @@ def is_cached(mode: str | None) -> bool:
 
 
 def _call(
-    found: ModelAttention,
+    attention: ModelAttention,
     *,
     batch: int | None,
     q_len: int | None,
@@ -162,20 +164,31 @@ def _call(
     mode: str | None,
     layout: str | None,
 ) -> dict[str, Any]:
-    call: dict[str, Any] = {"q_heads": found.q_heads, "kv_heads": found.kv_heads, "head_dim": found.head_dim}
-    if found.value_dim != found.head_dim:
-        call["value_dim"] = found.value_dim
-    given = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "mode": mode, "layout": layout, "dtype": found.dtype}
-    call |= {name: value for name, value in given.items() if value is not None}
-    if found.logits_soft_cap is not None:
-        call["logits_soft_cap"] = found.logits_soft_cap
-    if found.sinks:
-        call["softmax_aux"] = [found.q_heads]
-    if found.return_weights:
+    call: dict[str, Any] = {
+        "q_heads": attention.q_heads,
+        "kv_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+    }
+    if attention.value_dim != attention.head_dim:
+        call["value_dim"] = attention.value_dim
+    optional = {
+        "batch": batch,
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "mode": mode,
+        "layout": layout,
+        "dtype": attention.dtype,
+    }
+    call |= {name: value for name, value in optional.items() if value is not None}
+    if attention.logits_soft_cap is not None:
+        call["logits_soft_cap"] = attention.logits_soft_cap
+    if attention.sinks:
+        call["softmax_aux"] = [attention.q_heads]
+    if attention.return_weights:
         call["return_weights"] = True
     if kv_len is not None and q_len is None:
         raise ConfigError(f"kv_len={kv_len} without q_len; give both.")
-    if found.cross:
+    if attention.cross:
         if q_len is not None and kv_len is None:
             raise ConfigError(
                 f"q_len={q_len} without kv_len, but the keys of cross-attention are the encoder's; give both."
@@ -183,7 +196,7 @@ def _call(
         return call
     shorter = kv_len is not None and q_len is not None and q_len != kv_len
     cached = is_cached(mode)
-    if (shorter or cached) and not found.causal:
+    if (shorter or cached) and not attention.causal:
         raise ConfigError(
             f"q_len={q_len}, kv_len={kv_len}, mode={mode!r}: this model's tokens see each other in both directions, so queries "
             "and keys are the same tokens; give q_len alone."

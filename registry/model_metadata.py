@@ -19,15 +19,15 @@ __all__ = ["arguments_of", "metadata_of"]
 _SIGNS = ("num_attention_heads", "num_hidden_layers", "n_head", "n_heads")
 
 
-def metadata_of(found: ModelAttention) -> dict[str, Any]:
+def metadata_of(attention: ModelAttention) -> dict[str, Any]:
     """The fields of OperationMetadata, which apply to every layer."""
-    fields: dict[str, Any] = {"causal": found.causal}
-    if found.dtype is not None:
-        fields["runtime_dtype"] = found.dtype
-    if found.softmax_scale is not None:
-        fields["softmax_scale"] = found.softmax_scale
-    if found.dropout_prob:
-        fields["dropout_prob"] = found.dropout_prob
+    fields: dict[str, Any] = {"causal": attention.causal}
+    if attention.dtype is not None:
+        fields["runtime_dtype"] = attention.dtype
+    if attention.softmax_scale is not None:
+        fields["softmax_scale"] = attention.softmax_scale
+    if attention.dropout_prob:
+        fields["dropout_prob"] = attention.dropout_prob
     return fields
 
 
@@ -44,16 +44,16 @@ def arguments_of(
         return {"base_config": config, **changes}
     data, name = as_dict(config)
     base = {key: data.pop(key) for key in own_names.values() if key in data}
-    found = model_attention(read_model_config(data, name=name, **reading), changes.get("runtime_dtype"))
-    left = _for_the_call(found)
+    attention = model_attention(read_model_config(data, name=name, **reading), changes.get("runtime_dtype"))
+    left = _for_the_call(attention)
     if left:
         warnings.warn(
-            f"{found.name}: {'; '.join(left)}: metadata can't hold that. Give it in each call, or use "
+            f"{attention.name}: {'; '.join(left)}: metadata can't hold that. Give it in each call, or use "
             "ModelDeclaration.from_config, which declares every layer.",
             ConfigWarning,
             stacklevel=3,
         )
-    fields = metadata_of(found)
+    fields = metadata_of(attention)
     if base.get("attn_dtype") is not None:
         fields.pop("runtime_dtype", None)
     return ({"base_config": base} if base else {}) | fields | dict(changes)
@@ -66,10 +66,10 @@ def _is_read(config: Any, own_names: Mapping[str, str], reading: Mapping[str, An
     framework = not plain and any(pick(config, name) not in (UNSET, None) for name in own_names.values())
     if not framework and (is_model_config(config) or _looks_like_one(config) or reading["family"] is not None):
         return True
-    said = [name for name, value in reading.items() if value]
-    if said:
+    arguments = [name for name, value in reading.items() if value]
+    if arguments:
         raise ConfigError(
-            f"from_config: {', '.join(said)} for {a_type(config)}, which isn't a model's config; "
+            f"from_config: {', '.join(arguments)} for {a_type(config)}, which isn't a model's config; "
             "only attributes of base_config are read from it."
         )
     return False
@@ -79,19 +79,19 @@ def _looks_like_one(config: Any) -> bool:
     return any(pick(config, name) is not UNSET for name in _SIGNS)
 
 
-def _for_the_call(found: ModelAttention) -> list[str]:
+def _for_the_call(attention: ModelAttention) -> list[str]:
     left = []
     kinds: dict[str, int] = {}
-    for layer in found.layers:
+    for layer in attention.layers:
         if layer.kind != "global":
             kinds[layer.kind] = kinds.get(layer.kind, 0) + 1
-    left += [f"{count} of {len(found.layers)} layers are {kind}" for kind, count in kinds.items()]
-    if found.logits_soft_cap is not None:
-        left.append(f"logits_soft_cap={found.logits_soft_cap:g}")
-    if found.sinks:
+    left += [f"{count} of {len(attention.layers)} layers are {kind}" for kind, count in kinds.items()]
+    if attention.logits_soft_cap is not None:
+        left.append(f"logits_soft_cap={attention.logits_soft_cap:g}")
+    if attention.sinks:
         left.append("softmax_aux, the sinks")
-    if any(layer.softmax_scale is not None for layer in found.layers):
+    if any(layer.softmax_scale is not None for layer in attention.layers):
         left.append("softmax_scale differs from layer to layer")
-    if found.return_weights:
+    if attention.return_weights:
         left.append("return_weights=True")
     return left

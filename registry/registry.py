@@ -104,9 +104,9 @@ class OperationRegistry:
         """
         if not isinstance(name, str):
             raise UnknownNameError(f"an operation's name must be a string, got {a_type(name)}.")
-        found = cls._registered.get(name)
-        if found is not None:
-            return found
+        registered = cls._registered.get(name)
+        if registered is not None:
+            return registered
         entries = _entry_points().get(name, ())
         if not entries:
             names = cls.names()
@@ -146,11 +146,11 @@ class OperationRegistry:
     @classmethod
     def configs(cls) -> dict[str, type[OperationConfig]]:
         """The config classes by operation name, except for operations that can't be imported here."""
-        found = {}
+        configs = {}
         for name in cls.names():
             with contextlib.suppress(AttnOpsError):
-                found[name] = cls.get(name).config
-        return found
+                configs[name] = cls.get(name).config
+        return configs
 
     @classmethod
     def unregister(cls, name: str) -> None:
@@ -166,10 +166,10 @@ OperationConfig.registry = OperationRegistry
 @functools.cache
 def _entry_points() -> dict[str, tuple[importlib.metadata.EntryPoint, ...]]:
     """The entry points by name. A name has more than one only if several installed distributions provide it."""
-    found: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}
+    by_name: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
-        found.setdefault(entry.name, {}).setdefault(entry.value, entry)
-    return {name: tuple(entries.values()) for name, entries in found.items()}
+        by_name.setdefault(entry.name, {}).setdefault(entry.value, entry)
+    return {name: tuple(entries.values()) for name, entries in by_name.items()}
 
 
 def _where(entry: importlib.metadata.EntryPoint) -> str:
@@ -182,15 +182,15 @@ def _check(operation: Any) -> str:
         raise ConfigError(
             f"{shown(operation)} is not an operation class; wanted one with a `name` of letters, digits and _."
         )
-    found: Any = operation
+    operation_class: Any = operation
     for attribute in ("config", "forward_native", "declared_methods"):
-        if not hasattr(found, attribute):
+        if not hasattr(operation_class, attribute):
             raise ConfigError(
                 f"operation {shown(name)} has no `{attribute}`; wanted an Operation subclass, see docs/add-an-operation.md."
             )
-    if not inspect.isclass(found.config) or not issubclass(found.config, OperationConfig):
+    if not inspect.isclass(operation_class.config) or not issubclass(operation_class.config, OperationConfig):
         raise ConfigError(
-            f"operation {shown(name)} has config={shown(found.config)}; wanted a subclass of OperationConfig."
+            f"operation {shown(name)} has config={shown(operation_class.config)}; wanted a subclass of OperationConfig."
         )
-    found.declared_methods()  # so that a method without declared abilities fails now, not at the first call
+    operation_class.declared_methods()  # so that a method without declared abilities fails now, not at the first call
     return name

@@ -10,7 +10,7 @@ from ..errors import ConfigError, shown
 from ..masks import Mask
 from ..masks.checks import LIMIT
 from ..planning.cache.kv_cache import KVCache
-from ..planning.given import GivenModel
+from ..planning.unset_fields import UnsetFieldsModel
 
 __all__ = ["STEP_OPTIONS", "StepDeclaration"]
 
@@ -24,7 +24,7 @@ _Count = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
-class StepDeclaration(GivenModel):
+class StepDeclaration(UnsetFieldsModel):
     """The step: the numbers of queries and keys of each sequence. Keys include those that the step writes.
 
     A number applies to all sequences; a list has one per sequence. Heads are the query's; everything else is the cache's.
@@ -67,16 +67,16 @@ class StepDeclaration(GivenModel):
         lists = {name: len(x) for name in ("q_lens", "kv_lens") if isinstance(x := getattr(self, name), tuple)}
         counts = {**lists, **({} if self.sequences is None else {"sequences": self.sequences})}
         if len(set(counts.values())) > 1:
-            said = ", ".join(f"{name} of {count}" for name, count in counts.items())
-            raise ConfigError(f"step: {said}; wanted one number of sequences.")
+            listed = ", ".join(f"{name} of {count}" for name, count in counts.items())
+            raise ConfigError(f"step: {listed}; wanted one number of sequences.")
         count = next(iter(counts.values()), cache.max_sequences)
         if count > cache.max_sequences:
             raise ConfigError(
                 f"step: {count} sequences; wanted at most {cache.max_sequences}, the cache's max_sequences."
             )
         kv = cache.max_length if self.kv_lens is None else self.kv_lens
-        each = zip(_each(self.q_lens, count), _each(kv, count), strict=True)
-        rows = tuple(each)
+        pairs = zip(_per_sequence(self.q_lens, count), _per_sequence(kv, count), strict=True)
+        rows = tuple(pairs)
         for row, (q, n) in enumerate(rows):
             if n > cache.max_length or q > n:
                 raise ConfigError(
@@ -98,5 +98,5 @@ class StepDeclaration(GivenModel):
         return {name: getattr(self, name) for name in STEP_OPTIONS}
 
 
-def _each(value: int | tuple[int, ...], count: int) -> tuple[int, ...]:
+def _per_sequence(value: int | tuple[int, ...], count: int) -> tuple[int, ...]:
     return (value,) * count if isinstance(value, int) else value

@@ -12,17 +12,17 @@ from ..errors import InputError, InputTypeError, a_type, shown
 __all__ = ["token_array", "whole_number"]
 
 
-def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """An integer of Python or NumPy from `least` to `most`. Errors: InputTypeError, InputError."""
+def whole_number(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
+    """An integer of Python or NumPy from `minimum` to `maximum`. Errors: InputTypeError, InputError."""
     if isinstance(value, bool):
         raise InputTypeError(f"{name} is a bool; wanted an integer.")
     try:
         number = operator.index(value)
     except TypeError:
         raise InputTypeError(f"{name}={shown(value)} is {a_type(value)}; wanted an integer.") from None
-    if number < least or (most is not None and number > most):
-        wanted = f"{least} or more" if most is None else f"one of {least} to {most}"
-        raise InputError(f"{name}={shown(number)}; wanted {wanted}.")
+    if number < minimum or (maximum is not None and number > maximum):
+        expected = f"{minimum} or more" if maximum is None else f"one of {minimum} to {maximum}"
+        raise InputError(f"{name}={shown(number)}; wanted {expected}.")
     return number
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..errors import InputError, shown
 from .checked_arguments import token_array, whole_number
+from .page_accounting import PageAccounting
 from .page_owners import PageOwners
-from .pool_books import PoolBooks
 from .pool_check import check_pool
 from .prefix_index import PrefixIndex
 from .results import Growth, PageCounts, PrefixMatch
@@ -22,7 +22,7 @@ __all__ = ["PagePool"]
 _SLOTS = 2**31 - 1  # page ids, lengths and slots are int32 on the device
 
 
-class PagePool(PoolBooks):
+class PagePool(PageAccounting):
     """Allocates the pages of a paged KV cache to sequences, shares pages between equal prefixes, and reclaims them.
 
     The caller chooses each sequence's id: anything hashable except None. A sequence grows by `alloc` (room only) and `append`
@@ -120,12 +120,12 @@ class PagePool(PoolBooks):
         state = self._get(parent)
         self._must_be_new(child)
         new = state.copy(-(-state.length // self.page_size))
-        self._owners.retain(new.held)
+        self._owners.retain(new.current_pages)
         self._sequences[child] = new
 
     def free(self, sequence: Hashable) -> None:
         """Give back all pages of a sequence and forget it."""
-        pages = self._get(sequence).held
+        pages = self._get(sequence).current_pages
         del self._sequences[sequence]
         self._owners.release(pages)
 
@@ -136,7 +136,7 @@ class PagePool(PoolBooks):
         this once the step that writes the sequence's last tokens has its page table, and after `publish` and `truncate`.
         """
         state = self._get(sequence)
-        first = self._window.first_kept(state.length)
+        first = self._window.first_visible_page(state.length)
         count = first - state.released
         if count > 0:
             self._owners.release(state.pages[state.released : first])
@@ -154,7 +154,7 @@ class PagePool(PoolBooks):
         """
         state = self._get(sequence)
         if self.prefix_sharing:
-            self._index.publish(state.tokens, state.keys, state.pages, state.released)
+            self._index.insert(state.tokens, state.keys, state.pages, state.released)
 
     def match(self, token_ids: Iterable[int]) -> PrefixMatch:
         """The longest published prefix of these tokens, in whole pages; with a window, only the pages that its next token sees.
@@ -168,9 +168,9 @@ class PagePool(PoolBooks):
         `matched` in the result is the sequence's length. Leave out a prompt's last token, because its query has to run.
         """
         tokens = whole_number("tokens", tokens, 0)
-        state, pages = self._adopted(sequence, token_array(token_ids))
+        state, pages = self._matched_prefix(sequence, token_array(token_ids))
         matched = state.length
-        growth = self._grow(sequence, state, tokens, adopted=pages)
+        growth = self._grow(sequence, state, tokens, prefix_pages=pages)
         self._sequences[sequence] = state
         return growth._replace(matched=matched)
 
@@ -242,12 +242,12 @@ class PagePool(PoolBooks):
 
     # -- internals ----------------------------------------------------------------------------------------------------
 
-    def _grow(self, sequence: Hashable, state: SequenceState, tokens: int, adopted: Sequence[int] = ()) -> Growth:
-        """Allocate pages for more tokens, or raise before anything changes; `adopted`: the state's pages that aren't counted
+    def _grow(self, sequence: Hashable, state: SequenceState, tokens: int, prefix_pages: Sequence[int] = ()) -> Growth:
+        """Allocate pages for more tokens, or raise before anything changes; `prefix_pages`: the state's pages that aren't counted
         yet."""
         owners, inside = self._owners, state.length // self.page_size
-        shards, last, copied = self._wanted(sequence, state, tokens, adopted)
-        owners.retain(adopted)
+        shards, last, copied = self._allocation(sequence, state, tokens, prefix_pages)
+        owners.retain(prefix_pages)
         taken = [owners.take(shard) for shard in shards]
         new = [page for page, _ in taken]
         copies: tuple[tuple[int, int], ...] = ()
@@ -256,8 +256,8 @@ class PagePool(PoolBooks):
             owners.release([last])
             state.pages[inside] = new[0]
         elif last is not None:
-            self._index.withdraw(last)
+            self._index.remove(last)
         state.pages.extend(new[copied:])
         # A copy overwrites its whole page, so its destination needs no zeros.
-        scrub = tuple(page for page, old in taken[copied:] if old) if self.scrub_on_free else ()
-        return Growth(tuple(new), copies, scrub)
+        zeroed = tuple(page for page, old in taken[copied:] if old) if self.scrub_on_free else ()
+        return Growth(tuple(new), copies, zeroed)

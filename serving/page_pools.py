@@ -64,61 +64,61 @@ class PagePools:
         """See PagePool.alloc. With a window, ask only for the next step's tokens: unused room isn't given back."""
         tokens = whole_number("tokens", tokens, 0)
         self._could_grow(sequence, tokens, new=True)
-        return self._each(lambda pool: pool.alloc(sequence, tokens))
+        return self._on_all(lambda pool: pool.alloc(sequence, tokens))
 
     def append(self, sequence: Hashable, token_ids: Iterable[int]) -> tuple[Growth, ...]:
         """See PagePool.append."""
         ids = token_array(token_ids)
         self._could_grow(sequence, len(ids))
-        return self._each(lambda pool: pool.append(sequence, ids))
+        return self._on_all(lambda pool: pool.append(sequence, ids))
 
     def append_count(self, sequence: Hashable, tokens: int) -> tuple[Growth, ...]:
         """See PagePool.append_count."""
         tokens = whole_number("tokens", tokens, 0)
         self._could_grow(sequence, tokens)
-        return self._each(lambda pool: pool.append_count(sequence, tokens))
+        return self._on_all(lambda pool: pool.append_count(sequence, tokens))
 
     def truncate(self, sequence: Hashable, length: int) -> None:
         """See PagePool.truncate."""
-        self._each(lambda pool: pool._truncated(sequence, length))
-        self._each(lambda pool: pool.truncate(sequence, length))
+        self._on_all(lambda pool: pool._truncated(sequence, length))
+        self._on_all(lambda pool: pool.truncate(sequence, length))
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
         """See PagePool.fork."""
-        self._each(lambda pool: pool.fork(parent, child))
+        self._on_all(lambda pool: pool.fork(parent, child))
 
     def free(self, sequence: Hashable) -> None:
         """See PagePool.free."""
-        self._each(lambda pool: pool.free(sequence))
+        self._on_all(lambda pool: pool.free(sequence))
 
     def release(self, sequence: Hashable) -> tuple[int, ...]:
         """See PagePool.release: how many pages each pool got back; 0 where the layers see all tokens."""
-        return self._each(lambda pool: pool.release(sequence))
+        return self._on_all(lambda pool: pool.release(sequence))
 
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
     def publish(self, sequence: Hashable) -> None:
         """See PagePool.publish. Call it before `release`: pages released unpublished can't be found again."""
-        self._each(lambda pool: pool.publish(sequence))
+        self._on_all(lambda pool: pool.publish(sequence))
 
     def match(self, token_ids: Iterable[int]) -> tuple[PrefixMatch, ...]:
         """See PagePool.match: the longest prefix that all pools have."""
         common = self._common(token_array(token_ids))
-        return self._each(lambda pool: pool.match(common))
+        return self._on_all(lambda pool: pool.match(common))
 
     def adopt(self, sequence: Hashable, token_ids: Iterable[int], tokens: int = 0) -> tuple[Growth, ...]:
         """See PagePool.adopt: `matched` is the same in all pools."""
         tokens, common = whole_number("tokens", tokens, 0), self._common(token_array(token_ids))
         for pool in self.pools:
-            state, pages = pool._adopted(sequence, common)
-            pool._wanted(sequence, state, tokens, pages)
-        return self._each(lambda pool: pool.adopt(sequence, common, tokens))
+            state, pages = pool._matched_prefix(sequence, common)
+            pool._allocation(sequence, state, tokens, pages)
+        return self._on_all(lambda pool: pool.adopt(sequence, common, tokens))
 
     # -- for the device -----------------------------------------------------------------------------------------------
 
     def page_tables(self, sequences: Sequence[Hashable | None], width: int | None = None) -> tuple[np.ndarray, ...]:
         """See PagePool.page_table."""
-        return self._each(lambda pool: pool.page_table(sequences, width))
+        return self._on_all(lambda pool: pool.page_table(sequences, width))
 
     def kv_lens(self, sequences: Sequence[Hashable | None]) -> np.ndarray:
         """See PagePool.kv_lens: the same for all pools."""
@@ -139,14 +139,14 @@ class PagePools:
 
     def counts(self) -> tuple[PageCounts, ...]:
         """See PagePool.counts."""
-        return self._each(lambda pool: pool.counts())
+        return self._on_all(lambda pool: pool.counts())
 
     def check(self) -> None:
         """See PagePool.check; also checks that the pools have the same sequences."""
-        self._each(lambda pool: pool.check())
+        self._on_all(lambda pool: pool.check())
         first = self.pools[0]
         for pool in self.pools[1:]:
-            lengths = [{name: state.length for name, state in one._sequences.items()} for one in (first, pool)]
+            lengths = [{name: state.length for name, state in member._sequences.items()} for member in (first, pool)]
             if lengths[0] != lengths[1]:
                 raise InputError(
                     "the pools hold different sequences. Hint: make every call on PagePools, never on a single pool."
@@ -154,14 +154,14 @@ class PagePools:
 
     # -- internals ----------------------------------------------------------------------------------------------------
 
-    def _each(self, call: Callable[[PagePool], _T]) -> tuple[_T, ...]:
+    def _on_all(self, call: Callable[[PagePool], _T]) -> tuple[_T, ...]:
         return tuple(call(pool) for pool in self.pools)
 
     def _could_grow(self, sequence: Hashable, tokens: int, *, new: bool = False) -> None:
         """Ask every pool before changing any. Errors: those of growing."""
         for pool in self.pools:
             state = (pool._find(sequence) or SequenceState()) if new else pool._get(sequence)
-            pool._wanted(sequence, state, tokens)
+            pool._allocation(sequence, state, tokens)
 
     def _common(self, ids: array[int]) -> array[int]:
         """The longest prefix of these tokens that all pools have."""

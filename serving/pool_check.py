@@ -19,7 +19,7 @@ def check_pool(owners: PageOwners, sequences: Mapping[Hashable, SequenceState], 
     index, tables = owners.index, Counter[int]()
     for name, state in sequences.items():
         _check_sequence(name, state, owners, window)
-        tables.update(state.held)
+        tables.update(state.current_pages)
     _check_places(owners, tables)
     _check_index(index)
     for name, state in sequences.items():
@@ -37,18 +37,18 @@ def _check_sequence(name: Hashable, state: SequenceState, owners: PageOwners, wi
     """Pages exist, lie on the shard of their page number, occur once in the table, and are enough; no page that the next token
     sees was released."""
     n, size, released = owners.shards, window.page_size, state.released
-    first = window.first_kept(state.length)
+    first = window.first_visible_page(state.length)
     _must(
         0 <= released <= first,
         f"sequence {shown(name)} has released {released} pages, and its next token sees page {first}",
     )
     gone = set(state.pages[:released]) - {owners.pages}
     _must(not gone, f"sequence {shown(name)} has released page {min(gone, default=0)}, but it is still in its table")
-    for number, page in enumerate(state.held, released):
+    for number, page in enumerate(state.current_pages, released):
         _must(0 <= page < owners.pages, f"sequence {shown(name)} has page {page} of {owners.pages}")
         where = f"page {page} of shard {page % n} as number {number}, of shard {number % n}"
         _must(page % n == number % n, f"sequence {shown(name)} has {where}")
-    for page, count in Counter(state.held).items():
+    for page, count in Counter(state.current_pages).items():
         _must(count == 1, f"sequence {shown(name)} has page {page} {count} times")
     room = len(state.pages) * size
     _must(0 <= state.length <= room, f"sequence {shown(name)} has {state.length} tokens in {room} slots")
@@ -60,9 +60,9 @@ def _check_sequence(name: Hashable, state: SequenceState, owners: PageOwners, wi
 def _check_places(owners: PageOwners, tables: Counter[int]) -> None:
     """Reference counts match the tables, and each page is in one place: used, free or cached."""
     pages, references, index, n = owners.pages, owners.references, owners.index, owners.shards
-    cached = {page: shard for shard, own in enumerate(index.unused) for page in own}
+    cached = {page: shard for shard, shard_pages in enumerate(index.unused) for page in shard_pages}
     free = [page for start in owners.next_new for page in range(start, pages, n)]
-    free += [page for own in owners.returned for page in own]
+    free += [page for shard_pages in owners.returned for page in shard_pages]
     for shard in range(n):
         used = sum(page % n == shard for page in references)
         _must(owners.used[shard] == used, f"shard {shard} counts {owners.used[shard]} used pages, but has {used}")
@@ -95,10 +95,10 @@ def _check_places(owners: PageOwners, tables: Counter[int]) -> None:
 def _check_index(index: PrefixIndex) -> None:
     """Every cached prefix page has the key of its content, and that key leads to it."""
     for page, content in index.content.items():
-        wanted = 8 * index.page_size
+        expected = 8 * index.page_size
         _must(
-            len(content.tokens) == wanted,
-            f"cached page {page} isn't whole: {len(content.tokens)} of {wanted} bytes of ids",
+            len(content.tokens) == expected,
+            f"cached page {page} isn't whole: {len(content.tokens)} of {expected} bytes of ids",
         )
         right = content.key == chain_key(content.before, content.tokens)
         _must(right, f"cached page {page} has a key that doesn't match its tokens and prefix")
@@ -111,15 +111,15 @@ def _check_contents(name: Hashable, state: SequenceState, tables: Counter[int], 
     """A sequence's keys match its tokens, its cached pages hold its tokens, and its room belongs to it alone."""
     size, before = index.page_size, b""
     for number, page in enumerate(state.pages):
-        own = state.tokens[number * size : (number + 1) * size].tobytes()
+        token_bytes = state.tokens[number * size : (number + 1) * size].tobytes()
         content = None if number < state.released else index.content.get(page)
         if content is not None:
-            same = content.tokens.startswith(own) and content.before == before
+            same = content.tokens.startswith(token_bytes) and content.before == before
             _must(same, f"cached page {page} holds other tokens than sequence {shown(name)}, which uses it")
         if number * size >= state.length:
             many = f"page {page} is room of sequence {shown(name)} and has {tables[page]} owners"
             _must(tables[page] == 1, f"{many}; a page that may be written must have one")
             _must(content is None, f"page {page} is room of sequence {shown(name)} but is found by a prefix")
-        before = chain_key(before, own) if len(own) == 8 * size else b"-"
+        before = chain_key(before, token_bytes) if len(token_bytes) == 8 * size else b"-"
         if number < len(state.keys):
             _must(state.keys[number] == before, f"key {number} of sequence {shown(name)} doesn't match its tokens")

@@ -54,27 +54,27 @@ class PrefixIndex:
 
     def walk(self, tokens: array[int], window: Window) -> tuple[list[bytes], list[int]]:
         """Keys and pages of the longest published prefix of whole pages; only the pages that the next token sees."""
-        keys, found = [], []
+        keys, pages = [], []
         for key in chain_keys(tokens, self.page_size):
             page = self.page_of.get(key)
             if page is None and window.tokens is None:
                 break
             keys.append(key)
-            found.append(page)
+            pages.append(page)
         count = max(self.lengths(keys, window))
-        first = window.first_kept(count * self.page_size)
-        return keys[:count], [page for page in found[first:count] if page is not None]
+        first = window.first_visible_page(count * self.page_size)
+        return keys[:count], [page for page in pages[first:count] if page is not None]
 
     def lengths(self, keys: Iterable[bytes], window: Window) -> set[int]:
         """The numbers of pages (including 0) after which the next token finds all the pages that it sees."""
-        found, run = {0}, 0
+        counts, run = {0}, 0
         for count, key in enumerate(keys, 1):
             run = run + 1 if key in self.page_of else 0
-            if run >= count - window.first_kept(count * self.page_size):
-                found.add(count)
-        return found
+            if run >= count - window.first_visible_page(count * self.page_size):
+                counts.add(count)
+        return counts
 
-    def publish(self, tokens: array[int], keys: list[bytes], pages: array[int], released: int) -> None:
+    def insert(self, tokens: array[int], keys: list[bytes], pages: array[int], released: int) -> None:
         """Let whole pages of `tokens` be found from now on; `keys` holds those of the first pages and gets the rest appended.
 
         Where another page already holds the same tokens, that page is still the one found. The first `released` pages are gone.
@@ -82,14 +82,14 @@ class PrefixIndex:
         size = self.page_size
         for number in range(len(keys), len(tokens) // size):
             before = keys[-1] if keys else _ROOT
-            own = tokens[number * size : (number + 1) * size].tobytes()
-            key = chain_key(before, own)
+            token_bytes = tokens[number * size : (number + 1) * size].tobytes()
+            key = chain_key(before, token_bytes)
             keys.append(key)
             if key not in self.page_of and number >= released:
                 self.page_of[key] = pages[number]
-                self.content[pages[number]] = Content(key, before, own)
+                self.content[pages[number]] = Content(key, before, token_bytes)
 
-    def withdraw(self, page: int) -> None:
+    def remove(self, page: int) -> None:
         """Stop a page from being found: it is about to be written."""
         content = self.content.pop(page, None)
         if content is not None:
@@ -98,5 +98,5 @@ class PrefixIndex:
     def evict(self, shard: int) -> int:
         """Take the shard's page that has been unused for longest, and forget its content."""
         page, _ = self.unused[shard].popitem(last=False)
-        self.withdraw(page)
+        self.remove(page)
         return page

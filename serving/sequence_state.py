@@ -24,7 +24,7 @@ class SequenceState:
     released: int = 0
 
     @property
-    def held(self) -> array[int]:
+    def current_pages(self) -> array[int]:
         """The pages that the sequence still has."""
         return self.pages[self.released :]
 

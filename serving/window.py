@@ -13,6 +13,6 @@ class Window(NamedTuple):
     tokens: int | None
     page_size: int
 
-    def first_kept(self, length: int) -> int:
+    def first_visible_page(self, length: int) -> int:
         """The first page that a query at position `length`, or a later one, sees."""
         return 0 if self.tokens is None else max(0, length - self.tokens + 1) // self.page_size

@@ -1,7 +1,7 @@
 """Where tensors are placed: modes, layouts, the ten PartitionSpecs, fitting them to shapes and a mesh, placing arrays."""
 
 from .auto import on_auto_axes, spec_of
-from .fit import Dropped, FittedRules, FittedSpec, TensorShape, axes_at, fit, fit_tensor, kv_repeat, refuse_unfit
+from .fit import DroppedAxis, FittedRules, FittedSpec, TensorShape, axes_at, fit, fit_tensor, kv_repeat, refuse_unfit
 from .mesh import (
     MeshAxis,
     axes_of,
@@ -26,7 +26,7 @@ __all__ = [
     "RESULTS",
     "AnyPartitionAxis",
     "AttnShardingRules",
-    "Dropped",
+    "DroppedAxis",
     "FittedRules",
     "FittedSpec",
     "MeshAxis",

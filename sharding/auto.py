@@ -11,10 +11,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 __all__ = ["on_auto_axes", "spec_of"]
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
-def on_auto_axes(run: Callable[..., _Made], *arrays: Any, specs: Callable[[], Any]) -> _Made:
+def on_auto_axes(run: Callable[..., _Result], *arrays: Any, specs: Callable[[], Any]) -> _Result:
     """run(*arrays) with the Explicit axes of the arrays' mesh as Auto ones.
 
     specs: the results' specs, in the structure of the results, wanted only if there are such axes.
@@ -26,14 +26,14 @@ def on_auto_axes(run: Callable[..., _Made], *arrays: Any, specs: Callable[[], An
         arrays = _on_one_mesh(arrays)
     axes = tuple(n for n, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if k is AxisType.Explicit)
     places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(), is_leaf=_is_spec)
-    made: _Made = jax.sharding.auto_axes(run, axes=axes, out_sharding=places)(*arrays)
-    return made
+    result: _Result = jax.sharding.auto_axes(run, axes=axes, out_sharding=places)(*arrays)
+    return result
 
 
 def spec_of(array: Any) -> PartitionSpec:
     """The Explicit axes that split an array, as its type has them."""
-    found: PartitionSpec = jax.typeof(array).sharding.spec
-    return found
+    spec: PartitionSpec = jax.typeof(array).sharding.spec
+    return spec
 
 
 def _on_one_mesh(arrays: Any) -> Any:

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from ..errors import ShardingError, UnfitError, nearest
+from ..errors import RefusedShardingError, ShardingError, nearest
 from ..symbolic import is_symbolic
 from .mesh import AnyMesh, MeshAxis, axes_of, describe_mesh
 from .modes import canonical_layout, canonical_mode
 from .rules import AttnShardingRules, tensor_dims
 
 __all__ = [
-    "Dropped",
+    "DroppedAxis",
     "FittedRules",
     "FittedSpec",
     "TensorShape",
@@ -44,7 +44,7 @@ class TensorShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dropped:
+class DroppedAxis:
     """A mesh axis that a spec names but that can't be used for a dimension.
 
     `harmless` is True if dropping it changes nothing: a mesh axis of size 1, a standard axis (dp, fsdp, tp, sp, ep) that
@@ -70,7 +70,7 @@ class FittedSpec:
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     local_bytes: int
-    dropped: tuple[Dropped, ...]
+    dropped: tuple[DroppedAxis, ...]
 
     def axes(self, index: int) -> tuple[str, ...]:
         """The mesh axes that split dimension `index`; () if it isn't split."""
@@ -94,7 +94,7 @@ class FittedRules:
         return next((f for f in self.specs if f.tensor == tensor), None)
 
     @property
-    def dropped(self) -> tuple[Dropped, ...]:
+    def dropped(self) -> tuple[DroppedAxis, ...]:
         return tuple(d for f in self.specs for d in f.dropped)
 
 
@@ -165,8 +165,8 @@ def refuse_unfit(
     if not counts:
         return
     lines = [f"{d.tensor}, dimension {d.dim}, axis {d.axis!r}: {d.reason}. {d.hint}." for d in serious]
-    told = "\n".join(f"  {line}" for line in (*lines, *repeated))
-    raise UnfitError(f"strict sharding ({_where(mode, layout, mesh)}): {', and '.join(counts)}:\n{told}")
+    text = "\n".join(f"  {line}" for line in (*lines, *repeated))
+    raise RefusedShardingError(f"strict sharding ({_where(mode, layout, mesh)}): {', and '.join(counts)}:\n{text}")
 
 
 def _where(mode: str, layout: str, mesh: tuple[MeshAxis, ...]) -> str:
@@ -206,7 +206,7 @@ def _repeat_for(
     factor = kv_repeat(heads, shards)
     if factor > 1 and policy == "error":
         names = ",".join(query.axes(at))
-        raise UnfitError(
+        raise RefusedShardingError(
             f"key has {heads} kv heads and the query heads are split {shards} ways over {names!r} ({where}); wanted a "
             f"multiple of {shards}. Set kv_heads='replicate' (each head repeated {factor} times), or make {names!r} at "
             f"most {heads}."
@@ -224,21 +224,21 @@ def _fit_one(
     standard: Set[str] = _STANDARD,
 ) -> FittedSpec:
     entries: list[str | tuple[str, ...] | None] = []
-    dropped: list[Dropped] = []
+    dropped: list[DroppedAxis] = []
     used: set[str] = set()
     local = list(shape)
     for index, length in enumerate(shape):
-        wanted = axes_at(spec, index)
-        kept: list[str] = []
-        for name in wanted:
+        declared = axes_at(spec, index)
+        fitted: list[str] = []
+        for name in declared:
             why = _why_dropped(name, local[index], length, used, axes, standard)
             if why is None:
                 used.add(name)
-                kept.append(name)
+                fitted.append(name)
                 local[index] //= axes[name].size
             else:
-                dropped.append(Dropped(tensor, dims[index] or str(index), index, name, *why))
-        entries.append(None if not kept else kept[0] if len(kept) == 1 else tuple(kept))
+                dropped.append(DroppedAxis(tensor, dims[index] or str(index), index, name, *why))
+        entries.append(None if not fitted else fitted[0] if len(fitted) == 1 else tuple(fitted))
     size = math.prod(local) * itemsize
     return FittedSpec(tensor, dims, PartitionSpec(*entries), shape, tuple(local), size, tuple(dropped))
 
@@ -266,11 +266,11 @@ def _why_dropped(
     if is_symbolic(left):
         return f"the symbolic {length} isn't split", "Give a number", False
     if left % axis.size:
-        unit = axis.size * (length // left if left else 1)
+        multiple = axis.size * (length // left if left else 1)
         over = f"{length}" if left == length else f"{length} (each shard {left})"
         return (
             f"{over} is not divisible by {name}={axis.size}",
-            f"Make it a multiple of {unit}, make {name!r} smaller, or declare it unsplit",
+            f"Make it a multiple of {multiple}, make {name!r} smaller, or declare it unsplit",
             length == 1,
         )
     return None

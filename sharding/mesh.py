@@ -149,15 +149,15 @@ def virtual_mesh(sizes: Mapping[str, int], *, explicit: bool = False) -> Mesh:
     if not sizes:
         raise ShardingError("a mesh without axes; wanted a mesh such as {'fsdp': 2, 'tp': 4}.")
     _check_sizes(sizes)
-    wanted, have = math.prod(sizes.values()), len(jax.devices())
-    if wanted > have:
+    count, have = math.prod(sizes.values()), len(jax.devices())
+    if count > have:
         raise ShardingError(
-            f"mesh {_sizes_text(sizes)} needs {wanted} devices, but there are {have}; make the mesh smaller, or, to try "
-            f"it on CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} before jax starts."
+            f"mesh {_sizes_text(sizes)} needs {count} devices, but there are {have}; make the mesh smaller, or, to try "
+            f"it on CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={count} before jax starts."
         )
     kind = AxisType.Explicit if explicit else AxisType.Auto
     return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=jax.devices()[:wanted]
+        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=jax.devices()[:count]
     )
 
 
@@ -221,8 +221,10 @@ def mesh_from_dict(data: Mapping[str, Any]) -> AnyMesh:
     if not isinstance(data.get("abstract", False), bool):
         raise ConfigError(f"mesh: abstract={shown(data['abstract'])}; wanted true or false.")
     if not (platform is None or platform in _PLATFORMS or _is_here(platform)):
-        wanted = ", ".join(_PLATFORMS)
-        raise ConfigError(f"mesh: platform={shown(platform)}; wanted one of {wanted}." + nearest(platform, _PLATFORMS))
+        platforms = ", ".join(_PLATFORMS)
+        raise ConfigError(
+            f"mesh: platform={shown(platform)}; wanted one of {platforms}." + nearest(platform, _PLATFORMS)
+        )
     if not data.get("abstract") and _devices_here(platform, math.prod(sizes)):
         return jax.make_mesh(sizes, names, axis_types=types, devices=jax.devices()[: math.prod(sizes)])
     device = abstract_device(kind or platform, cores, platform) if platform else None

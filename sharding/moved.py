@@ -39,10 +39,10 @@ def comparable(source: Sharding, target: NamedSharding) -> bool:
 def parts_of(sharding: Sharding, shape: tuple[int, ...], *, positions: bool = False) -> Parts | None:
     """The part on each device; None if the shape doesn't divide. With `positions`, devices are numbered instead of named."""
     if not isinstance(sharding, NamedSharding):
-        found = sharding.devices_indices_map(shape)
-        ends = [[part.indices(length)[:2] for part, length in zip(i, shape, strict=True)] for i in found.values()]
-        bounds = np.array(ends, np.int64).reshape(len(found), len(shape), 2)
-        return Parts(tuple(found), bounds[..., 0], bounds[..., 1])
+        indices = sharding.devices_indices_map(shape)
+        ends = [[part.indices(length)[:2] for part, length in zip(i, shape, strict=True)] for i in indices.values()]
+        bounds = np.array(ends, np.int64).reshape(len(indices), len(shape), 2)
+        return Parts(tuple(indices), bounds[..., 0], bounds[..., 1])
     sizes = dict(sharding.mesh.shape)
     count = math.prod(sizes.values())
     at = dict(zip(sizes, np.unravel_index(np.arange(count), tuple(sizes.values())), strict=True))
@@ -62,8 +62,8 @@ def parts_of(sharding: Sharding, shape: tuple[int, ...], *, positions: bool = Fa
 
 def lacking(source: Parts, target: Parts) -> np.ndarray:
     """The number of elements that each device of the target needs but doesn't hold, integers [devices]."""
-    held = {device: row for row, device in enumerate(source.devices)}
-    rows = np.array([held.get(device, -1) for device in target.devices])
+    row_of = {device: row for row, device in enumerate(source.devices)}
+    rows = np.array([row_of.get(device, -1) for device in target.devices])
     both = np.minimum(source.end[rows], target.end) - np.maximum(source.begin[rows], target.begin)
     return target.sizes - np.where(rows < 0, 0, both.clip(min=0).prod(axis=1))
 

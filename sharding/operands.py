@@ -82,11 +82,11 @@ class Operand:
                 return dims
         return None
 
-    def wanted(self, sizes: Mapping[str, int], layout: str) -> str:
+    def expected_shapes(self, sizes: Mapping[str, int], layout: str) -> str:
         """The shapes that it can have, for a message."""
-        ways = [self.dims_in(layout), *self.also]
-        texts = [f"({', '.join(_text(d, sizes) for d in dims)}{',' if len(dims) == 1 else ''})" for dims in ways]
-        named = ", ".join(dim or "1" for dim in ways[0])
+        options = [self.dims_in(layout), *self.also]
+        texts = [f"({', '.join(_text(d, sizes) for d in dims)}{',' if len(dims) == 1 else ''})" for dims in options]
+        named = ", ".join(dim or "1" for dim in options[0])
         shapes = " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
         return f"{shapes} [{named}]" + (", or 1 in place of any of these sizes" if self.broadcasts else "")
 
@@ -129,8 +129,8 @@ class OperandShape(NamedTuple):
         if self.operand.inside is not None:
             return sized(self.operand.inside, sizes)
         dims = self.operand.dims_inside(kernel_layout)
-        given = (*(1 for _ in dims[len(self.shape) :]), *self.shape)
-        return tuple(n if n == 1 else sizes.get(dim, n) for n, dim in zip(given, dims, strict=True))
+        padded = (*(1 for _ in dims[len(self.shape) :]), *self.shape)
+        return tuple(n if n == 1 else sizes.get(dim, n) for n, dim in zip(padded, dims, strict=True))
 
 
 _ATTENTION_ONLY = ("also", "optional", "part", "feature", "moves", "inside")

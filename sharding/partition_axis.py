@@ -80,7 +80,7 @@ class PartitionAxis:
         for name, source in _FOLLOWS.items():
             if is_not_given(getattr(self, name)):
                 several = isinstance(source, tuple)
-                axes = tuple(getattr(self, one) for one in source) if several else getattr(self, source)
+                axes = tuple(getattr(self, field) for field in source) if several else getattr(self, source)
                 object.__setattr__(self, name, axes)
         for name in AXIS_FIELDS:
             value = getattr(self, name)
@@ -162,5 +162,5 @@ def eformers_axis(axes: AnyPartitionAxis) -> EformerAxis:
     """A PartitionAxis as eformer's, which resolves registered axes. eformer has to be loaded."""
     if not isinstance(axes, PartitionAxis):
         return axes
-    made: EformerAxis = _loaded("PartitionAxis")(**axis_values(axes))
-    return made
+    axis: EformerAxis = _loaded("PartitionAxis")(**axis_values(axes))
+    return axis

@@ -47,7 +47,7 @@ def only(spec: PartitionSpec, names: Set[str]) -> PartitionSpec:
     def keep(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         if entry is None:
             return None
-        kept = tuple(n for n in ((entry,) if isinstance(entry, str) else entry) if n in names)
-        return None if not kept else kept[0] if len(kept) == 1 else kept
+        remaining = tuple(n for n in ((entry,) if isinstance(entry, str) else entry) if n in names)
+        return None if not remaining else remaining[0] if len(remaining) == 1 else remaining
 
     return PartitionSpec(*(keep(e) for e in spec))

@@ -21,7 +21,7 @@ from .mesh import AnyMesh, axes_of, describe_mesh, devices_platform
 
 __all__ = ["check_processes"]
 
-_MOST = 5  # differences shown in one error
+_MAX = 5  # differences shown in one error
 _LONGEST = 200  # characters of a value in an error
 _DIGEST = 32  # bytes of a SHA-256
 
@@ -49,7 +49,7 @@ def check_processes(mesh: AnyMesh | Mapping[str, int] | None = None, agree: Mapp
     marks = _gather(digest + len(text).to_bytes(8, "big"))
     if len({mark[:_DIGEST] for mark in marks}) > 1:
         longest = max(int.from_bytes(mark[_DIGEST:], "big") for mark in marks)
-        _compare(dict(json.loads(said) for said in _gather(text.ljust(longest))))
+        _compare(dict(json.loads(reply) for reply in _gather(text.ljust(longest))))
 
 
 def _gather(data: bytes) -> list[bytes]:
@@ -90,22 +90,22 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _leaves(f"{path}[{name!r}]", inner)
 
 
-def _compare(said: Mapping[int, Mapping[str, str]]) -> None:
+def _compare(facts: Mapping[int, Mapping[str, str]]) -> None:
     """Errors: ProcessError that names who differs from the majority. If groups are equally large, the one with the lowest
     process is the majority."""
     outside: set[int] = set()
     texts: list[str] = []
-    for name in dict.fromkeys(name for process in sorted(said) for name in said[process]):
+    for name in dict.fromkeys(name for process in sorted(facts) for name in facts[process]):
         groups: dict[str, list[int]] = {}
-        for process in sorted(said):
-            groups.setdefault(said[process].get(name, "nothing"), []).append(process)
-        most, *others = sorted(groups, key=lambda value: -len(groups[value]))
+        for process in sorted(facts):
+            groups.setdefault(facts[process].get(name, "nothing"), []).append(process)
+        majority, *others = sorted(groups, key=lambda value: -len(groups[value]))
         outside.update(process for value in others for process in groups[value])
         if others:
-            texts.append(f"{name}: " + ", ".join(_has(groups[value], value) for value in (*others, most)))
+            texts.append(f"{name}: " + ", ".join(_has(groups[value], value) for value in (*others, majority)))
     if texts:
-        more = f"; and {len(texts) - _MOST} more" if len(texts) > _MOST else ""
-        text = f"the processes don't agree. {'; '.join(texts[:_MOST])}{more}."
+        more = f"; and {len(texts) - _MAX} more" if len(texts) > _MAX else ""
+        text = f"the processes don't agree. {'; '.join(texts[:_MAX])}{more}."
         text += " All of them must declare the same, with the devices in the same order."
         raise ProcessError(text, sorted(outside))
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..operators import Operation
 from ..planning import OperationConfig
 from ..planning.placed_tensors import sent_itemsize
-from ..planning.traffic import Traffic, least_traffic
+from ..planning.traffic import Traffic, min_traffic
 from .advice import advice, held
 from .call_program import call_program
 from .collectives import Collective
@@ -48,7 +48,7 @@ class PlannedCall(Planned):
         return Work(flops, 0.0 if looped else float(ends), looped)
 
     def traffic(self, name: str) -> Traffic:
-        return least_traffic(self.call, "backward" in name)
+        return min_traffic(self.call, "backward" in name)
 
     def differences(self, least: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
         return differences(least, sent)

@@ -26,7 +26,7 @@ def call_program(
     mesh = operation.metadata.mesh
 
     def laid_out(name: str, x: Any) -> jax.ShapeDtypeStruct:
-        return _on(mesh, x, plan.placement.given(name, x.shape))
+        return _on(mesh, x, plan.placement.call_spec(name, x.shape))
 
     def holds_arrays(x: Any) -> bool:
         leaves = jax.tree.leaves(x)  # a mask may hold arrays; a static one has no leaves

@@ -74,10 +74,10 @@ class PlannedStep(Planned):
 
 def step_traffic(problem: PagedProblem) -> Traffic:
     """All that a step has to send: what merges the outputs of devices with pages of the same sequences."""
-    if not problem.joined_bytes:
+    if not problem.combined_bytes:
         return Traffic(())
     devices = math.prod(axis.size for axis in problem.mesh if axis.name in problem.sequence_axes)
-    sent = 2 * problem.joined_bytes * (devices - 1) / devices
+    sent = 2 * problem.combined_bytes * (devices - 1) / devices
     return Traffic((Need("all-reduce", sent, "merging outputs by lse", axes=problem.sequence_axes),))
 
 

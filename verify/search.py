@@ -21,7 +21,7 @@ import jax
 from ..errors import AttnOpsError
 from ..planning import OperationConfig
 from ..planning.text import fields_text
-from ..planning.tune_cache import Found, Measured, best_of, keep, load, withdraw
+from ..planning.tune_cache import Measured, StoredSearch, best_of, keep, load, mark_refused
 from .clock_worker import ClockWorker, Compiled
 from .compiled import failure
 from .generations import clock_rate
@@ -43,7 +43,7 @@ class TuneReport(NamedTuple):
     plan: AnyPlan
     how: str
     candidates: Candidates
-    found: Found
+    found: StoredSearch
     reused: int
 
     @property
@@ -138,10 +138,10 @@ class Search(ABC):
                 yield Measured(part, fields, "device", seconds)
 
 
-def run_search(search: Search, how: str, most: int, progress: Progress | None) -> tuple[Candidates, Found, int]:
+def run_search(search: Search, how: str, most: int, progress: Progress | None) -> tuple[Candidates, StoredSearch, int]:
     """(candidates, what is stored, how many were measured before). Stored measurements aren't repeated."""
     candidates = {part: ways[:most] for part, ways in search.candidates(how).items()}
-    withdraw(search.key, search.resolve)
+    mark_refused(search.key, search.resolve)
     kept = {one.name for one in load(search.key).measured if not one.detail.get("lost")}
     asked = [(part, fields) for part, ways in candidates.items() for fields in ways]
     todo = [(part, fields) for part, fields in asked if Measured(part, fields, how, None).name not in kept]

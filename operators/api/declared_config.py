@@ -20,7 +20,7 @@ def declared_config(
     """
     of_kernel = operation.config_elsewhere(platform)
     elsewhere = None if of_kernel is None else of_kernel.model_fields["operation"].default
-    read = (operation.name, operation.kernel_config) if elsewhere is None else (elsewhere,)
+    read = (operation.name, operation.backend_operation) if elsewhere is None else (elsewhere,)
     config = metadata.operation_configs.get(read[0])
     if config is None:
         config = (of_kernel or operation.config).coerce({})
@@ -39,7 +39,7 @@ def declared_config(
 def _with_kernels(
     config: OperationConfig, operation: type[PlannedOperation], metadata: OperationMetadata
 ) -> OperationConfig:
-    kernels = metadata.operation_configs.get(operation.kernel_config or "")
+    kernels = metadata.operation_configs.get(operation.backend_operation or "")
     if kernels is None:
         return config
     given = _given(kernels)

@@ -20,7 +20,7 @@ from ...planning.call_arguments import CallArguments, CallArray
 from ...planning.calls import CALLS
 from ...planning.repeated import RepeatedAxis, repeated_lines, unintended_repeats
 from ...planning.sequence.choice import declared_strategy
-from ...planning.tune_cache import kept_here
+from ...planning.tune_cache import cache_generation
 from ...registry import OperationMetadata
 from ...sharding import MeshAxis, place
 from ...sharding.mesh import AnyMesh
@@ -95,7 +95,7 @@ class Operation(DeclaredOperation):
             ambient_platform(given) if mesh is None else get_abstract_mesh(),
             options,
             _wide(jax.config),
-            kept_here(),
+            cache_generation(),
             *(arrays.given if call else ()),  # the names; without keywords those of query, key and value
             *map(signature, given),
             None if mesh is None else tuple(map(_place, given)),
@@ -213,7 +213,7 @@ def _on_devices(arrays: Arrays, decided: Plan, mesh: Mesh) -> Arrays:
         return arrays
 
     def put(name: str, x: Any) -> Any:
-        return place(x, decided.placement.given(name, x.shape), mesh) if _concrete(x) else x
+        return place(x, decided.placement.call_spec(name, x.shape), mesh) if _concrete(x) else x
 
     moved = {name: put(name, x) for name, x in arrays.given.items()}
     # The mask argument's own arrays come first among those of the whole mask.

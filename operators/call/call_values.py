@@ -17,7 +17,7 @@ from jax.sharding import get_abstract_mesh
 from ...errors import InputError, InputTypeError
 from ...masks import Mask
 from ...masks.checks import LIMIT
-from ...masks.int_arrays import beyond_int32, is_integer, known_values, least_and_most
+from ...masks.int_arrays import beyond_int32, is_integer, known_values, min_and_max
 from ...sharding import OperandTable
 from ...symbolic import surely
 from .arguments import Options
@@ -51,7 +51,7 @@ def checked_values(arrays: Arrays, options: Options, table: OperandTable) -> Arr
 
 def check_lengths(name: str, lengths: np.ndarray, kv_len: int) -> None:
     """Refuse cache lengths below 0 or above the cache's length. Errors: InputError."""
-    for number in least_and_most(lengths):
+    for number in min_and_max(lengths):
         beyond = surely(functools.partial(operator.gt, number, kv_len))  # a symbolic length may be long enough
         if number < 0 or (beyond and not _is_part()):
             raise InputError(
@@ -62,7 +62,7 @@ def check_lengths(name: str, lengths: np.ndarray, kv_len: int) -> None:
 
 def check_offsets(name: str, offsets: np.ndarray) -> None:
     """Refuse offsets beyond 2**30, with which positions would overflow. Errors: InputError."""
-    for number in least_and_most(offsets):
+    for number in min_and_max(offsets):
         if not -LIMIT <= number <= LIMIT:
             raise InputError(
                 f"{name} holds {number}; wanted at most 2**30 either way, or int32 positions overflow: count positions from "

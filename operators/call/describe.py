@@ -85,7 +85,7 @@ def describe(
     mask, offset, dynamic = bound_mask(mask, shapes, options, mode, q_len, kv_len)
     structure, leaves = mask.split()
     mask = with_query_heads(structure, sizes)
-    slots = [atom for atom in mask.atoms() for _ in atom.parts]
+    slots = [atom for atom in mask.leaves() for _ in atom.parts]
     leaf_shapes = tuple(
         choice_shape(leaf, slot, sizes) if is_choice(leaf.dims) else leaf_shape(leaf.name, leaf.array, leaf.dims, sizes)
         for leaf, slot in zip(leaves, slots, strict=True)

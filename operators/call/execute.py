@@ -231,7 +231,7 @@ def _hides_keys(problem: AttentionProblem, arrays: Arrays) -> bool:
 
 def _of_heads(mask: Mask, shard: int | jax.Array, count: int) -> Mask:
     """The mask of this device's heads, if it has layouts per head."""
-    return mask.map_atoms(
+    return mask.map_leaves(
         lambda atom: atom.from_head(shard * count, count) if isinstance(atom, Blocks) and atom.heads > 1 else atom
     )
 
@@ -243,9 +243,9 @@ def _local_call(plan: Plan, options: Options, local: ShardedOperands, hides_keys
     if split.ring_axes:
         # An unrolled program grows with the steps; XLA:CPU overlaps nothing and keeps the buffers of each step.
         looped = problem.platform == "cpu" or len(split.steps) > _UNROLLED if scan is None else scan
-        ring = Ring(split.ring_axes, split.ring_size, split.steps, looped, split.zigzag, split.whole_pairs)
+        ring = Ring(split.ring_axes, split.ring_size, split.steps, looped, split.zigzag, split.full_chunk_pairs)
     # A device's own lengths; a kernel may receive them in pieces.
-    q_len, kv_len = (n * split.pieces for n in (placement.local.q_len, placement.local.kv_len))
+    q_len, kv_len = (n * split.chunks for n in (placement.local.q_len, placement.local.kv_len))
     shard, shards = _index(placement.q_axes, problem)
     k_start: int | jax.Array = 0
     if split.strategy == "split_kv":

@@ -143,7 +143,9 @@ def check_operands(arrays: Arrays, table: OperandTable, layout: str, sizes: Mapp
             hint = f" {operand.hint}" if operand.hint else ""
             raise InputTypeError(f"{operand.name} has dtype {array.dtype.name}; wanted {operand.dtype}.{hint}")
         if operand.accepted(array.shape, sizes, layout) is None:
-            raise InputError(f"{operand.name} has shape {array.shape}; wanted {operand.wanted(sizes, layout)}.")
+            raise InputError(
+                f"{operand.name} has shape {array.shape}; wanted {operand.expected_shapes(sizes, layout)}."
+            )
 
 
 def check_offset(options: Options) -> None:

@@ -34,7 +34,7 @@ def with_query_heads(mask: Mask, sizes: dict[str, int]) -> Mask:
         _check("Blocks layout", atom, atom.layout.shape, sizes)
         return atom.repeated(sizes["heads"] // atom.heads)
 
-    return mask.map_atoms(repeated_leaf)
+    return mask.map_leaves(repeated_leaf)
 
 
 def choice_shape(leaf: Leaf, slot: Mask, sizes: dict[str, int]) -> LeafShape:
@@ -57,7 +57,7 @@ def of_query_heads(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def block_notes(mask: Mask, leaves: Sequence[Leaf], sizes: dict[str, int]) -> list[str]:
     """Notes on how a layout or a choice for the kv heads applies to the query heads."""
-    heads = [atom.heads for atom in mask.atoms() if isinstance(atom, Blocks)]
+    heads = [atom.heads for atom in mask.leaves() if isinstance(atom, Blocks)]
     heads += [leaf.array.shape[1] for leaf in leaves if is_choice(leaf.dims)]
     group = sizes["heads"] // sizes["kv_heads"]
     if group > 1 and any(n == sizes["kv_heads"] > 1 for n in heads):

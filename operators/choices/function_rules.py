@@ -54,7 +54,7 @@ def function_rules(kernel: str, operations: frozenset[str]) -> tuple[Rule, ...]:
 
 
 def _functions(problem: AttentionProblem) -> list[MaskFunction]:
-    return [atom for atom in problem.mask.atoms() if isinstance(atom, MaskFunction)]
+    return [atom for atom in problem.mask.leaves() if isinstance(atom, MaskFunction)]
 
 
 def _beyond(function: MaskFunction, operations: frozenset[str]) -> str:

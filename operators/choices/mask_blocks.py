@@ -18,7 +18,7 @@ _MAX_TILES = 1 << 21  # the most tiles to count for a note
 
 def heads_differ(problem: AttentionProblem) -> bool:
     """Whether heads have different blocks."""
-    static = any(isinstance(atom, Blocks) and atom.heads > 1 for atom in problem.mask.atoms())
+    static = any(isinstance(atom, Blocks) and atom.heads > 1 for atom in problem.mask.leaves())
     return static or any("q_blocks" in leaf.dims and leaf.shape[1] > 1 for leaf in problem.leaves)
 
 
@@ -73,7 +73,7 @@ def block_remarks(
 
 
 def _leaves(mask: Mask) -> list[Any]:
-    return [a for a in mask.atoms() if isinstance(a, Blocks) or (isinstance(a, Slot) and a.kind == ChosenBlocks.kind)]
+    return [a for a in mask.leaves() if isinstance(a, Blocks) or (isinstance(a, Slot) and a.kind == ChosenBlocks.kind)]
 
 
 def _density(problem: AttentionProblem, leaf: Any) -> str:
@@ -111,7 +111,7 @@ def _counted(
     if len(kinds) > 1:
         every_table = problem.q_heads * tables // placement.local.q_heads  # over all devices
         kinds = np.array(kinds.reshape(every_table, -1, *kinds.shape[1:]).any(axis=1))
-    without = mask.map_atoms(lambda atom: Full() if isinstance(atom, Blocks) else atom)
+    without = mask.map_leaves(lambda atom: Full() if isinstance(atom, Blocks) else atom)
     dense = without.live_blocks(block_q, block_kv, **place) > 0
     visited = float(kinds.sum()) / len(kinds)
     return visited, float(dense.sum()), int(dense.size), f"{of} of {block_q}x{block_kv}"

@@ -60,7 +60,7 @@ def block_words(
     rows: the queries, padded. tables: groups of heads whose tiles are visited separately. settle: False if tiles
     without visible keys are visited as well.
     """
-    leaves = [atom for atom in mask.mask.atoms() if is_blocks(atom)]
+    leaves = [atom for atom in mask.mask.leaves() if is_blocks(atom)]
     settled = [
         atom
         for atom in mask.mask.conjuncts()

@@ -46,7 +46,7 @@ class LocalMask:
     @property
     def heads_differ(self) -> bool:
         """Whether heads have different blocks."""
-        return any(getattr(atom, "heads", 1) > 1 for atom in self.mask.atoms())
+        return any(getattr(atom, "heads", 1) > 1 for atom in self.mask.leaves())
 
     def kinds(self, block_q: int, block_kv: int) -> np.ndarray | jax.Array:
         """0 empty, 1 partial, 2 full, int8 [batch | 1, q blocks, kv blocks]; a NumPy array if nothing in it is traced.

@@ -78,7 +78,7 @@ def _split_by_keys(mask: Mask) -> tuple[Mask, tuple[Mask, ...]]:
     alike: list[Mask] = []
     others: list[Mask] = []
     for part in mask.conjuncts():
-        (alike if all(_is_of_keys(atom) for atom in part.atoms()) else others).append(part)
+        (alike if all(_is_of_keys(atom) for atom in part.leaves()) else others).append(part)
     return And(alike), tuple(others)
 
 
@@ -224,7 +224,7 @@ def _planes(mask: LocalMask) -> tuple[int, int]:
         for dim, size in zip(leaf.dims, leaf.array.shape, strict=True):
             if dim in ("batch", "heads") and (is_symbolic(size) or size > 1):
                 batch, heads = (size, heads) if dim == "batch" else (batch, size)
-    for atom in mask.mask.atoms():
+    for atom in mask.mask.leaves():
         heads = max(heads, getattr(atom, "heads", 1))
     offset: Any = mask.query_offset
     if hasattr(offset, "ndim") and offset.ndim and (is_symbolic(offset.shape[0]) or offset.shape[0] > 1):

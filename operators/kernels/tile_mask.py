@@ -115,7 +115,7 @@ class TileMask:
 
         rows, offset = self._global_rows(rows), self.static_args.query_offset or 0
         positions = shifted(rows, self.refs["query_offset"][self.batch] if "query_offset" in self.refs else offset)
-        parts = mask.map_atoms(evaluate).conjuncts()
+        parts = mask.map_leaves(evaluate).conjuncts()
         return [part.test(rows, positions, keys) for part in parts if not isinstance(part, Full)]
 
     def _blocks(self, name: str, atom: Any, keys: jax.Array, *where: Any) -> Mask:

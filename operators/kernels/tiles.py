@@ -61,7 +61,7 @@ _MAX_LEAVES = 4
 
 def is_arithmetic(mask: Mask) -> bool:
     """Whether a tile's mask costs next to nothing: no user function, no plane to read, few parts."""
-    atoms = list(mask.atoms())
+    atoms = list(mask.leaves())
     return len(atoms) <= _MAX_LEAVES and all(atom.kind in _ARITHMETIC for atom in atoms)
 
 
@@ -153,11 +153,11 @@ class TileSource:
             leaf_words = next(words)
             return Full() if leaf_words is None else _Words(leaf_words)
 
-        self._padded = mask.mask.map_atoms(padded)
+        self._padded = mask.mask.map_leaves(padded)
 
     def seen(self, tile: TilePosition) -> jax.Array | None:
         """Which weights of the tile are visible: bool [1 | heads, block_q, block_kv]; None for all."""
-        mask = self._padded.map_atoms(lambda atom: self._cut_atom(atom, tile))
+        mask = self._padded.map_leaves(lambda atom: self._cut_atom(atom, tile))
         rows, cols = self._indices(tile)
         seen = None
         if not isinstance(mask, Full):

@@ -70,7 +70,7 @@ def _note(given: _Given, plan: Plan, mesh: AnyMesh) -> str | None:
     """Where it comes from, where it goes, and what is sent; None if it is placed as declared."""
     if not given.elsewhere and plan.placement.fitted.get(given.tensor) is None:
         return None  # small, and without a declared placement
-    declared = NamedSharding(mesh, plan.placement.given(given.tensor, given.shape))
+    declared = NamedSharding(mesh, plan.placement.call_spec(given.tensor, given.shape))
     comes: dict[str, Any] = {"array": given.name, "given": _words(given, mesh)}
     if not comparable(given.sharding, declared):
         return note("moved.unknown", **comes, wanted=_text(declared.spec, given))

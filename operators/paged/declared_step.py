@@ -11,7 +11,7 @@ import numpy as np
 from ...errors import ConfigError
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
-from ...planning.cache.window_pages import first_kept
+from ...planning.cache.window_pages import first_visible_page
 from ...registry.declaration import Declaration
 from ..paged_cache.batch import RaggedBatch
 
@@ -93,7 +93,7 @@ def _batch(plan: CachePlan, rows: tuple[tuple[int, int], ...], tokens: int) -> R
     page, table, n = plan.cache.page_size, [], plan.sequence_shards
     given = [0] * n
     for row, (queries, length) in enumerate(rows):
-        first = first_kept(length - queries, plan.window_tokens, page)
+        first = first_visible_page(length - queries, plan.window_tokens, page)
         own = [plan.local_pages] * first
         for at in (number % n for number in range(first, -(-length // page))):
             own.append(given[at] * n + at)

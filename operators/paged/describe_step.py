@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...errors import InputError, InputTypeError, UnfitError
+from ...errors import InputError, InputTypeError, RefusedShardingError
 from ...masks.causal_window import causal_window
 from ...planning import PlannedOperation, Policy
 from ...planning.cache.cache_plan import CachePlan
@@ -61,7 +61,7 @@ def describe_step(
     _check_tokens(cache, plan, count, query, key, value, parts=any(axis.kind == "manual" for axis in axes_of(mesh)))
     if metadata.policy.strict and plan.idle_axes:
         names = ", ".join(f"{axis.name}={axis.size}" for axis in plan.idle_axes)
-        raise UnfitError(
+        raise RefusedShardingError(
             f"strict: {names} of the mesh split nothing of the cache, so their devices do the same work; declare pages_axis, "
             "kv_head_axis or page_sequence_axis for them, or another mesh."
         )

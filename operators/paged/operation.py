@@ -21,7 +21,7 @@ from ...planning.paged.paged_problem import PagedProblem
 from ...planning.paged.step_operands import STEP_OPERANDS
 from ...planning.paged.steps import STEPS
 from ...planning.repeated import named_axes
-from ...planning.tune_cache import kept_here
+from ...planning.tune_cache import cache_generation
 from ...sharding import describe_mesh
 from ...sharding.mesh import AnyMesh
 from ..call.ambient import ambient_platform
@@ -89,7 +89,7 @@ class PagedOperation(DeclaredOperation):
             state.cache,
             group,
             step,
-            kept_here(),
+            cache_generation(),
             _wide(jax.config),
             *map(signature, (query, key, value, *more)),
         )

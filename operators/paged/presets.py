@@ -50,7 +50,7 @@ class RaggedPageAttentionV2(PagedOperation):
 
     name = "ragged_page_attention_v2"
     config = RaggedPageAttentionV2Config
-    kernel_config: ClassVar[str | None] = "paged"
+    backend_operation: ClassVar[str | None] = "paged"
     cache_layout: ClassVar[str | None] = "interleaved"
     forward_tpu = PAGES_ON_TPU
     forward_native = PAGES_ON_XLA
@@ -61,7 +61,7 @@ class RaggedPageAttentionV3(PagedOperation):
 
     name = "ragged_page_attention_v3"
     config = RaggedPageAttentionV3Config
-    kernel_config: ClassVar[str | None] = "paged"
+    backend_operation: ClassVar[str | None] = "paged"
     cache_layout: ClassVar[str | None] = "packed"
     forward_tpu = PAGES_ON_TPU
     forward_native = PAGES_ON_XLA
@@ -72,7 +72,7 @@ class UnifiedAttention(PagedOperation):
 
     name = "unified_attention"
     config = UnifiedAttentionConfig
-    kernel_config: ClassVar[str | None] = "paged"
+    backend_operation: ClassVar[str | None] = "paged"
     cache_layout: ClassVar[str | None] = "split"
     forward_tpu = PAGES_ON_TPU
     forward_native = PAGES_ON_XLA
@@ -83,7 +83,7 @@ class PagedFlashAttention(PagedOperation):
 
     name = "paged_flash_attention"
     config = PagedFlashAttentionConfig
-    kernel_config: ClassVar[str | None] = "paged"
+    backend_operation: ClassVar[str | None] = "paged"
     cache_layout: ClassVar[str | None] = "split"
     forward_tpu = PAGES_ON_TPU
     forward_native = PAGES_ON_XLA

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int32
 from ...errors import InputError, InputTypeError, is_whole, shown
 from ...masks.int_arrays import known_values
 from ...planning.cache.layer_groups import layer_numbers
-from ...planning.cache.window_pages import first_kept
+from ...planning.cache.window_pages import first_visible_page
 from ...pytree_export import exported
 from ...sharding import on_auto_axes, spec_of
 from .batch import RaggedBatch
@@ -164,7 +164,7 @@ def _needed(table: np.ndarray, length: int, state: CacheState, count: int, seque
     """The ids of the pages that hold so many tokens; ids of pages outside the window stay as they are. Errors: InputError for
     pages that the table lacks."""
     size = state.cache.page_size
-    needed, first = -(-length // size), first_kept(length, state.cache.window_tokens, size)
+    needed, first = -(-length // size), first_visible_page(length, state.cache.window_tokens, size)
     ids = table[:needed]
     kept = ids[first:]
     if length < 0 or len(ids) < needed or ((kept < 0) | (kept >= count)).any():

@@ -67,7 +67,7 @@ def resolve_attnops(problem: AttentionProblem, placement: Placement, config: Spl
     need, resolved = needs[-1]
     if config.is_set("vmem_limit_bytes") or need <= vmem.default:
         return resolved
-    return resolved.with_fields({"vmem_limit_bytes": min(vmem.most, math.ceil(need / _MIB) * _MIB)})
+    return resolved.with_fields({"vmem_limit_bytes": min(vmem.maximum, math.ceil(need / _MIB) * _MIB)})
 
 
 def _candidates(

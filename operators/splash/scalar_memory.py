@@ -35,8 +35,8 @@ class ScalarMemory:
         by_row = problem.dynamic_query_offset or any(leaf.shape[0] > 1 for leaf in problem.leaves)
         self.rows = local.batch if by_row else 1
         self.heads = local.q_heads, local.kv_heads
-        self.of_blocks = any(atom.kind == "blocks" for atom in problem.mask.atoms())
-        self.heads_differ = any(getattr(atom, "heads", 1) > 1 for atom in problem.mask.atoms())
+        self.of_blocks = any(atom.kind == "blocks" for atom in problem.mask.leaves())
+        self.heads_differ = any(getattr(atom, "heads", 1) > 1 for atom in problem.mask.leaves())
         self.heads_differ |= any("q_blocks" in leaf.dims and leaf.shape[1] > 1 for leaf in problem.leaves)
         self.numbers = {
             "places": (q_start is None) + (k_start is None),

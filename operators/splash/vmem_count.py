@@ -66,8 +66,8 @@ def vmem_room(problem: AttentionProblem, config: SplashConfig) -> int:
     """The VMEM that the kernels may take: as declared, up to the device's; all of the device's if nothing is declared."""
     vmem = vmem_of(problem.device_kind)
     if config.vmem_limit_bytes is None:
-        return vmem.default if config.is_set("vmem_limit_bytes") else vmem.most
-    return min(config.vmem_limit_bytes, vmem.most)
+        return vmem.default if config.is_set("vmem_limit_bytes") else vmem.maximum
+    return min(config.vmem_limit_bytes, vmem.maximum)
 
 
 def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> Shape:

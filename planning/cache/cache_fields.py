@@ -13,17 +13,17 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictB
 from ...errors import ConfigError, InputError, a_type, shown
 from ...page_layouts import LAYOUTS, ArraySize, page_layout
 from ...strict_json import parse_json, read_text
-from ..given import GivenModel, explain_validation
+from ..unset_fields import UnsetFieldsModel, explain_validation
 from .layer_groups import LayerGroup, Layers, checked_layers, groups_problem, layer_numbers
 
 __all__ = ["CacheFields", "QuantisedPages", "axis_names"]
 
 _LIMIT = 2**30  # positions, page ids and their sums are int32 on devices
-_MOST_BYTES = 2**50
+_MAX_BYTES = 2**50
 _Cache = TypeVar("_Cache", bound="CacheFields")
 
 _Size = Annotated[int, Field(strict=True, ge=1, le=_LIMIT)]
-_Bytes = Annotated[int, Field(strict=True, ge=1, le=_MOST_BYTES)]
+_Bytes = Annotated[int, Field(strict=True, ge=1, le=_MAX_BYTES)]
 
 
 def _named_once(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
@@ -40,7 +40,7 @@ def _known_layout(name: str) -> str:
     return page_layout(name).name
 
 
-class QuantisedPages(GivenModel):
+class QuantisedPages(UnsetFieldsModel):
     """How pages store quantised keys and values.
 
     `scale`: what has its own scale. Scales of the whole tensor or of each head are passed to `init` and stay fixed; scales of
@@ -53,7 +53,7 @@ class QuantisedPages(GivenModel):
     scale: Literal["tensor", "head", "token_head"] = "token_head"
 
 
-class CacheFields(GivenModel):
+class CacheFields(UnsetFieldsModel):
     """The fields of KVCache. Sizes count elements of the whole cache, over all devices; only `bytes_per_device` is per device.
 
     Errors of all constructors: ConfigError that names the source, the field, the value and what is expected.
@@ -105,22 +105,22 @@ class CacheFields(GivenModel):
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
-        own = [number for number, group in enumerate(self.groups) if group.pages is not None]
-        if own and (self.pages is not None or self.bytes_per_device is not None):
+        sized = [number for number, group in enumerate(self.groups) if group.pages is not None]
+        if sized and (self.pages is not None or self.bytes_per_device is not None):
             other = "bytes_per_device" if self.pages is None else "pages"
             raise ValueError(
-                f"layers[{own[0]}].pages and {other} are given; wanted one of them, which sets the size of the cache"
+                f"layers[{sized[0]}].pages and {other} are given; wanted one of them, which sets the size of the cache"
             )
-        if own and len(own) < len(self.groups):
-            without = next(number for number in range(len(self.groups)) if number not in own)
+        if sized and len(sized) < len(self.groups):
+            without = next(number for number in range(len(self.groups)) if number not in sized)
             raise ValueError(
-                f"layers[{without}] has no pages, but layers[{own[0]}] has; wanted pages in each, or in none"
+                f"layers[{without}] has no pages, but layers[{sized[0]}] has; wanted pages in each, or in none"
             )
         if self.pages is not None and len(self.groups) > 1:
             raise ValueError(
                 f"pages={self.pages} for {len(self.groups)} groups of layers; wanted pages in each of them"
             )
-        if not own and (self.pages is None) == (self.bytes_per_device is None):
+        if not sized and (self.pages is None) == (self.bytes_per_device is None):
             got = "neither" if self.pages is None else "both"
             raise ValueError(
                 f"{got} of pages and bytes_per_device is given; wanted one of them, which sets the size of the cache"
@@ -244,11 +244,11 @@ class CacheFields(GivenModel):
 
 @functools.lru_cache(maxsize=256)
 def _part(cache: _Cache, group: int, pages: int) -> _Cache:
-    own = {"layers": len(layer_numbers(cache.groups)[group])}
+    group_fields = {"layers": len(layer_numbers(cache.groups)[group])}
     if (window := cache.groups[group].window_tokens) is not None:
-        own["window_tokens"] = window
-    said = {name: value for name, value in cache.to_dict().items() if name not in ("bytes_per_device", "pages")}
-    return type(cache).from_dict(said | {"layers": [own], "pages": pages})
+        group_fields["window_tokens"] = window
+    fields = {name: value for name, value in cache.to_dict().items() if name not in ("bytes_per_device", "pages")}
+    return type(cache).from_dict(fields | {"layers": [group_fields], "pages": pages})
 
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

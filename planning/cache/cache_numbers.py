@@ -94,8 +94,8 @@ class CacheNumbers:
     @property
     def pages_array(self) -> CacheArray:
         """The first array of pages: of keys, or of both keys and values."""
-        one = self.groups[0]
-        return one.get("key_pages") or one["kv_pages"]
+        group = self.groups[0]
+        return group.get("key_pages") or group["kv_pages"]
 
     @property
     def idle_axes(self) -> tuple[MeshAxis, ...]:
@@ -137,11 +137,13 @@ class CacheNumbers:
             return None
         heads = self.pages_array.fitted
         split = math.prod(axis.size for axis in self.mesh if axis.name in heads.axes(self.heads_at))
-        own = self.cache.kv_heads // (
+        local_heads = self.cache.kv_heads // (
             split if self.kv_repeat == 1 else 1
         )  # heads that are repeated arrive unrepeated and whole
-        each = own * (self.cache.head_dim + self.cache.value_size) * (4 if self.cache.dtype == "float32" else 2)
-        return self.cache.max_tokens // self.shards * each
+        bytes_each = (
+            local_heads * (self.cache.head_dim + self.cache.value_size) * (4 if self.cache.dtype == "float32" else 2)
+        )
+        return self.cache.max_tokens // self.shards * bytes_each
 
     @property
     def most_pages(self) -> int:

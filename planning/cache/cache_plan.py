@@ -153,11 +153,11 @@ def array_rows(plan: CachePlan) -> list[tuple[str, str, str, str, str]]:
 
 def _pages_text(plan: CachePlan, what: str = "") -> str:
     """The number of pages of one group, and where they are."""
-    each = "" if plan.shards == 1 else f", {plan.local_pages} on each of {plan.shards} shards"
+    per_shard = "" if plan.shards == 1 else f", {plan.local_pages} on each of {plan.shards} shards"
     if plan.sequence_shards > 1:
-        each += f", {plan.local_pages // plan.sequence_shards} on each of {plan.sequence_shards} sequence shards"
-    most = "" if plan.window_tokens is None else f", at most {plan.most_pages} per sequence"
-    return f"{plan.pages}{what}{each}{most}"
+        per_shard += f", {plan.local_pages // plan.sequence_shards} on each of {plan.sequence_shards} sequence shards"
+    limit = "" if plan.window_tokens is None else f", at most {plan.most_pages} per sequence"
+    return f"{plan.pages}{what}{per_shard}{limit}"
 
 
 def _fit_text(plan: CachePlan) -> str:
@@ -193,13 +193,13 @@ def _group_dict(plan: CachePlan, number: int) -> dict[str, Any]:
 
 def _runs(numbers: Sequence[int]) -> str:
     """0-4, 6-10: consecutive numbers as ranges."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(numbers):
-        if found and number == found[-1][-1] + 1:
-            found[-1][1:] = [number]
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
         else:
-            found.append([number])
-    return ", ".join("-".join(map(str, run)) for run in found)
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

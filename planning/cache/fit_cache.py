@@ -19,7 +19,7 @@ from ...sharding.mesh import AnyMesh, devices_cores, gpu_vendor
 from .cache_fields import CacheFields, axis_names
 from .cache_numbers import CacheArray
 from .cache_plan import CachePlan
-from .reasons_against import CacheSizes, memory_refusal, notes, padded, refusals, together
+from .reasons_against import CacheSizes, memory_refusal, notes, padded, refusals, without_duplicates
 from .window_pages import pages_of_all
 
 __all__ = ["fit_cache"]
@@ -62,10 +62,10 @@ def fit_cache(cache: CacheFields, mesh: AnyMesh | None, kv_heads: str, device_ki
         arrays=tuple(arrays),
         memory_limit=target.memory,
         refused=(),
-        notes=together([part.notes for part in parts]),
+        notes=without_duplicates([part.notes for part in parts]),
         group=None,
     )
-    refused = together([part.refused for part in parts]) + memory_refusal(whole)
+    refused = without_duplicates([part.refused for part in parts]) + memory_refusal(whole)
     parts = [replace(part, refused=refused) for part in parts]
     return replace(whole, refused=refused, parts=tuple(parts))
 
@@ -79,7 +79,7 @@ def _fit_one(
     group: tuple[int, int] | None = None,
 ) -> CachePlan:
     """The plan of one group of layers."""
-    made = CachePlan(
+    plan = CachePlan(
         cache=cache,
         mesh=axes,
         platform=target.platform,
@@ -95,7 +95,7 @@ def _fit_one(
         notes=(),
         group=group,
     )
-    return replace(made, refused=tuple(refusals(made, sizes, policy)), notes=tuple(notes(made, sizes)))
+    return replace(plan, refused=tuple(refusals(plan, sizes, policy)), notes=tuple(notes(plan, sizes)))
 
 
 def _pages(cache: CacheFields, sizes: CacheSizes, axes: tuple[MeshAxis, ...], target: _Target) -> tuple[int, ...]:
@@ -107,25 +107,25 @@ def _pages(cache: CacheFields, sizes: CacheSizes, axes: tuple[MeshAxis, ...], ta
         return tuple(group.pages or cache.pages or 0 for group in cache.groups)
     step = sizes.shards * sizes.along
     parts = [cache.part(n, 1) for n in range(len(cache.groups))]
-    left, prices, wanted = cache.bytes_per_device, [], []
+    left, prices, limits = cache.bytes_per_device, [], []
     for part in parts:
-        empty, one = (_arrays(part, sizes._replace(pages=pages), axes, target) for pages in (0, step))
-        fixed, with_one = (sum(array.copies * array.device_bytes for array in arrays) for arrays in (empty, one))
+        empty, one_step = (_arrays(part, sizes._replace(pages=pages), axes, target) for pages in (0, step))
+        fixed, with_one = (sum(array.copies * array.device_bytes for array in arrays) for arrays in (empty, one_step))
         left -= fixed
         prices.append(with_one - fixed)
-        wanted.append(
+        limits.append(
             None if part.window_tokens is None else pages_of_all(part, sizes.shards, sizes.along) // sizes.along
         )
-    if None not in wanted:
-        wanted = [None] * len(wanted)  # no other group could use the rest
-    given = [0] * len(parts)
-    order = sorted(range(len(parts)), key=lambda n: math.inf if (most := wanted[n]) is None else most)
+    if None not in limits:
+        limits = [None] * len(limits)  # no other group could use the rest
+    counts = [0] * len(parts)
+    order = sorted(range(len(parts)), key=lambda n: math.inf if (limit := limits[n]) is None else limit)
     for place, n in enumerate(order):
         share = max(0, left // sum(prices[other] for other in order[place:]))
-        most = wanted[n]
-        given[n] = share if most is None else min(share, most)
-        left -= given[n] * prices[n]
-    return tuple(count * step for count in given)
+        limit = limits[n]
+        counts[n] = share if limit is None else min(share, limit)
+        left -= counts[n] * prices[n]
+    return tuple(count * step for count in counts)
 
 
 def _arrays(
@@ -134,12 +134,12 @@ def _arrays(
     heads, batches, tp = cache.kv_heads * sizes.repeat, cache.pages_axis, cache.kv_head_axis
     along = axis_names(cache.page_sequence_axis)
     pages = (*axis_names(batches), *along) if along else batches
-    found = []
+    arrays = []
 
     def add(name: str, spec: PartitionSpec, shape: tuple[int, ...], dims: str, dtype: str, count: int = 1) -> None:
         size = jnp.dtype(dtype).itemsize
         fitted = fit_tensor(name, spec, TensorShape(shape, size), tuple(dims.split()), axes)
-        found.append(CacheArray(fitted, dtype, count, _device_bytes(fitted, size, target)))
+        arrays.append(CacheArray(fitted, dtype, count, _device_bytes(fitted, size, target)))
 
     shape: tuple[int, ...]
     for name, dim in _page_arrays(cache).items():
@@ -169,16 +169,16 @@ def _arrays(
     }
     for name, shape in of_batch.items():
         split = (*lead, *(along for _ in table if name == "page_table"))
-        own = (*("shards" for _ in lead), *("sequence_shards" for _ in split[len(lead) :]), "sequences", "pages")
+        dim_names = (*("shards" for _ in lead), *("sequence_shards" for _ in split[len(lead) :]), "sequences", "pages")
         shape = (*(sizes.shards for _ in lead), *shape)
         add(
             name,
             PartitionSpec(*split, *(None for _ in shape[len(split) :])),
             shape,
-            " ".join(own[: len(shape)]),
+            " ".join(dim_names[: len(shape)]),
             "int32",
         )
-    return tuple(found)
+    return tuple(arrays)
 
 
 def _page_arrays(cache: CacheFields) -> dict[str, int]:
@@ -218,8 +218,8 @@ def _target(mesh: AnyMesh | None, device_kind: str | None) -> _Target:
         first = device_kind.split()[0].lower()
         platform = "tpu" if first.startswith("tpu") else first if first in _PLATFORMS else "gpu"
         kind = "" if device_kind in _PLATFORMS else device_kind
-    elif (found := devices_platform(mesh)) is not None:
-        platform, kind = found
+    elif (mesh_platform := devices_platform(mesh)) is not None:
+        platform, kind = mesh_platform
         real = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
     else:  # also for a mesh without devices, as for calls
         real = _default_device()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from ...errors import a_type, is_whole, shown
-from ..given import GivenModel, explain_validation
+from ..unset_fields import UnsetFieldsModel, explain_validation
 
 __all__ = ["LayerGroup", "Layers", "checked_layers", "groups_problem", "layer_groups", "layer_numbers"]
 
@@ -18,7 +18,7 @@ _Size = Annotated[int, Field(strict=True, ge=1, le=_LIMIT)]
 _Number = Annotated[int, Field(strict=True, ge=0, lt=_LIMIT)]
 
 
-class LayerGroup(GivenModel):
+class LayerGroup(UnsetFieldsModel):
     """Layers with their own pages and page table.
 
     layers: their number, assigned in the order of the groups; or a list of layer numbers, from 0. window_tokens: the maximum
@@ -93,15 +93,15 @@ def groups_problem(groups: Sequence[LayerGroup]) -> str:
 
 def layer_numbers(groups: Sequence[LayerGroup]) -> tuple[Sequence[int], ...]:
     """The layers of each group."""
-    found: list[Sequence[int]] = []
+    numbers: list[Sequence[int]] = []
     start = 0
     for group in groups:
         if isinstance(group.layers, int):
-            found.append(range(start, start + group.layers))
+            numbers.append(range(start, start + group.layers))
             start += group.layers
         else:
-            found.append(group.layers)
-    return tuple(found)
+            numbers.append(group.layers)
+    return tuple(numbers)
 
 
 def layer_groups(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
@@ -109,10 +109,10 @@ def layer_groups(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
 
     Groups are in the order of their first layers. Errors: ConfigError for an invalid window.
     """
-    found: dict[int | None, list[int]] = {}
+    layers_by_window: dict[int | None, list[int]] = {}
     for number, window in enumerate(windows):
-        found.setdefault(window, []).append(number)
+        layers_by_window.setdefault(window, []).append(number)
     return tuple(
         LayerGroup(layers=tuple(numbers), **({} if window is None else {"window_tokens": window}))
-        for window, numbers in found.items()
+        for window, numbers in layers_by_window.items()
     )

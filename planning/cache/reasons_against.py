@@ -13,10 +13,10 @@ from ..text import bytes_text
 from .cache_fields import axis_names
 from .cache_plan import CachePlan
 
-__all__ = ["CacheSizes", "memory_refusal", "notes", "padded", "refusals", "together"]
+__all__ = ["CacheSizes", "memory_refusal", "notes", "padded", "refusals", "without_duplicates"]
 
 _LANES = 128  # XLA pads the last dimension of an array on a TPU to a multiple of this; other dimensions lose nothing
-_MOST_PAGES = 2**30
+_MAX_PAGES = 2**30
 _T = TypeVar("_T")
 
 
@@ -37,18 +37,18 @@ def padded(lanes: int) -> int:
 
 def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
     """Every reason against the cache."""
-    cache, found = plan.cache, []
+    cache, reasons = plan.cache, []
 
     def refuse(code: str, field: str, message: str, hint: str) -> None:
-        found.append(Reason(code, field, message, hint))
+        reasons.append(Reason(code, field, message, hint))
 
-    own = [
+    manual = [
         axis.name for axis in plan.mesh if axis.name in axis_names(cache.page_sequence_axis) and axis.kind == "manual"
     ]
-    if own:
+    if manual:
         refuse(
             "page_sequence_axis", "page_sequence_axis",
-            f"page_sequence_axis={shown(cache.page_sequence_axis)}, but the mesh's axis {own[0]!r} is Manual here: inside the "
+            f"page_sequence_axis={shown(cache.page_sequence_axis)}, but the mesh's axis {manual[0]!r} is Manual here: inside the "
             "caller's shard_map the outputs of its devices can't be merged",
             "Call it outside the shard_map, or leave page_sequence_axis out.",
         )  # fmt: skip
@@ -87,7 +87,7 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
             f"max_tokens={cache.max_tokens} is not divisible by the {sizes.shards} shards of {_plus(cache.pages_axis)}",
             f"Make it a multiple of {sizes.shards}.",
         )  # fmt: skip
-    if plan.local_pages > _MOST_PAGES:
+    if plan.local_pages > _MAX_PAGES:
         refuse(
             "page_ids",
             "pages",
@@ -96,18 +96,18 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
         )
     if plan.local_pages < plan.most_pages:
         where = "" if plan.group is None else f"group {plan.group[0]}: "
-        held = f"{plan.local_pages} pages" + (" per shard" if plan.shards > 1 else "")
-        least = sizes.shards * plan.most_pages
+        capacity = f"{plan.local_pages} pages" + (" per shard" if plan.shards > 1 else "")
+        min_pages = sizes.shards * plan.most_pages
         bytes_ = "" if cache.bytes_per_device is None else f" in {bytes_text(cache.bytes_per_device)} per device"
         needs = f"a sequence of max_length={cache.max_length} needs {cache.table_width}"
-        hint = f"Wanted at least {least} pages, or a smaller max_length."
+        hint = f"Wanted at least {min_pages} pages, or a smaller max_length."
         if plan.most_pages < plan.table_width:
             both = f"a window of {plan.window_tokens} tokens and a step of {cache.max_tokens}"
             needs = f"a sequence needs {plan.most_pages}: {both}"
-            hint = f"Wanted at least {least} pages, or a smaller window_tokens or max_tokens."
+            hint = f"Wanted at least {min_pages} pages, or a smaller window_tokens or max_tokens."
         refuse(
             "pages", "pages" if cache.bytes_per_device is None else "bytes_per_device",
-            f"{where}{held}{bytes_} of {cache.page_size} tokens; {needs}", hint,
+            f"{where}{capacity}{bytes_} of {cache.page_size} tokens; {needs}", hint,
         )  # fmt: skip
     scalars = plan.bytes_of("page_table", "cu_q_lens", "kv_lens", "num_seqs")
     if plan.scalar_limit is not None and scalars > plan.scalar_limit:
@@ -117,7 +117,7 @@ def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
             f"{bytes_text(scalars)}, but scalar memory of a {plan.device_kind or 'TPU'} is {bytes_text(plan.scalar_limit)}",
             "Make pages larger, max_length or max_sequences smaller, or split sequences over pages_axis.",
         )  # fmt: skip
-    return [*found, *memory_refusal(plan)]
+    return [*reasons, *memory_refusal(plan)]
 
 
 def memory_refusal(plan: CachePlan) -> tuple[Reason, ...]:
@@ -131,55 +131,57 @@ def memory_refusal(plan: CachePlan) -> tuple[Reason, ...]:
     return (Reason("device_memory", field, text, "Declare fewer pages, a quantised cache, or a larger mesh."),)
 
 
-def together(found: Iterable[Iterable[_T]]) -> tuple[_T, ...]:
+def without_duplicates(groups: Iterable[Iterable[_T]]) -> tuple[_T, ...]:
     """The reasons or notes of several groups, without duplicates."""
-    return tuple(dict.fromkeys(one for own in found for one in own))
+    return tuple(dict.fromkeys(item for group in groups for item in group))
 
 
 def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
     """Notes on what is as declared but has a cost."""
-    cache, found = plan.cache, []
+    cache, lines = plan.cache, []
     if sizes.repeat > 1:
-        found.append(
+        lines.append(
             f"{cache.kv_heads} kv heads are split {sizes.head_shards} ways: each is stored {sizes.repeat} times, in "
             f"{plan.stored_heads} heads"
         )
     if (row := LAYOUTS[cache.layout].padded_row(cache.head_dim, cache.value_size)) is not None:
         what, size = row
         if size % _LANES:
-            found.append(
+            lines.append(
                 f"{what} of {size} is padded to {padded(size)} lanes in layout {cache.layout}: "
                 f"{1 - size / padded(size):.0%} of the pages is padding, included in the bytes"
             )
     elif plan.platform == "tpu":
         for name, size in (("head_dim", cache.head_dim), ("value_dim", cache.value_size)):
             if size % _LANES and (name == "head_dim" or size != cache.head_dim):
-                found.append(
+                lines.append(
                     f"{name} {size} is padded to {padded(size)} lanes on a TPU: {1 - size / padded(size):.0%} of such pages is "
                     "padding, included in the bytes"
                 )
     if plan.platform == "cpu" and cache.stored_dtype not in ("float32", "int8"):
-        found.append(
+        lines.append(
             f"XLA:CPU copies a layer's pages of {cache.stored_dtype} at each write; pages of float32 and int8 aren't copied"
         )
     if sizes.along > 1:
-        found.append(
+        lines.append(
             f"page number p of a sequence is on shard p % {sizes.along} of {_plus(cache.page_sequence_axis)}, and so are its "
             f"ids: g % {sizes.along} == p % {sizes.along}"
         )
     if plan.window_tokens is not None and cache.max_tokens is None:
-        found.append(
+        lines.append(
             "max_tokens isn't declared, so a step may insert a whole sequence: layers with a window of "
             f"{plan.window_tokens} tokens are planned with the pages of max_length"
         )
     if plan.idle_axes:
         names = ", ".join(f"{axis.name}={axis.size}" for axis in plan.idle_axes)
-        found.append(f"{names} of the mesh split nothing of the cache: all their devices hold the same data")
+        lines.append(f"{names} of the mesh split nothing of the cache: all their devices hold the same data")
     for field in ("pages_axis", "page_sequence_axis", "kv_head_axis"):
-        told = plan.pages_array.fitted.dropped if plan.mesh and cache.is_set(field) else ()
+        dropped = plan.pages_array.fitted.dropped if plan.mesh and cache.is_set(field) else ()
         own_axes = axis_names(getattr(cache, field))
-        found += [f"{field} {drop.axis!r}: {drop.reason}" for drop in told if drop.axis in own_axes and drop.harmless]
-    return found
+        lines += [
+            f"{field} {drop.axis!r}: {drop.reason}" for drop in dropped if drop.axis in own_axes and drop.harmless
+        ]
+    return lines
 
 
 def _plus(axes: Any) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .cache_fields import CacheFields
 
-__all__ = ["first_kept", "pages_of_all", "pages_of_one", "sequences_on"]
+__all__ = ["first_visible_page", "pages_of_all", "pages_of_one", "sequences_on"]
 
 
-def first_kept(length: int, window: int | None, page: int) -> int:
+def first_visible_page(length: int, window: int | None, page: int) -> int:
     """The first page that a query at position `length` or later sees; earlier pages can be freed."""
     return 0 if window is None else max(0, length - window + 1) // page
 
@@ -27,20 +27,20 @@ def pages_of_one(cache: CacheFields, shards: int, along: int) -> int:
 def pages_of_all(cache: CacheFields, shards: int, along: int) -> int:
     """The maximum number of pages of all sequences of a shard, which share the step's tokens."""
     rows = max(1, cache.max_sequences // shards)
-    most = rows * pages_of_one(cache, shards, along)
-    if (found := _window_and_step(cache, shards, along)) is None:
-        return most
-    each, step = found
-    return min(most, -(-(rows * each + step) // along) * along)
+    upper_bound = rows * pages_of_one(cache, shards, along)
+    if (window_and_step := _window_and_step(cache, shards, along)) is None:
+        return upper_bound
+    per_sequence, step = window_and_step
+    return min(upper_bound, -(-(rows * per_sequence + step) // along) * along)
 
 
 def sequences_on(pages: int, cache: CacheFields, shards: int, along: int) -> int:
     """The number of sequences of max_length that fit in this many pages of a shard."""
     fit = pages // pages_of_one(cache, shards, along)
-    if not fit or (found := _window_and_step(cache, shards, along)) is None:
+    if not fit or (window_and_step := _window_and_step(cache, shards, along)) is None:
         return fit
-    each, step = found
-    return max(fit, (pages - step) // each)
+    per_sequence, step = window_and_step
+    return max(fit, (pages - step) // per_sequence)
 
 
 def _window_and_step(cache: CacheFields, shards: int, along: int) -> tuple[int, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...drawing import DevicePicture, Sent
+from ...drawing import DevicePicture, Transfer
 from ...sharding import FittedSpec, MeshAxis
 from ...sharding.mesh import AnyMesh
 from ..cache.cache_numbers import CacheArray
@@ -31,10 +31,10 @@ def _name(array: CacheArray) -> str:
     return array.label if array.copies == 1 else f"{array.label} of each layer"
 
 
-def _sent(problem: PagedProblem, axes: tuple[MeshAxis, ...]) -> Iterator[Sent]:
+def _sent(problem: PagedProblem, axes: tuple[MeshAxis, ...]) -> Iterator[Transfer]:
     along = problem.sequence_axes
-    if problem.joined_bytes and (groups := groups_along(axes, along)):
-        yield Sent("output, lse", "all-reduce", along, groups, "outputs over parts of the pages are merged")
+    if problem.combined_bytes and (groups := groups_along(axes, along)):
+        yield Transfer("output, lse", "all-reduce", along, groups, "outputs over parts of the pages are merged")
 
 
 def _repeated(problem: PagedProblem, named: list[tuple[str, FittedSpec]]) -> Iterator[str]:

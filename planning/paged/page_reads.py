@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...masks.causal_window import ANY_CAUSAL, causal_window
-from ..cache.window_pages import first_kept
+from ..cache.window_pages import first_visible_page
 from ..text import bytes_text
 from .paged_problem import PagedProblem
 
-__all__ = ["PageReads", "SequenceReads", "live_pages", "page_bytes", "page_reads", "sequence_reads", "step_flops"]
+__all__ = ["PageReads", "SequenceReads", "page_bytes", "page_reads", "sequence_reads", "step_flops", "visible_pages"]
 
 
 class PageReads(NamedTuple):
@@ -35,7 +35,7 @@ class PageReads(NamedTuple):
         )
 
 
-def live_pages(q_len: int, kv_len: int, page: int, window: tuple[int | None, int | None]) -> tuple[int, int]:
+def visible_pages(q_len: int, kv_len: int, page: int, window: tuple[int | None, int | None]) -> tuple[int, int]:
     """(first, one past the last) page with a key that one of the last `q_len` positions of a sequence of `kv_len` sees.
 
     A causal mask leaves out no page: the last query is at the last key.
@@ -48,10 +48,10 @@ def live_pages(q_len: int, kv_len: int, page: int, window: tuple[int | None, int
     return (begin // page, -(-end // page)) if end > begin else (0, 0)
 
 
-def _held(q_len: int, kv_len: int, problem: PagedProblem) -> int:
+def _pages_with_keys(q_len: int, kv_len: int, problem: PagedProblem) -> int:
     """The number of pages that hold keys of a sequence; pages that the cache's window has passed don't."""
     page = problem.page_size
-    return math.ceil(kv_len / page) - first_kept(kv_len - q_len, problem.cache.window_tokens, page)
+    return math.ceil(kv_len / page) - first_visible_page(kv_len - q_len, problem.cache.window_tokens, page)
 
 
 def page_bytes(problem: PagedProblem) -> int:
@@ -76,7 +76,7 @@ def sequence_reads(problem: PagedProblem, batch: Any) -> list[SequenceReads]:
     """The reads of each sequence of a batch with known values."""
     window = (causal_window(problem.mask) or ANY_CAUSAL).window
     return [
-        SequenceReads(shard, int(q), int(length), *live_pages(int(q), int(length), problem.page_size, window))
+        SequenceReads(shard, int(q), int(length), *visible_pages(int(q), int(length), problem.page_size, window))
         for shard, (starts, lens, count) in enumerate(_by_shard(batch))
         for q, length in zip(np.diff(starts)[:count], lens[:count], strict=True)
         if q
@@ -87,24 +87,24 @@ def page_reads(problem: PagedProblem, batch: Any) -> PageReads:
     """The reads of a batch (cu_q_lens, kv_lens, num_seqs) with known values."""
     window = (causal_window(problem.mask) or ANY_CAUSAL).window
     n = problem.sequence_shards
-    live, held, sequences, queries, most = 0, 0, 0, 0, 0
+    live, held, sequences, queries, max_pages = 0, 0, 0, 0, 0
     for starts, lens, count in _by_shard(batch):
         rows = [(int(q), int(length)) for q, length in zip(np.diff(starts)[:count], lens[:count], strict=True)]
-        seen = [live_pages(q, length, problem.page_size, window) for q, length in rows]
+        seen = [visible_pages(q, length, problem.page_size, window) for q, length in rows]
         live += sum(end - first for first, end in seen)
-        most = max(
-            most, *(sum(len(range(first + (at - first) % n, end, n)) for first, end in seen) for at in range(n)), 0
+        max_pages = max(
+            max_pages, *(sum(len(range(first + (at - first) % n, end, n)) for first, end in seen) for at in range(n)), 0
         )
-        held += sum(_held(q, length, problem) for q, length in rows if q)
+        held += sum(_pages_with_keys(q, length, problem) for q, length in rows if q)
         sequences += sum(1 for q, _ in rows if q)
         queries += sum(q for q, _ in rows)
-    return PageReads(sequences, queries, live, held, most * page_bytes(problem))
+    return PageReads(sequences, queries, live, held, max_pages * page_bytes(problem))
 
 
 def step_flops(problem: PagedProblem, batch: Any) -> float:
     """Operations in the products with visible keys and values, on the device that has the most."""
     causal, left, right = causal_window(problem.mask) or ANY_CAUSAL
-    most, shards = 0, problem.sequence_shards
+    max_pairs, shards = 0, problem.sequence_shards
     for starts, lens, count in _by_shard(batch):
         pairs = np.zeros(shards, np.int64)
         for q, n in zip(np.diff(starts)[:count], lens[:count], strict=True):
@@ -116,8 +116,8 @@ def step_flops(problem: PagedProblem, batch: Any) -> float:
             pairs += [
                 int((_keys_below(end, at, problem) - _keys_below(first, at, problem)).sum()) for at in range(shards)
             ]
-        most = max(most, int(pairs.max()))
-    return 2.0 * most * problem.local_heads[0] * (problem.head_dim + problem.value_dim)
+        max_pairs = max(max_pairs, int(pairs.max()))
+    return 2.0 * max_pairs * problem.local_heads[0] * (problem.head_dim + problem.value_dim)
 
 
 def _keys_below(position: np.ndarray, shard: int, problem: PagedProblem) -> np.ndarray:

@@ -69,8 +69,8 @@ class PagedPlan(Decision[PagedProblem, StepPlacement]):
             lines.append("tensors   spec, shape -> per device, bytes per device")
             for name, spec, shape, local, size in token_rows(self):
                 lines.append(f"  {name:<15} {spec}  {shape} -> {local}  {size}")
-        told = [note for note in self.notes if verbose or not is_info(note)]
-        lines += [*(f"note      {note}" for note in told), "", self.cache.explain(arrays=whole)]
+        shown_notes = [note for note in self.notes if verbose or not is_info(note)]
+        lines += [*(f"note      {note}" for note in shown_notes), "", self.cache.explain(arrays=whole)]
         if not verbose:
             lines.append(f"more      verbose=True adds defaults of the config{'' if whole else ', arrays'}")
         return "\n".join(lines)
@@ -84,8 +84,8 @@ class PagedPlan(Decision[PagedProblem, StepPlacement]):
 
     def _repr_html_(self) -> str:
         runs = ("runs", f"{self.implementation or 'nothing'} ({WHY[self.kind]})")
-        told = [("note", note) for note in self.notes if not is_info(note)]
-        parts = [heading(self.problem.describe()), rows([runs, *step_rows(self, verbose=False), *told])]
+        note_rows = [("note", note) for note in self.notes if not is_info(note)]
+        parts = [heading(self.problem.describe()), rows([runs, *step_rows(self, verbose=False), *note_rows])]
         parts += [heading(self.cache.describe()), rows(fact_rows(self.cache))]
         if math.prod(axis.size for axis in self.problem.mesh) > 1:
             parts.append(pictures([self.draw().svg()]))
@@ -133,8 +133,8 @@ def step_rows(plan: PagedPlan, *, verbose: bool = True) -> list[tuple[str, str]]
     if problem.cache.group is not None:
         number, count = problem.cache.group
         window = problem.cache.window_tokens
-        kept = "all tokens" if window is None else f"a window of {window} tokens"
-        rows.append(("layers", f"of group {number} of {count}: {kept}"))
+        tokens_text = "all tokens" if window is None else f"a window of {window} tokens"
+        rows.append(("layers", f"of group {number} of {count}: {tokens_text}"))
     rows.append(("update", _UPDATES[problem.update]))
     lines = [] if plan.method is None else plan.config_lines()
     if lines := [line for line in lines if verbose or line.origin != "default"]:

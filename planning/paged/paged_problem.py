@@ -69,7 +69,7 @@ class PagedProblem(Problem):
         return tuple(a.name for a in self.mesh if a.name in named and a.size > 1 and a.kind != "manual")
 
     @property
-    def joined_bytes(self) -> int:
+    def combined_bytes(self) -> int:
         """Bytes per device that are summed over these devices: float32 outputs, and two numbers for each."""
         if self.sequence_shards == 1 or self.mode == "insert":
             return 0
@@ -113,8 +113,8 @@ class PagedProblem(Problem):
         cache = self.cache.cache
         heads = heads_text(self.q_heads, self.kv_heads, self.head_dim, self.value_dim)
         stored = "" if cache.quantised is None else f" in {cache.quantised.dtype}"
-        most = "" if self.max_q_len is None else f" of at most {self.max_q_len} per sequence"
+        limit = "" if self.max_q_len is None else f" of at most {self.max_q_len} per sequence"
         return (
-            f"{platform_text(self)}: {self.tokens} tokens{most}, up to {cache.max_sequences} sequences, {heads}, "
+            f"{platform_text(self)}: {self.tokens} tokens{limit}, up to {cache.max_sequences} sequences, {heads}, "
             f"{self.runtime_dtype}, pages of {cache.page_size}{stored}, mode {self.mode}, mesh {describe_mesh(self.mesh)}"
         )

@@ -53,7 +53,7 @@ def step_candidates(problem: PagedProblem) -> tuple[dict[str, int], ...]:
     pages = dict.fromkeys(max(1, min(keys // problem.page_size, width)) for keys in _KEYS)
     queries = [n for n in _QUERIES if n < 2 * problem.local_tokens] or [_QUERIES[0]]
     sizes = {"pages_per_block": list(pages), "queries_per_block": queries}
-    ways: list[dict[str, int]] = [{}]
+    candidates: list[dict[str, int]] = [{}]
     for name in names:
-        ways = [way | {name: size} for way in ways for size in sizes[name]]
-    return ({}, *ways) if names else ()
+        candidates = [candidate | {name: size} for candidate in candidates for size in sizes[name]]
+    return ({}, *candidates) if names else ()

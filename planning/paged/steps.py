@@ -51,7 +51,7 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
         method: str,
     ) -> tuple[str, ...]:
         del operation, policy, placement, method
-        if not (size := problem.joined_bytes):
+        if not (size := problem.combined_bytes):
             return ()
         n = problem.sequence_shards
         return (note("paged.merged", axes=problem.sequence_axes, size=size, sent=2 * size * (n - 1) // n),)
@@ -70,17 +70,17 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
 
 def _tensors(problem: PagedProblem) -> tuple[FittedSpec, ...]:
     """Where a step's arrays and results are, by the table of its operands."""
-    found = []
+    tensors = []
     rows = [(row, problem.tensor(row.name)) for row in (*STEP_OPERANDS, *RESULTS_OF_STEPS)]
     for row, tensor in rows:
         if tensor is None:
             continue
         shape, itemsize = tensor
         dims = row.dims[: len(shape)]
-        found.append(
+        tensors.append(
             fit_tensor(row.name, step_spec(problem.cache, dims), TensorShape(shape, itemsize), dims, problem.mesh)
         )
-    return tuple(found)
+    return tuple(tensors)
 
 
 STEPS = _Steps()

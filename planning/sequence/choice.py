@@ -25,13 +25,13 @@ __all__ = ["declared_strategy", "placements"]
 
 def declared_strategy(operation: type[PlannedOperation], declared: str) -> str:
     """The operation's own strategy, else the declared one. Errors: ConfigError if both are set and they differ."""
-    own = operation.sequence_parallel
-    if own is not None and declared not in ("auto", own):
+    fixed = operation.sequence_parallel
+    if fixed is not None and declared not in ("auto", fixed):
         raise ConfigError(
-            f"operation {operation.name!r} always has sequence_parallel={own!r}, but {declared!r} is declared; leave "
+            f"operation {operation.name!r} always has sequence_parallel={fixed!r}, but {declared!r} is declared; leave "
             f"sequence_parallel out, or create an operation that accepts it, such as 'splash'."
         )
-    return own or declared
+    return fixed or declared
 
 
 def placements(
@@ -58,8 +58,8 @@ def placements(
         only = place("gather")
         return lambda _: only
     merging, gathering = _sent(problem, merged)
-    each = "device and batch row" if is_symbolic(merged.local.batch) else "device"
-    sizes = f"merging sends {bytes_text(merging)} per {each}, gathering the keys {bytes_text(gathering)}"
+    scope = "device and batch row" if is_symbolic(merged.local.batch) else "device"
+    sizes = f"merging sends {bytes_text(merging)} per {scope}, gathering the keys {bytes_text(gathering)}"
 
     def choose(method: str) -> Placement:
         reasons = sequence_reasons(operation, problem, merged, method, declared, None)

@@ -32,12 +32,12 @@ def sequence_reasons(
 ) -> tuple[Reason, ...]:
     """Why a method can't run the strategy of a placement, with the declared strategy and ring order."""
     split = placement.sequence
-    found = _of_queries(operation, problem, placement, declared)
+    reasons = _of_queries(operation, problem, placement, declared)
     if split.strategy in ("", "gather"):
-        return tuple(found)
-    found += [*_of_all(problem, placement), *_of_keys_in_parts(operation, problem, placement, method)]
+        return tuple(reasons)
+    reasons += [*_of_all(problem, placement), *_of_keys_in_parts(operation, problem, placement, method)]
     if split.strategy == "ulysses_ring" and len(split.declared) < 2:
-        found.append(
+        reasons.append(
             Reason(
                 "ulysses_ring.axes",
                 "sequence_parallel",
@@ -47,18 +47,18 @@ def sequence_reasons(
             )
         )
     if split.ring_axes and order == "zigzag" and not is_triangular(problem, split.ring_size):
-        pieces = 2 * split.ring_size
-        found.append(
+        chunks = 2 * split.ring_size
+        reasons.append(
             Reason(
                 "ring.zigzag",
                 "ring_order",
                 f"ring_order='zigzag' requires a mask under which no piece of the sequence sees a later one, and lengths "
-                f"divisible into {pieces} pieces; the mask is {problem.mask.describe()}, q_len {problem.q_len}, "
+                f"divisible into {chunks} pieces; the mask is {problem.mask.describe()}, q_len {problem.q_len}, "
                 f"kv_len {problem.kv_len}",
                 "Leave ring_order out.",
             )
         )
-    return tuple(found)
+    return tuple(reasons)
 
 
 def _of_queries(
@@ -89,75 +89,75 @@ def _of_queries(
     ]
 
 
-def _said(placement: Placement) -> str:
+def _subject(placement: Placement) -> str:
     split = placement.sequence
     return MERGING if split.strategy == "split_kv" else f"sequence_parallel={split.strategy!r}"
 
 
 def _of_all(problem: AttentionProblem, placement: Placement) -> list[Reason]:
     """Reasons for lengths and heads that don't divide."""
-    split, said, found = placement.sequence, _said(placement), []
+    split, subject, reasons = placement.sequence, _subject(placement), []
     if problem.kv_len % split.shards:
-        found.append(
+        reasons.append(
             Reason(
                 f"{split.strategy}.kv_len",
                 "kv_len",
-                f"{said}: {problem.kv_len} keys don't divide over the {split.shards} devices of {'+'.join(split.axes)}",
+                f"{subject}: {problem.kv_len} keys don't divide over the {split.shards} devices of {'+'.join(split.axes)}",
                 f"Pad the keys to a multiple of {split.shards}. {_ELSEWHERE}",
             )
         )
     heads = placement.outer_kv_heads
     if heads % split.head_size:
         other = "'ulysses_ring' on two mesh axes, or 'ring'" if split.strategy == "ulysses" else "'ring'"
-        found.append(
+        reasons.append(
             Reason(
                 f"{split.strategy}.kv_heads",
                 "kv_heads",
-                f"{said}: the {heads} kv heads of a device don't divide over the {split.head_size} devices of "
+                f"{subject}: the {heads} kv heads of a device don't divide over the {split.head_size} devices of "
                 f"{'+'.join(split.head_axes)}",
                 f"Declare sequence_parallel={other}, or split heads over fewer devices.",
             )
         )
     if "return_weights" in problem.features:
-        found.append(_no_way(split.strategy, "return_weights", said))
-    return found
+        reasons.append(_no_way(split.strategy, "return_weights", subject))
+    return reasons
 
 
 def _of_keys_in_parts(
     operation: type[PlannedOperation], problem: AttentionProblem, placement: Placement, method: str
 ) -> list[Reason]:
     """Reasons why a kernel can't run a ring or work on keys that stay split."""
-    split, said, found = placement.sequence, _said(placement), []
+    split, subject, reasons = placement.sequence, _subject(placement), []
     if not split.ring_axes and split.strategy != "split_kv":
         return []
     if not operation.implementation(method, problem.config).works_on_parts(
         problem.config, "ring" if split.ring_axes else "split_kv"
     ):
-        found.append(
+        reasons.append(
             Reason(
                 f"{split.strategy}.parts",
                 "sequence_parallel",
-                f"{said}: this method (with this config) can't work on parts of the keys",
+                f"{subject}: this method (with this config) can't work on parts of the keys",
                 f"{_ELSEWHERE} vanilla, and splash with its own kernels, can.",
             )
         )
     if split.ring_axes:
-        found += [
-            _no_way(split.strategy, feature, said)
+        reasons += [
+            _no_way(split.strategy, feature, subject)
             for feature in _NOT_AROUND
             if feature in problem.features and feature != "return_weights"
         ]
     if problem.softmax_dtype not in ("float32", "float64"):
-        found.append(
+        reasons.append(
             Reason(
                 f"{split.strategy}.softmax_dtype",
                 "runtime_softmax_dtype",
-                f"{said}: outputs are merged by their log-sum-exp, for which {problem.softmax_dtype} is too coarse",
+                f"{subject}: outputs are merged by their log-sum-exp, for which {problem.softmax_dtype} is too coarse",
                 "Leave runtime_softmax_dtype at float32.",
             )
         )
-    return found
+    return reasons
 
 
-def _no_way(strategy: str, feature: str, said: str) -> Reason:
-    return Reason(f"{strategy}.{feature}", feature, f"{said}: no support for {_NOT_AROUND[feature]}", _ELSEWHERE)
+def _no_way(strategy: str, feature: str, subject: str) -> Reason:
+    return Reason(f"{strategy}.{feature}", feature, f"{subject}: no support for {_NOT_AROUND[feature]}", _ELSEWHERE)

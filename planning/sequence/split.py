@@ -27,8 +27,8 @@ class SequenceSplit:
     axes: the mesh axes that split the queries outside the operation (for 'split_kv' the keys); shards: their size.
     ring_axes: the axes around which keys are sent; head_axes: those that split heads instead of the sequence inside.
     steps: the distances around the ring, in shards, at which some device may see some key; 0 comes first.
-    zigzag: a device works on two pieces of the sequence, the k-th from the start and the k-th from the end.
-    whole_pairs: on a zigzag ring, every piece of the queries sees all of every earlier piece of the keys.
+    zigzag: a device works on two chunks of the sequence, the k-th from the start and the k-th from the end.
+    full_chunk_pairs: on a zigzag ring, every chunk of the queries sees all of every earlier chunk of the keys.
     gathers: keys enter the operation split like the queries, and are gathered inside.
     declared: the axes that the rules name for the queries' sequence, whether they fit or not.
     gathered_queries: for 'split_kv', the axes that split the queries outside; inside, queries are whole.
@@ -43,42 +43,42 @@ class SequenceSplit:
     head_size: int = 1
     steps: tuple[int, ...] = ()
     zigzag: bool = False
-    whole_pairs: bool = False
+    full_chunk_pairs: bool = False
     gathers: bool = False
     declared: tuple[str, ...] = ()
     gathered_queries: tuple[str, ...] = ()
 
     @property
-    def pieces(self) -> int:
-        """The number of pieces of a device's queries and keys."""
+    def chunks(self) -> int:
+        """The number of chunks of a device's queries and keys."""
         return 2 if self.zigzag else 1
 
     def changes(self) -> tuple[str, ...]:
         """What happens to the tensors inside the operation, one line per step."""
         over, around, heads = ("+".join(axes) for axes in (self.axes, self.ring_axes, self.head_axes))
-        found = []
+        lines = []
         if self.gathered_queries:
             gathered = "+".join(self.gathered_queries)
-            found.append(f"query: gathered along q_len over {gathered}: every query attends to each part of the keys")
+            lines.append(f"query: gathered along q_len over {gathered}: every query attends to each part of the keys")
         if self.strategy == "split_kv":
-            found.append(f"key, value: stay split over {over}; each device attends to its part, outputs merged by lse")
+            lines.append(f"key, value: stay split over {over}; each device attends to its part, outputs merged by lse")
         if self.head_axes:
-            found.append(
+            lines.append(
                 f"query, key, value: all-to-all over {heads}: each device gets {self._whole} of a share of the heads"
             )
         if self.ring_axes:
             skipped = self.ring_size - len(self.steps)
             seen = f"; {skipped} are left out, as the mask hides all their keys" if skipped else ""
-            found.append(
+            lines.append(
                 f"key, value: travel around {around} in {len(self.steps) - 1} of {self.ring_size - 1} steps, outputs merged by "
                 f"lse{seen}"
             )
         if self.zigzag:
-            found.append(
+            lines.append(
                 f"query, key, value: in zigzag order around {around} (one piece from the start, one from the end), so that under "
                 "the causal mask all devices have equal work"
             )
-        return tuple(found)
+        return tuple(lines)
 
     @property
     def _whole(self) -> str:
@@ -139,14 +139,14 @@ def loop_from(steps: tuple[int, ...]) -> int | None:
 def _steps(problem: AttentionProblem, shards: int, *, zigzag: bool) -> tuple[int, ...]:
     """The distances at which some device may see some key."""
     every = tuple(range(shards))
-    pieces = 2 * shards if zigzag else shards
+    chunks = 2 * shards if zigzag else shards
     if problem.dynamic_query_offset or "mask_function" in problem.features:
         return every
-    if problem.kv_len % pieces or problem.q_len % pieces:
+    if problem.kv_len % chunks or problem.q_len % chunks:
         return every
-    rows, keys = np.nonzero(_live(problem, pieces))
-    if zigzag:  # of twice as many pieces, a device has one from the start and its counterpart from the end
-        rows, keys = (np.minimum(x, pieces - 1 - x) for x in (rows, keys))
+    rows, keys = np.nonzero(_block_mask(problem, chunks))
+    if zigzag:  # of twice as many chunks, a device has one from the start and its counterpart from the end
+        rows, keys = (np.minimum(x, chunks - 1 - x) for x in (rows, keys))
     return tuple(sorted({0, *((rows - keys) % shards).tolist()}))
 
 
@@ -161,22 +161,24 @@ def _zigzag(problem: AttentionProblem, shards: int, order: str | None) -> bool:
 
 
 def is_triangular(problem: AttentionProblem, shards: int, *, whole: bool = False) -> bool:
-    """Whether, of twice as many pieces as shards, no piece sees a later one, for any values of the call's arrays. `whole`:
-    and every piece sees all of all earlier ones.
+    """Whether, of twice as many chunks as shards, no chunk sees a later one, for any values of the call's arrays. `whole`:
+    and every chunk sees all of all earlier ones.
     """
-    pieces = 2 * shards
-    if problem.dynamic_query_offset or problem.q_len % pieces or problem.kv_len % pieces:
+    chunks = 2 * shards
+    if problem.dynamic_query_offset or problem.q_len % chunks or problem.kv_len % chunks:
         return False
-    live = _live(problem, pieces)
-    return not np.triu(live, 1).any() and (not whole or bool((live[np.tril_indices(pieces, -1)] == 2).all()))
+    block_mask = _block_mask(problem, chunks)
+    return not np.triu(block_mask, 1).any() and (
+        not whole or bool((block_mask[np.tril_indices(chunks, -1)] == 2).all())
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def _live_of(mask: object, pieces: int, q_len: int, kv_len: int, offset: int) -> np.ndarray:
+def _static_block_mask(mask: object, chunks: int, q_len: int, kv_len: int, offset: int) -> np.ndarray:
     static = mask.split_static()[0]  # type: ignore[attr-defined]
-    return static.live_blocks(q_len // pieces, kv_len // pieces, q_len=q_len, kv_len=kv_len, query_offset=offset)
+    return static.live_blocks(q_len // chunks, kv_len // chunks, q_len=q_len, kv_len=kv_len, query_offset=offset)
 
 
-def _live(problem: AttentionProblem, pieces: int) -> np.ndarray:
-    """Which pieces of the queries see which pieces of the keys, by the static part of the mask."""
-    return _live_of(problem.mask, pieces, problem.q_len, problem.kv_len, problem.query_offset or 0)
+def _block_mask(problem: AttentionProblem, chunks: int) -> np.ndarray:
+    """Which chunks of the queries see which chunks of the keys, by the static part of the mask."""
+    return _static_block_mask(problem.mask, chunks, problem.q_len, problem.kv_len, problem.query_offset or 0)

@@ -17,7 +17,7 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.errors import ConfigError
-from attnops.planning.traffic import least_traffic
+from attnops.planning.traffic import min_traffic
 from attnops.verify.compiled import failure, kernels, program_text
 from attnops.verify.generations import abstract_target, device_of
 
@@ -363,8 +363,8 @@ def test_the_command_fails_where_they_differ(
     """A program of another strategy than the one that is declared."""
     ring = OperationRegistry.create("splash", OperationMetadata(mesh={"sp": 8}, sequence_parallel="ring", tuning="off"))
     x = jax.ShapeDtypeStruct((1, 256, 8, 16), jnp.float32)
-    needs = least_traffic(ring.plan(x, x, x), False)
-    monkeypatch.setattr("attnops.verify.call.least_traffic", lambda plan, backward: needs)
+    needs = min_traffic(ring.plan(x, x, x), False)
+    monkeypatch.setattr("attnops.verify.call.min_traffic", lambda plan, backward: needs)
     path = config("splash", q_len=256, q_heads=8, kv_heads=8, head_dim=16, batch=1, causal=True)
     result = attnops("verify", path, "--mesh", "sp=8", "--mode", "prefill")
     assert result.status == 1

@@ -121,7 +121,7 @@ def last_rows(case: Case, rows: int) -> Case:
     if call.get("mask") == ~Causal(4):  # an offset of its own counts from the row's index, and moves with the cut
         call["mask"] = ~Causal(4 + first)
     if isinstance(mask := call.get("mask"), Mask):
-        mask = mask.map_atoms(lambda atom: _last_rows_of_blocks(atom, first, rows))
+        mask = mask.map_leaves(lambda atom: _last_rows_of_blocks(atom, first, rows))
         structure, leaves = mask.split()
         arrays = [cut(np.asarray(x.array), x.dims.index("q")) if "q" in x.dims else x.array for x in leaves]
         call["mask"] = structure.merge(tuple(arrays))

@@ -130,7 +130,7 @@ def _insert(q_len: int, **fields: Any) -> tuple[Any, Any]:
     attend = OperationRegistry.create("vanilla", OperationMetadata(mesh=mesh, **fields))
     shapes = [jax.ShapeDtypeStruct((1, n, h, 16), jnp.float32) for n, h in ((q_len, 8), (512, 2), (512, 2))]
     plan = attend.plan(*shapes, mode="insert")
-    specs = [plan.placement.given(n, x.shape) for n, x in zip(("query", "key", "value"), shapes, strict=True)]
+    specs = [plan.placement.call_spec(n, x.shape) for n, x in zip(("query", "key", "value"), shapes, strict=True)]
     laid = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
         for x, spec in zip(shapes, specs, strict=True)

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from attnops import KVCache
 from attnops.compat import abstract_device
-from attnops.devices import LEAST_VMEM_BYTES, SCALAR_BYTES, described_cores, tpu_of, vmem_of
+from attnops.devices import MIN_VMEM_BYTES, SCALAR_BYTES, described_cores, tpu_of, vmem_of
 from attnops.devices.tpus import KINDS
 from attnops.verify.devices import device_limits
 from attnops.verify.generations import generations, topology_of
@@ -37,7 +37,7 @@ def test_a_core_is_as_pallas_describes_it(kind: str) -> None:
     assert (core.hbm_bytes, core.vmem_bytes) == (info.hbm_capacity_bytes, info.vmem_capacity_bytes)
     assert core.scalar_bytes == info.smem_capacity_bytes
     assert (core.bytes_per_second, core.flops_per_second) == (info.mem_bw_bytes_per_second, info.bf16_ops_per_second)
-    assert LEAST_VMEM_BYTES <= core.vmem.default <= core.vmem.most <= core.vmem_bytes
+    assert MIN_VMEM_BYTES <= core.vmem.default <= core.vmem.maximum <= core.vmem_bytes
     assert core.scalar_bytes == SCALAR_BYTES or kind in ("TPU v2", "TPU v3")
 
 
@@ -106,6 +106,6 @@ def test_cores_are_those_of_described_devices(kind: str, monkeypatch: pytest.Mon
 def test_an_unknown_kind() -> None:
     assert tpu_of("TPU v99") is None
     assert device_limits("tpu", "TPU v99") is None
-    assert vmem_of("TPU v99").most == LEAST_VMEM_BYTES
+    assert vmem_of("TPU v99").maximum == MIN_VMEM_BYTES
     plan = CACHE.plan(device_kind="TPU v99")
     assert (plan.memory_limit, plan.scalar_limit) == (None, SCALAR_BYTES)

@@ -263,7 +263,7 @@ def mask_case(random: Random) -> tuple[Any, Callable[[], None]]:
         mask = getattr(masks, kind)(*given) if built else mask_from_dict(data)
         if mask.is_static:
             assert mask_from_dict(mask.to_dict()) == mask, "another one after a round trip"
-            if not any(atom.kind == "mask_function" for atom in mask.atoms()):
+            if not any(atom.kind == "mask_function" for atom in mask.leaves()):
                 assert mask.materialise(slice(0, 4), slice(0, 6)).shape[-2:] == (4, 6)
         else:
             mask.split()

@@ -98,7 +98,7 @@ def test_the_plan_tells_all() -> None:
     assert (plan.problem.runtime_dtype, plan.problem.quantised) == ("bfloat16", {"key": "int8", "value": "float8_e5m2"})
     assert plan.placement.fitted["key"].local_bytes == 2 * 32 * 2 * 16
     assert plan.placement.fitted["key_scale"].local_shape == (2, 1, 2, 1)
-    assert plan.placement.given("key_scale", (4, 1, 4, 1)) == PartitionSpec("fsdp", None, "tp", None)
+    assert plan.placement.call_spec("key_scale", (4, 1, 4, 1)) == PartitionSpec("fsdp", None, "tp", None)
     assert plan.placement.spec("key_scale") == PartitionSpec("fsdp", "tp", None)
     assert "value is float8_e5m2 without value_scale: its values are used unscaled" in plan.notes
     assert any(

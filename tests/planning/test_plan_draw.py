@@ -42,7 +42,7 @@ def held(picture: DevicePicture, name: str) -> dict[int, tuple[slice, ...]]:
         number: tuple(
             slice(*map(int, dim.range(part).split(":"))) for dim, part in zip(tensor.dims, parts, strict=True)
         )
-        for number, parts in zip(picture.ids, tensor.held, strict=True)
+        for number, parts in zip(picture.ids, tensor.device_parts, strict=True)
     }
 
 
@@ -82,7 +82,7 @@ def test_every_mesh_can_be_drawn(sizes: dict[str, int], batch: int, strategy: st
     assert len(picture.ids) == count
     for tensor in picture.tensors:
         # Together the devices hold all of it, each part as often.
-        parts = [tuple(parts) for parts in tensor.held]
+        parts = [tuple(parts) for parts in tensor.device_parts]
         assert set(parts) == set(itertools.product(*(range(dim.parts) for dim in tensor.dims)))
         assert {parts.count(part) for part in parts} == {tensor.copies}
     for one in picture.sent:

@@ -183,7 +183,7 @@ def test_what_a_config_refuses_is_withdrawn() -> None:
         if fields[name] < 0:
             raise ConfigError("negative")
 
-    tune_cache.withdraw(KEY, resolve)
+    tune_cache.mark_refused(KEY, resolve)
     found = load(KEY)
     assert found.choice is not None
     assert found.choice.fields == {name: 256}

@@ -69,7 +69,9 @@ def test_a_hit_is_taken_and_says_where_it_is_kept(folder: Path) -> None:
 def test_what_another_process_keeps_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _plan()
     with monkeypatch.context() as patch:
-        patch.setattr(tune_cache, "_counter", itertools.repeat(tune_cache.kept_here()))  # as if it wasn't done here
+        patch.setattr(
+            tune_cache, "_counter", itertools.repeat(tune_cache.cache_generation())
+        )  # as if it wasn't done here
         _keep(before, block_q=256)
     assert _plan().config.block_q == 256
     assert _plan() is _plan()

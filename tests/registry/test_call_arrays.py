@@ -68,7 +68,7 @@ def test_bytes_are_those_of_the_arrays(dtype: str, other: str, kv: str, runtime:
     assert {name for name, one in told.items() if one["device_bytes"] is not None} == {*arrays, "query3d"}
     assert told["bias"]["inside_bytes"] == arrays["bias"].nbytes
     operands = {tensor.name: tensor for tensor in placed_tensors(plan.problem, plan.placement)}
-    assert {name: one.given_bytes({}) for name, one in operands.items()} == {
+    assert {name: one.call_bytes({}) for name, one in operands.items()} == {
         name: x.nbytes for name, x in arrays.items() if name in operands
     }
 

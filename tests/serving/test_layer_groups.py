@@ -28,7 +28,7 @@ from attnops.operators.paged_cache import (
     shardings,
 )
 from attnops.planning.cache.kv_cache import KVCache, LayerGroup, layer_groups
-from attnops.planning.cache.window_pages import first_kept, pages_of_all, pages_of_one
+from attnops.planning.cache.window_pages import first_visible_page, pages_of_all, pages_of_one
 from attnops.registry.declaration import Declaration
 from attnops.registry.declaration_schema import declaration_json_schema
 from attnops.serving import PagePool, PagePools
@@ -285,7 +285,9 @@ def test_a_pool_keeps_what_a_plan_counts() -> None:
                 seen = length if window is None else min(length, window - 1)
                 tokens = range(length - seen, length + 1)  # what a query at `length` sees
                 assert (
-                    first_kept(length, window, page) == min(tokens) // page == Window(window, page).first_kept(length)
+                    first_visible_page(length, window, page)
+                    == min(tokens) // page
+                    == Window(window, page).first_visible_page(length)
                 )
 
 
@@ -462,7 +464,7 @@ def test_a_prefix_is_matched_where_all_groups_have_what_they_see() -> None:
     assert made.page_tables(["b"], 3)[0].tolist() == [[12, 1, 2]]
     made.check()
     # Page 3 of the window's group is given to another: 16 tokens and 20 can't be matched any more, 24 can, and so can 12.
-    made.pools[0]._index.withdraw(3)
+    made.pools[0]._index.remove(3)
     made.pools[0]._index.unused[0].pop(3)
     made.pools[0]._owners.returned[0].append(3)
     assert [made.match(prompt[:n])[1].tokens for n in (24, 23, 19, 15)] == [24, 12, 12, 12]

@@ -27,7 +27,7 @@ from attnops import (
     SlidingWindow,
 )
 from attnops.compat import abstract_device
-from attnops.errors import InputTypeError, ShardingWarning, UnfitError
+from attnops.errors import InputTypeError, RefusedShardingError, ShardingWarning
 from attnops.operators.paged_cache import RaggedBatch, init, shardings
 from attnops.sharding import virtual_mesh
 
@@ -270,7 +270,7 @@ def test_metadata_is_read_or_told() -> None:
     for strict in (False, True):
         idle = paged(mesh=virtual_mesh({"sp": 2, "tp": 2}), strict=strict)
         if strict:
-            with pytest.raises(UnfitError, match="sp=2 of the mesh split nothing"):
+            with pytest.raises(RefusedShardingError, match="sp=2 of the mesh split nothing"):
                 idle.plan(*given, cache=CACHE)
         else:
             assert idle.plan(*given, cache=CACHE).implementation

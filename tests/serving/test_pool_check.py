@@ -62,7 +62,7 @@ BROKEN: dict[str, Callable[[PagePool], object]] = {
     r"page 1 is both free and used": lambda p: p._owners.returned[0].append(1),
     r"page 3 is both free and cached": lambda p: p._owners.returned[0].append(3),
     r"page 0 is both cached and used": lambda p: p._index.unused[0].update({0: None}),
-    r"page 3 is cached, but no prefix leads to it": lambda p: p._index.withdraw(3),
+    r"page 3 is cached, but no prefix leads to it": lambda p: p._index.remove(3),
     r"page 3 is found by its prefix, but neither cached nor used": lambda p: p._index.unused[0].pop(3),
     r"pages \[4\] are neither free nor cached nor used": lambda p: p._owners.returned[0].clear(),
     r"the key of cached page 3 doesn't lead to it": _forget_key,

@@ -56,7 +56,7 @@ def test_devices_hold_what_jax_gives_them(axes: dict[str, Any], sizes: dict[str,
     for name, sharding in given.items():
         (tensor,) = [tensor for tensor in picture.tensors if name in tensor.names]
         for device, slices in sharding.devices_indices_map(shapes[name]).items():
-            parts = tensor.held[picture.ids.index(device.id)]
+            parts = tensor.device_parts[picture.ids.index(device.id)]
             ranges = [dim.range(part) for dim, part in zip(tensor.dims, parts, strict=True)]
             assert ranges == ["{}:{}".format(*s.indices(n)[:2]) for s, n in zip(slices, shapes[name], strict=True)], (
                 name

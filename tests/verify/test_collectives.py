@@ -27,7 +27,7 @@ def _sent(
     attend = OperationRegistry.create("splash", OperationMetadata(mesh=mesh, tuning="off", **fields))
     x = jax.ShapeDtypeStruct((8, LENGTH, HEADS, DIM) if "sp" not in sizes else (1, LENGTH, HEADS, DIM), jnp.float32)
     plan = attend.plan(x, x, x, mask=mask)
-    where = jax.sharding.NamedSharding(mesh, plan.placement.given("query", x.shape))
+    where = jax.sharding.NamedSharding(mesh, plan.placement.call_spec("query", x.shape))
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return attend(q, k, v, mask=mask).attention_outputs

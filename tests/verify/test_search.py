@@ -119,7 +119,7 @@ def test_candidates_fit_and_mean_something_for_real_models(shape: dict[str, Any]
     decided = OperationRegistry.create("splash", metadata).plan(q, k, v, mask=mask)
     found = _candidates(decided)
     assert set(found) == {"forward", "backward"}
-    most = vmem_of("TPU7x").most
+    most = vmem_of("TPU7x").maximum
     for part, ways in found.items():
         for way in ways[:12]:
             config = decided.problem.config.with_fields(way)

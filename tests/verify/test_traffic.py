@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 from attnops import Causal, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.planning import Plan
-from attnops.planning.traffic import Need, Traffic, least_traffic
+from attnops.planning.traffic import Need, Traffic, min_traffic
 from attnops.sharding import virtual_mesh
 from attnops.verify.call import verify_call
 from attnops.verify.collectives import Collective
@@ -115,7 +115,7 @@ def test_needs_by_hand() -> None:
     sizes, fields, _, _ = CELLS["ring"]
     attend = OperationRegistry.create("splash", OperationMetadata(mesh=sizes, tuning="off", **fields))
     x = jax.ShapeDtypeStruct((4, 512, 8, 64), jnp.float32)
-    forward, both = (least_traffic(attend.plan(x, x, x), backward) for backward in (False, True))
+    forward, both = (min_traffic(attend.plan(x, x, x), backward) for backward in (False, True))
     assert forward.needs == (
         Need("collective-permute", 7 * part, "key around the ring", axes=("sp",), step="ring"),
         Need("collective-permute", 7 * part, "value around the ring", axes=("sp",), step="ring"),
@@ -123,12 +123,12 @@ def test_needs_by_hand() -> None:
     # Back: the keys again, their gradients at every step and once more, which is home.
     assert sum(need.sent_bytes for need in both.needs) == (14 + 14 + 16) * part
     gathered = OperationRegistry.create("splash", OperationMetadata(mesh=sizes, tuning="off"))
-    needs = least_traffic(gathered.plan(x, x, x), True).needs
+    needs = min_traffic(gathered.plan(x, x, x), True).needs
     assert [(need.kind, need.sent_bytes) for need in needs] == [("all-gather", 7 * part)] * 2 + [
         ("reduce-scatter", 7 * part)
     ] * 2
     head_split = OperationRegistry.create("splash", OperationMetadata(mesh={"fsdp": 4, "tp": 2}, tuning="off"))
-    assert least_traffic(head_split.plan(x, x, x), True) == Traffic(())
+    assert min_traffic(head_split.plan(x, x, x), True) == Traffic(())
 
 
 def test_another_program_differs() -> None:
@@ -158,7 +158,7 @@ def test_a_plan_says_what_each_pass_sends() -> None:
     zigzag = planned(sequence_parallel="ring").to_dict()["sends"]
     assert zigzag["forward"]["bytes"] == 2 * 3 * part + 4 * part
     for plan in (contiguous, planned()):
-        whole = least_traffic(plan, True).sent_bytes
+        whole = min_traffic(plan, True).sent_bytes
         assert sum(one["bytes"] for one in plan.to_dict()["sends"].values()) == whole
     one = OperationRegistry.create("splash", OperationMetadata(backend="tpu")).plan(x, x, x)
     assert one.to_dict()["sends"] == {}

@@ -284,7 +284,7 @@ class Tile(TileMask):
         words = (ref for name, ref in self.refs.items() if name.startswith("words"))
         return any(ref.shape[0] > 1 or ref.shape[1] > 1 for ref in words) or any(
             isinstance(atom, Slot) and atom.broadcast and not atom.broadcast[1]
-            for atom in self.static_args.mask.atoms()
+            for atom in self.static_args.mask.leaves()
         )
 
     def _test(self, subtile: SubTile) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .....devices import LEAST_VMEM_BYTES
+from .....devices import MIN_VMEM_BYTES
 from .geometry import LANES, Geometry, Options, sublanes
 from .memory import MAX_SCALAR_BYTES, ROOM, scalar_words, several_rows, vmem_parts
 from .work_items import row_alignment
@@ -109,7 +109,7 @@ def chosen_sizes(geometry: Geometry, options: Options, room: int | None = None) 
     None: what is requested, or the default of the smallest TPU.
     """
     if room is None:
-        room = options.vmem_limit_bytes or LEAST_VMEM_BYTES
+        room = options.vmem_limit_bytes or MIN_VMEM_BYTES
     bytes_a_page = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in geometry.streams().values())
     max_pages = min(max(1, _BLOCK_KEYS // geometry.page), geometry.width, MAX_PAGES)
     pages = max(1, min(max_pages, _BLOCK_BYTES // bytes_a_page))

@@ -53,7 +53,7 @@ def scalar_words(geometry: Geometry, options: Options) -> dict[str, dict[str, in
 def vmem_room(device_kind: str, vmem_limit_bytes: int | None) -> int:
     """VMEM that a kernel may take on a kind of device: the requested amount if the device has it, else the default."""
     vmem = vmem_of(device_kind)
-    return vmem.default if vmem_limit_bytes is None else min(vmem_limit_bytes, vmem.most)
+    return vmem.default if vmem_limit_bytes is None else min(vmem_limit_bytes, vmem.maximum)
 
 
 def _decode_parts(geometry: Geometry, options: Options) -> dict[str, int]:

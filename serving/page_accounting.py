@@ -1,4 +1,4 @@
-"""PoolBooks: what a page pool records of its sequences, and what a call would take. Nothing here changes the pool."""
+"""PageAccounting: what a page pool records of its sequences, and what a call would take. Nothing here changes the pool."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .prefix_index import PrefixIndex
 from .sequence_state import SequenceState
 from .window import Window
 
-__all__ = ["PoolBooks"]
+__all__ = ["PageAccounting"]
 
 
-class PoolBooks:
+class PageAccounting:
     """The records of a PagePool, which creates and changes them."""
 
     pages: int
@@ -58,14 +58,14 @@ class PoolBooks:
         """The sequence and its new length. Errors: those of truncate."""
         state = self._get(sequence)
         length = whole_number("length", length, 0, state.length)
-        if self._window.first_kept(length) < state.released:
+        if self._window.first_visible_page(length) < state.released:
             raise InputError(
                 f"sequence {shown(sequence)} of {state.length} tokens cut to {length}: its next token would see pages that were "
                 f"released, the first {state.released}. Hint: release after truncate."
             )
         return state, length
 
-    def _adopted(self, sequence: Hashable, ids: array[int]) -> tuple[SequenceState, list[int]]:
+    def _matched_prefix(self, sequence: Hashable, ids: array[int]) -> tuple[SequenceState, list[int]]:
         """A new sequence on the longest published prefix, and its pages, not yet counted. Errors: if the sequence is here
         already."""
         self._must_be_new(sequence)
@@ -74,8 +74,8 @@ class PoolBooks:
         table = array("i", [self.pages]) * released + array("i", pages)
         return SequenceState(matched, table, ids[:matched], keys, released), pages
 
-    def _wanted(
-        self, sequence: Hashable, state: SequenceState, tokens: int, adopted: Sequence[int] = ()
+    def _allocation(
+        self, sequence: Hashable, state: SequenceState, tokens: int, prefix_pages: Sequence[int] = ()
     ) -> tuple[list[int], int | None, bool]:
         """(the shards of new pages, the existing page that is written first, whether it has to be copied). Changes nothing.
         Errors: those of growing."""
@@ -91,22 +91,22 @@ class PoolBooks:
             )
         n = self.sequence_shards
         shards = [inside % n] * copied + [number % n for number in range(len(state.pages), reached)]
-        self._must_have(sequence, shards, tokens, adopted)
+        self._must_have(sequence, shards, tokens, prefix_pages)
         return shards, last, copied
 
-    def _must_have(self, sequence: Hashable, shards: Sequence[int], tokens: int, adopted: Sequence[int]) -> None:
-        """Check that each shard has enough pages; `adopted` pages are kept. Errors: CapacityError."""
+    def _must_have(self, sequence: Hashable, shards: Sequence[int], tokens: int, prefix_pages: Sequence[int]) -> None:
+        """Check that each shard has enough pages; `prefix_pages` are kept. Errors: CapacityError."""
         owners, n = self._owners, self.sequence_shards
-        each = self.pages // n
-        kept = [page % n for page in adopted if page not in owners.references]
+        per_shard = self.pages // n
+        reused = [page % n for page in prefix_pages if page not in owners.references]
         for shard in range(n):
-            wanted, available = shards.count(shard), owners.available_on(shard) - kept.count(shard)
-            if wanted > available:
+            needed, available = shards.count(shard), owners.available_on(shard) - reused.count(shard)
+            if needed > available:
                 where = "" if n == 1 else f" on sequence shard {shard} of {n}"
                 raise CapacityError(
-                    f"sequence {shown(sequence)} needs {wanted} {'page' if wanted == 1 else 'pages'}{where} for {tokens} more "
-                    f"tokens; {available} of {each} are available, and {each - available} are in use. "
+                    f"sequence {shown(sequence)} needs {needed} {'page' if needed == 1 else 'pages'}{where} for {tokens} more "
+                    f"tokens; {available} of {per_shard} are available, and {per_shard - available} are in use. "
                     "Hint: free a sequence, or make the pool larger.",
-                    wanted,
+                    needed,
                     available,
                 )

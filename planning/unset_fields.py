@@ -1,4 +1,4 @@
-"""GivenModel: a pydantic model that serialises only the fields that were given, because unset differs from None."""
+"""UnsetFieldsModel: a pydantic model that serialises only the fields that were given, because unset differs from None."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..errors import ConfigError, shown
 from ..names import unprintable
 from .other_names import other_name
 
-__all__ = ["GivenModel", "explain_validation"]
+__all__ = ["UnsetFieldsModel", "explain_validation"]
 
 
 if TYPE_CHECKING:  # type checkers get the fields of a model from pydantic's metaclass
@@ -38,7 +38,7 @@ else:
                 raise ConfigError(f"{title}: {explain_validation(error, cls)}") from None
 
 
-class GivenModel(BaseModel, metaclass=_Explaining):
+class UnsetFieldsModel(BaseModel, metaclass=_Explaining):
     """Frozen, hashable if its values are, without unknown fields. Validation and serialisation keep which fields were given.
 
     Serialisation (model_dump, model_dump_json, also inside another model) always writes the given fields and those of `tags`,
@@ -56,8 +56,8 @@ class GivenModel(BaseModel, metaclass=_Explaining):
     def _printable(self) -> Self:
         for name, value in self.__dict__.items():
             for text in value if isinstance(value, tuple) else (value,):
-                if isinstance(text, str) and (found := unprintable(text)) is not None:
-                    raise ValueError(f"{name}={shown(text)} holds {found}; wanted printable characters only")
+                if isinstance(text, str) and (character := unprintable(text)) is not None:
+                    raise ValueError(f"{name}={shown(text)} holds {character}; wanted printable characters only")
         return self
 
     # Fields that identify the data. They are always written, and whether they were given doesn't affect equality.
@@ -88,13 +88,13 @@ class GivenModel(BaseModel, metaclass=_Explaining):
             return schema
 
         def write(value: Any, fields: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-            return _given(cls, value, fields, info)
+            return _without_unset(cls, value, fields, info)
 
         written = core_schema.wrap_serializer_function_ser_schema(write, info_arg=True)
         return {**schema, "serialization": written}
 
     def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other) or not isinstance(other, GivenModel):
+        if type(self) is not type(other) or not isinstance(other, UnsetFieldsModel):
             return NotImplemented
         return self.__dict__ == other.__dict__ and self._choices() == other._choices()
 
@@ -107,13 +107,13 @@ class GivenModel(BaseModel, metaclass=_Explaining):
     @classmethod
     def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:  # type: ignore[override]
         """pydantic's model_construct, which doesn't validate, but an unknown name is kept, so that it is refused on use."""
-        made = super().model_construct(_fields_set, **values)
-        made.__dict__.update({name: value for name, value in values.items() if name not in _names(cls)})
-        return made
+        model = super().model_construct(_fields_set, **values)
+        model.__dict__.update({name: value for name, value in values.items() if name not in _names(cls)})
+        return model
 
 
-def _given(
-    cls: type[GivenModel], value: Any, fields: SerializerFunctionWrapHandler, info: SerializationInfo
+def _without_unset(
+    cls: type[UnsetFieldsModel], value: Any, fields: SerializerFunctionWrapHandler, info: SerializationInfo
 ) -> dict[str, Any]:
     if not isinstance(value, cls):  # pydantic tries the branches of a union in turn
         raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is not a {cls.__name__}")
@@ -128,13 +128,15 @@ def _given(
             by_alias=info.by_alias,
             round_trip=info.round_trip,
         )
-    kept = value.model_fields_set | cls.tags
+    set_fields = value.model_fields_set | cls.tags
     known: Mapping[str, Any] = cls.model_fields
-    unset = {key for name, field in known.items() if name not in kept for key in (name, field.serialization_alias)}
+    unset = {
+        key for name, field in known.items() if name not in set_fields for key in (name, field.serialization_alias)
+    }
     return {key: item for key, item in fields(value).items() if key not in unset}
 
 
-def _names(cls: type[GivenModel]) -> set[str]:
+def _names(cls: type[UnsetFieldsModel]) -> set[str]:
     known: Mapping[str, Any] = cls.model_fields
     return {key for name, field in known.items() for key in (name, field.alias) if key}
 
@@ -148,9 +150,9 @@ def explain_validation(error: ValidationError, model: type[BaseModel]) -> str:
         if item["type"] == "extra_forbidden":
             known = _fields_at(model, item["loc"][:-1])
             close = other_name(item["loc"][-1], known, str(item["loc"][-2]) if len(item["loc"]) == 2 else "")
-            wanted = f"; wanted one of {', '.join(known)}." if known and item["loc"][:-1] not in listed else "."
+            expected = f"; wanted one of {', '.join(known)}." if known and item["loc"][:-1] not in listed else "."
             listed.add(item["loc"][:-1])
-            lines.append(f"unknown field {shown(where)}{wanted}{close}")
+            lines.append(f"unknown field {shown(where)}{expected}{close}")
         elif item["type"] == "missing":
             lines.append(f"{where} is missing")
         else:
