@@ -74,10 +74,10 @@ class PagedFunction(Generic[_Given, _Returned]):
         step = known.declaration.step
         if options := sorted(known.declaration.call.model_fields_set | (step.model_fields_set if step else set())):
             raise ConfigError(f"{', '.join(options)}: an argument of each call, not of the declaration; leave it out.")
-        found: Any = OperationRegistry.get(operation)
-        if not issubclass(found, PagedOperation):
+        operation_class: Any = OperationRegistry.get(operation)
+        if not issubclass(operation_class, PagedOperation):
             raise ConfigError(f"operation={shown(operation)} has calls and no steps over pages; wanted 'paged'.")
-        return PagedFunction(self._read, self._returned, found(known.metadata), kv_head_axis, max_length)
+        return PagedFunction(self._read, self._returned, operation_class(known.metadata), kv_head_axis, max_length)
 
     @property
     def plans(self) -> tuple[PagedPlan, ...]:
@@ -96,7 +96,7 @@ class PagedFunction(Generic[_Given, _Returned]):
         if ready.cache.quantised is not None:
             scales = tuple(np.float32(1 if x is None else x) for x in (step.k_scale, step.v_scale))  # type: ignore[assignment]
         state = CacheState((LayerPages(step.pages, None, *map(_array, scales)),), ready.cache)
-        made = self.operation(
+        result = self.operation(
             query,
             key,
             value,
@@ -106,13 +106,13 @@ class PagedFunction(Generic[_Given, _Returned]):
             softmax_aux=sinks,
             **ready.options,
         )
-        self._keep(made.plan, ready.remarks)
-        output = made.attention_outputs
+        self._keep(result.plan, ready.remarks)
+        output = result.attention_outputs
         assert output is not None  # the mode isn't 'insert'
         output = output[:, : step.query.shape[1]]
         if ready.cache.quantised is None and step.v_scale is not None:
             output = output.astype(jnp.float32) * np.float32(step.v_scale)
-        return self._returned(output.astype(ready.returned), made.state.layers[0].key)
+        return self._returned(output.astype(ready.returned), result.state.layers[0].key)
 
     def plan(self, *args: _Given.args, **kwargs: _Given.kwargs) -> PagedPlan:
         """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs."""
@@ -127,7 +127,7 @@ class PagedFunction(Generic[_Given, _Returned]):
         )
         sinks = None if step.sinks is None else shape((query.shape[1],), jnp.float32)
         real = not any(isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer) for x in step.arrays)
-        made = self.operation.plan(
+        plan = self.operation.plan(
             query,
             key,
             value,
@@ -136,7 +136,7 @@ class PagedFunction(Generic[_Given, _Returned]):
             softmax_aux=sinks,
             **ready.options,
         )
-        return replace(made, notes=(*made.notes, *ready.remarks))
+        return replace(plan, notes=(*plan.notes, *ready.remarks))
 
     def explain(self, *args: _Given.args, **kwargs: _Given.kwargs) -> str:
         """The plan of the same call as text."""

@@ -84,7 +84,7 @@ class DeclaredCall:
         running = _Running(self.attention)
         token = _running.set(running)
         try:
-            found = self.own(*args, **call)
+            output = self.own(*args, **call)
         finally:
             _running.reset(token)
         if not running.calls:
@@ -93,7 +93,7 @@ class DeclaredCall:
                 'the declared attention would be ignored. Hint: declare {"enabled": false} for this model, or call '
                 "attnops.dot_product_attention in the layer."
             )
-        return found
+        return output
 
 
 _own_op = keras.ops.dot_product_attention

@@ -103,9 +103,9 @@ class Estimate:
     @property
     def bound(self) -> str:
         """The longest term of all passes and, if there are several, its pass; of work also what limits it."""
-        term, one = max(((term, one) for one in self.passes for term in one.terms), key=lambda found: found[0].seconds)
-        told = f"{_WORK}, by {one.bound}" if term.name == _WORK else term.name
-        return f"{one.name} {told}" if len(self.passes) > 1 else told
+        term, one = max(((term, one) for one in self.passes for term in one.terms), key=lambda pair: pair[0].seconds)
+        cause = f"{_WORK}, by {one.bound}" if term.name == _WORK else term.name
+        return f"{one.name} {cause}" if len(self.passes) > 1 else cause
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -237,10 +237,10 @@ def _operands(plan: Plan, backward: bool) -> tuple[int, int]:
     """Bytes of (arguments, results) per device; for both passes with the outputs' gradients and all others."""
     problem, placement = plan.problem, plan.placement
     sizes = {axis.name: axis.size for axis in problem.mesh}
-    given = outgoing = gradients = 0
+    inputs = outgoing = gradients = 0
     for tensor in placed_tensors(problem, placement):
         bytes_ = tensor.given_bytes(sizes)
-        given += bytes_
+        inputs += bytes_
         gradients += bytes_ if tensor.gradient else 0
     parts = math.prod(sizes[a] for a in all_axes(axes_by_dim(placement.spec("output"), 4)))
     outgoing += math.prod(problem.shape_of("output")) * problem.itemsize_of("output") // parts
@@ -248,7 +248,7 @@ def _operands(plan: Plan, backward: bool) -> tuple[int, int]:
         wide = jnp.dtype(problem.softmax_dtype).itemsize
         split = math.prod(sizes[a] for a in all_axes(axes_by_dim(placement.spec("lse"), 3)))
         outgoing += problem.batch * problem.q_heads * problem.q_len * wide // split
-    return (given + outgoing, outgoing + gradients) if backward else (given, outgoing)
+    return (inputs + outgoing, outgoing + gradients) if backward else (inputs, outgoing)
 
 
 def _held(plan: Plan, machine: Machine, backward: bool) -> int:
@@ -258,15 +258,15 @@ def _held(plan: Plan, machine: Machine, backward: bool) -> int:
     item = sent_itemsize(problem.runtime_dtype, machine.platform == "cpu")
     width, rows = problem.head_dim + problem.value_dim, local.batch * local.q_heads * local.q_len * split.pieces
     keys = local.batch * local.kv_heads * local.kv_len * split.pieces * width
-    held = 0
+    size = 0
     if split.gathers:
-        held += keys * item
+        size += keys * item
     if split.head_axes:
-        held += keys * item + rows * problem.head_dim * item
+        size += keys * item + rows * problem.head_dim * item
     if split.ring_axes:
-        held += keys * item
+        size += keys * item
     if backward and split.strategy:
-        held += keys * (4 if split.ring_axes else item)
+        size += keys * (4 if split.ring_axes else item)
     if plan.route is not None and plan.route.name == "plain":
-        held += local.batch * local.q_heads * local.q_len * local.kv_len * jnp.dtype(problem.softmax_dtype).itemsize
-    return held
+        size += local.batch * local.q_heads * local.q_len * local.kv_len * jnp.dtype(problem.softmax_dtype).itemsize
+    return size

@@ -57,22 +57,24 @@ def machine_of(target: str) -> Machine:
         return cpu_machine(count, CpuRates())
     if target.partition(":")[0] == "cpu":
         raise ConfigError(f"target {shown(target)}; wanted virtual CPU devices and how many, such as cpu:8.")
-    found = target_of(target)
+    described = target_of(target)
     if is_gpu_target(target):
-        wanted = gpu_target(target)
-        spec = gpu_specs()[wanted.name]
+        gpus = gpu_target(target)
+        spec = gpu_specs()[gpus.name]
         joined = (
-            Physical(wanted.hosts, spec.network_bytes_per_second, switched=True),
-            Physical(wanted.gpus, spec.nvlink_bytes_per_second, switched=True),
+            Physical(gpus.hosts, spec.network_bytes_per_second, switched=True),
+            Physical(gpus.gpus, spec.nvlink_bytes_per_second, switched=True),
         )
-        limits = device_limits("cuda", found.kind)
-        return Machine(target, "cuda", found.kind, found.cores, found.count, limits, joined, 0.0, True)
+        limits = device_limits("cuda", described.kind)
+        return Machine(target, "cuda", described.kind, described.cores, described.count, limits, joined, 0.0, True)
     torus = torus_of(target)
     # The devices of a chip send at the same time, over the same links.
     chips = [Physical(n, torus.link / torus.devices, ring) for n, ring in zip(torus.shape, torus.rings, strict=True)]
     physical = (*chips, Physical(torus.devices, torus.die_link))
-    limits = device_limits("tpu", found.kind, found.cores)
-    return Machine(target, "tpu", found.kind, found.cores, found.count, limits, physical, _HOP_SECONDS, True)
+    limits = device_limits("tpu", described.kind, described.cores)
+    return Machine(
+        target, "tpu", described.kind, described.cores, described.count, limits, physical, _HOP_SECONDS, True
+    )
 
 
 def cpu_machine(count: int, rates: CpuRates) -> Machine:
@@ -90,11 +92,11 @@ def with_devices(target: str, count: int) -> str | None:
     if whole.cpu is not None:
         return f"cpu:{count}" if whole.count % count == 0 else None
     if is_gpu_target(target):
-        wanted = gpu_target(target)
-        if count <= wanted.gpus:
-            return f"{wanted.name}:{count}" if wanted.gpus % count == 0 else None
-        hosts, rest = divmod(count, wanted.gpus)
-        return None if rest or wanted.hosts % hosts else f"{wanted.name}:{hosts}x{wanted.gpus}"
+        gpus = gpu_target(target)
+        if count <= gpus.gpus:
+            return f"{gpus.name}:{count}" if gpus.gpus % count == 0 else None
+        hosts, rest = divmod(count, gpus.gpus)
+        return None if rest or gpus.hosts % hosts else f"{gpus.name}:{hosts}x{gpus.gpus}"
     torus = torus_of(target)
     shape, left = list(torus.shape), whole.count // count if whole.count % count == 0 else 0
     while left > 1:

@@ -61,8 +61,8 @@ def _reordered(spans: tuple[Span, ...]) -> float:
     """There are twice as many pieces as devices. Piece p is with device p // 2, in zigzag order with p or 2 * devices - 1 - p."""
     size = math.prod(span.size for span in spans)
     moves = [(p // 2, min(p, 2 * size - 1 - p)) for p in range(2 * size)]
-    most = max(sum(a == device != b for a, b in moves) for device in range(size))
-    return busiest_link(spans, [(a, b, 1.0 / most) for a, b in moves if a != b])
+    max_moves = max(sum(a == device != b for a, b in moves) for device in range(size))
+    return busiest_link(spans, [(a, b, 1.0 / max_moves) for a, b in moves if a != b])
 
 
 def busiest_link(spans: tuple[Span, ...], messages: Sequence[Message]) -> float:

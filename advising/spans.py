@@ -47,20 +47,20 @@ def lay(physical: tuple[Physical, ...], sizes: Mapping[str, int]) -> dict[str, t
 
 def _whole(physical: tuple[Physical, ...], sizes: Mapping[str, int]) -> dict[str, tuple[Span, ...]] | None:
     left = [index for index, axis in enumerate(physical) if axis.size > 1]
-    found: dict[str, tuple[Span, ...]] = {}
+    spans: dict[str, tuple[Span, ...]] = {}
     for name, size in reversed([*sizes.items()]):
         choices = (c for count in range(len(left), 0, -1) for c in itertools.combinations(left, count))
         taken = next((c for c in choices if math.prod(physical[i].size for i in c) == size), None) if size > 1 else ()
         if taken is None:
             return None
         left = [index for index in left if index not in taken]
-        found[name] = tuple(Span(p.size, p.link, 1, p.closed, p.switched) for p in (physical[index] for index in taken))
-    return {name: found[name] for name in sizes}
+        spans[name] = tuple(Span(p.size, p.link, 1, p.closed, p.switched) for p in (physical[index] for index in taken))
+    return {name: spans[name] for name in sizes}
 
 
 def _row_by_row(physical: tuple[Physical, ...], sizes: Mapping[str, int]) -> dict[str, tuple[Span, ...]]:
     rest = [[axis, 1] for axis in physical if axis.size > 1]  # and how much of it is used
-    found: dict[str, tuple[Span, ...]] = {}
+    axis_spans: dict[str, tuple[Span, ...]] = {}
     for name, size in reversed([*sizes.items()]):
         spans: list[Span] = []
         while size > 1 and rest:
@@ -83,5 +83,5 @@ def _row_by_row(physical: tuple[Physical, ...], sizes: Mapping[str, int]) -> dic
                 rest.pop()
         if size > 1:  # sizes that no physical axis has a factor of
             spans.insert(0, Span(size, physical[0].link, physical[-1].size, False, physical[0].switched))
-        found[name] = tuple(spans)
-    return {name: found[name] for name in sizes}
+        axis_spans[name] = tuple(spans)
+    return {name: axis_spans[name] for name in sizes}

@@ -87,10 +87,10 @@ def _pairs(
     """Weights in live tiles of each piece of the queries with each piece of the keys."""
     q = _seen(q_len, block_q, pieces_q)
     kv = _seen(kv_len, block_kv, pieces_kv)
-    live = mask.live_blocks(q, kv, q_len=q_len, kv_len=kv_len, query_offset=offset) > 0
+    visible = mask.live_blocks(q, kv, q_len=q_len, kv_len=kv_len, query_offset=offset) > 0
     rows, columns = _bounds(q_len, q, pieces_q), _bounds(kv_len, kv, pieces_kv)
     padded = np.zeros((rows[-1], columns[-1]))
-    padded[: live.shape[0], : live.shape[1]] = live[: rows[-1], : columns[-1]]
+    padded[: visible.shape[0], : visible.shape[1]] = visible[: rows[-1], : columns[-1]]
     sums = np.add.reduceat(np.add.reduceat(padded, rows[:-1], 0), columns[:-1], 1)
     return sums * (q * kv)
 

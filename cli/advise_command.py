@@ -59,10 +59,10 @@ def advise(
     options = AdviseOptions(
         config, target, tuple(batch or ()), devices, mesh, tuple(operation or ()), mode, compiled, rows, write
     )
-    found, notes = run_advise(options)
+    advice, notes = run_advise(options)
     if as_json:
-        print_json(found.to_dict() | {"notes": [*found.notes, *notes]})
+        print_json(advice.to_dict() | {"notes": [*advice.notes, *notes]})
     else:
-        print_advice(found, options, notes)
-    if not found.entries:
-        raise RefusedError(found.refusal())
+        print_advice(advice, options, notes)
+    if not advice.entries:
+        raise RefusedError(advice.refusal())

@@ -57,19 +57,19 @@ def baseline(plan: Plan, arrays: Mapping[str, Any]) -> Baseline | NotExpressible
         mask = whole.visible(slice(0, problem.q_len))
     dtype = jnp.dtype(problem.runtime_dtype)
     q, k, v = (_bthd(arrays[name], problem.layout).astype(dtype) for name in ("query", "key", "value"))
-    told = flags or _Flags(False, None, False)
+    keyword_flags = flags or _Flags(False, None, False)
 
     def attend(query: Any, key: Any, value: Any, bias: Any, seen: Any, lengths: Any) -> jax.Array:
         with default_promotion():
             return jax.nn.dot_product_attention(
-                query, key, value, bias, seen, scale=problem.softmax_scale, is_causal=told.is_causal,
-                local_window_size=told.window, key_value_seq_lengths=lengths,
+                query, key, value, bias, seen, scale=problem.softmax_scale, is_causal=keyword_flags.is_causal,
+                local_window_size=keyword_flags.window, key_value_seq_lengths=lengths,
             )  # fmt: skip
 
-    lengths = arrays["kv_lengths"] if told.lengths else None
+    lengths = arrays["kv_lengths"] if keyword_flags.lengths else None
     if lengths is not None:
         lengths = jnp.asarray(lengths, jnp.int32)
-    return Baseline(attend, (q, k, v, arrays.get("bias"), mask, lengths), _words(told, mask))
+    return Baseline(attend, (q, k, v, arrays.get("bias"), mask, lengths), _words(keyword_flags, mask))
 
 
 def _why_not(problem: AttentionProblem) -> str:
@@ -99,12 +99,12 @@ def _flags(problem: AttentionProblem) -> _Flags | None:
     return _Flags(seen.causal, (seen.left, seen.right), bool(dynamic))
 
 
-def _words(told: _Flags, mask: np.ndarray | None) -> str:
+def _words(flags: _Flags, mask: np.ndarray | None) -> str:
     if mask is not None:
         return f"mask as an array {'x'.join(map(str, mask.shape))}"
-    words = ["is_causal"] if told.is_causal else []
-    words += [f"local_window_size={told.window}"] if told.window else []
-    words += ["key_value_seq_lengths"] if told.lengths else []
+    words = ["is_causal"] if flags.is_causal else []
+    words += [f"local_window_size={flags.window}"] if flags.window else []
+    words += ["key_value_seq_lengths"] if flags.lengths else []
     return ", ".join(words) or "no mask"
 
 

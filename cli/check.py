@@ -66,19 +66,19 @@ def check(
     arrays: Mapping[str, Any],
     expected: np.ndarray | None = None,
     source: str = "",
-    told: Told | None = None,
+    progress: Told | None = None,
 ) -> list[Comparison]:
     """Compare the output, and lse and weights if requested, with verify.reference_attention. Also compare the output with the
     `expected` array of a source, leaving out rows of padding queries. `told` is called for each piece. Errors: InputError for
     `expected` with a wrong shape.
     """
-    problem, given = plan.problem, materials(plan.problem, arrays)
+    problem, tensors = plan.problem, materials(plan.problem, arrays)
     packed = problem.layout == "thd"
     got, theirs = canonical(np.asarray(output.attention_outputs), problem.layout), None
     if expected is not None:
         if expected.shape != output.attention_outputs.shape:
-            wanted = output.attention_outputs.shape
-            raise InputError(f"{source}: expected has shape {expected.shape}; wanted the output's, {wanted}.")
+            expected_shape = output.attention_outputs.shape
+            raise InputError(f"{source}: expected has shape {expected.shape}; wanted the output's, {expected_shape}.")
         theirs = canonical(expected, problem.layout)
     others = {
         name: np.asarray(x)[None] if packed else np.asarray(x)
@@ -90,24 +90,24 @@ def check(
     step = max(1, _PIECE // (problem.group * problem.kv_len))
     for start in range(0, problem.q_len, step):
         rows = slice(start, min(start + step, problem.q_len))
-        if told is not None:
-            told(start, problem.q_len, "queries")
-        seen = given.visible(rows)
+        if progress is not None:
+            progress(start, problem.q_len, "queries")
+        seen = tensors.visible(rows)
         for row in range(problem.batch):
             for kv_head in range(problem.kv_heads):
                 heads = slice(kv_head * problem.group, (kv_head + 1) * problem.group)
-                made = _piece(problem, given, seen, arrays, row, kv_head, heads, rows)
-                terms, found = output_size(made.dropped, made.value)[0], got[row, rows, heads]
-                want = np.einsum("bhqk,bkhd->bqhd", made.dropped, made.value)[0]
-                worst["output"].add(found, want, row_sizes(want, terms))
+                reference = _piece(problem, tensors, seen, arrays, row, kv_head, heads, rows)
+                terms, output_rows = output_size(reference.dropped, reference.value)[0], got[row, rows, heads]
+                want = np.einsum("bhqk,bkhd->bqhd", reference.dropped, reference.value)[0]
+                worst["output"].add(output_rows, want, row_sizes(want, terms))
                 if "lse" in others:
-                    worst["lse"].add(others["lse"][row, heads, rows], made.lse[0], lse_size(made.lse[0]))
+                    worst["lse"].add(others["lse"][row, heads, rows], reference.lse[0], lse_size(reference.lse[0]))
                 if "weights" in others:
-                    weights = made.weights[0]
+                    weights = reference.weights[0]
                     worst["weights"].add(others["weights"][row, heads, rows], weights, row_sizes(weights))
                 if theirs is not None:
                     here, known = real[row, rows], theirs[row, rows, heads]
-                    worst["expected"].add(found[here], known[here], row_sizes(known, terms)[here])
+                    worst["expected"].add(output_rows[here], known[here], row_sizes(known, terms)[here])
     tolerance = tolerance_of(plan)
     remark = "" if tolerance is not None else f"no tolerance is published for {problem.runtime_dtype}"
     checks = [worst[name].compared(name, "float64 reference", tolerance, remark) for name in ("output", *others)]
@@ -139,7 +139,7 @@ def _real_queries(problem: AttentionProblem, arrays: Mapping[str, Any]) -> np.nd
 
 
 def _piece(
-    problem: AttentionProblem, given: Materials, seen: np.ndarray, arrays: Mapping[str, Any], row: int, kv_head: int,
+    problem: AttentionProblem, tensors: Materials, seen: np.ndarray, arrays: Mapping[str, Any], row: int, kv_head: int,
     heads: slice, rows: slice,
 ) -> Forward:  # fmt: skip
     one, count = slice(row, row + 1), problem.group
@@ -149,14 +149,14 @@ def _piece(
         head, at, key = np.arange(count), np.arange(rows.stop - rows.start), np.arange(problem.kv_len)
         keep = np.asarray(dropout.keep(0, head[:, None, None], at[None, :, None], key[None, None]))[None]
     return forward(
-        given.query[one, rows, heads],
-        given.key[one, :, kv_head : kv_head + 1],
-        given.value[one, :, kv_head : kv_head + 1],
+        tensors.query[one, rows, heads],
+        tensors.key[one, :, kv_head : kv_head + 1],
+        tensors.value[one, :, kv_head : kv_head + 1],
         scale=problem.softmax_scale,
         mask=_cut(seen, one, heads, slice(None)),
-        bias=None if given.bias is None else _cut(given.bias, one, heads, rows),
+        bias=None if tensors.bias is None else _cut(tensors.bias, one, heads, rows),
         soft_cap=problem.logits_soft_cap,
-        sinks=None if given.sinks is None else given.sinks[heads],
+        sinks=None if tensors.sinks is None else tensors.sinks[heads],
         keep=keep,
         keep_probability=1.0 - problem.dropout_prob,
     )

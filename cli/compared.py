@@ -54,13 +54,13 @@ def _agreement(plan: Plan, output: Any, theirs: Any) -> str:
     problem = plan.problem
     ours = canonical(np.asarray(output.attention_outputs, np.float32), problem.layout)
     other = np.asarray(theirs, np.float32)
-    live: np.ndarray = np.ones(ours.shape[:-1], bool)
+    visible: np.ndarray = np.ones(ours.shape[:-1], bool)
     if problem.mask.may_have_dead_rows(problem.q_len, problem.kv_len):
-        live = np.asarray(ours.any(axis=-1))
-    ours, other = ours[live], other[live]
+        visible = np.asarray(ours.any(axis=-1))
+    ours, other = ours[visible], other[visible]
     finite = np.isfinite(ours) & np.isfinite(other)
     text = f"differs by at most {float(np.abs(ours[finite] - other[finite]).max(initial=0.0)):.1e}"
-    text += "" if live.all() else f", {int((~live).sum())} fully masked rows left out"
+    text += "" if visible.all() else f", {int((~visible).sum())} fully masked rows left out"
     return text if finite.all() else f"{text}, {int((~finite).sum())} values that are not finite left out"
 
 
@@ -73,5 +73,5 @@ def _free_bytes(device: jax.Device, count: int) -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 // count if found and device.platform == "cpu" else None
+    available = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(available[0]) * 1024 // count if available and device.platform == "cpu" else None

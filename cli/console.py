@@ -76,12 +76,12 @@ class Columns:
         return self._table().__rich_measure__(console, console.options).maximum <= width
 
     def _table(self) -> Table:
-        made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
         for head in self.heads:
-            made.add_column(Text(head), no_wrap=True)
+            table.add_column(Text(head), no_wrap=True)
         for cells, style in self.rows:
-            made.add_row(*cells, style=style)
-        return made
+            table.add_row(*cells, style=style)
+        return table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.fits(options.max_width):
@@ -99,18 +99,18 @@ class Columns:
 
 def _without_end(line: list[Segment]) -> list[Segment]:
     """The line without spaces at its end."""
-    kept = list(line)
-    while kept and not kept[-1].text.rstrip():
-        kept.pop()
-    if kept:
-        kept[-1] = kept[-1]._replace(text=kept[-1].text.rstrip())
-    return kept
+    segments = list(line)
+    while segments and not segments[-1].text.rstrip():
+        segments.pop()
+    if segments:
+        segments[-1] = segments[-1]._replace(text=segments[-1].text.rstrip())
+    return segments
 
 
 def _wrapped(value: str | Text, width: int) -> list[Text]:
     """Lines of at most this width, broken between words. A longer word gets a line of its own."""
     whole = value if isinstance(value, Text) else Text(value)
-    found: list[Text] = []
+    lines: list[Text] = []
     for line in whole.split("\n", allow_blank=True):
         starts, used = [], 0
         for word in _WORD.finditer(line.plain):
@@ -118,8 +118,8 @@ def _wrapped(value: str | Text, width: int) -> list[Text]:
                 starts.append(word.start())
                 used = 0
             used += cell_len(word[0])
-        found += line.divide(starts)
-    return found
+        lines += line.divide(starts)
+    return lines
 
 
 def _line(head: Text, line: Text, console: Console, style: str = "") -> Iterator[Segment]:

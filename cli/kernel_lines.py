@@ -30,7 +30,7 @@ def kernel_limits(report: TargetReport) -> str:
 
 
 def kernel_lines(
-    report: TargetReport, kernels: Sequence[AnyKernelUse] | None, told: Sequence[AnyKernelUse] = ()
+    report: TargetReport, kernels: Sequence[AnyKernelUse] | None, reported: Sequence[AnyKernelUse] = ()
 ) -> Iterator[str]:
     """Yield one or more lines for each kind of kernel, and say what isn't known. told: GPU kernels already described, for which
     the name is enough."""
@@ -47,7 +47,7 @@ def kernel_lines(
             used = "an unknown part" if kernel.vmem_used is None else bytes_text(kernel.vmem_used)
             limit = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
             yield f"{kernel.name}: {used} of {bytes_text(limit)} of VMEM{many}"
-        elif kernel in told:
+        elif kernel in reported:
             yield f"{kernel.name}: as in the previous pass{many}"
         else:
             yield f"{kernel.name}: {_resources(kernel)}{many}"
@@ -64,12 +64,12 @@ def _resources(kernel: GpuKernelUse) -> str:
         f"{kernel.registers} registers per thread, {spills}; {bytes_text(kernel.shared_bytes)} of shared memory per block of "
         f"{kernel.threads} threads"
     )
-    if (held := kernel.occupancy) is None:
+    if (occupancy := kernel.occupancy) is None:
         return text
-    blocks = f"{held.blocks} block{'s' if held.blocks != 1 else ''}"
+    blocks = f"{occupancy.blocks} block{'s' if occupancy.blocks != 1 else ''}"
     return (
-        f"{text}; a multiprocessor holds {blocks}, {held.warps} of {held.most_warps} warps, bound by "
-        f"{' and '.join(held.bound)}"
+        f"{text}; a multiprocessor holds {blocks}, {occupancy.warps} of {occupancy.most_warps} warps, bound by "
+        f"{' and '.join(occupancy.bound)}"
     )
 
 

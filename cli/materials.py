@@ -54,8 +54,8 @@ def materials(problem: AttentionProblem, arrays: Mapping[str, Any]) -> Materials
     mask = problem.mask.merge([_leaf(leaf.name, problem, arrays) for leaf in problem.leaves])
     offset: int | np.ndarray = 0 if problem.query_offset is None else problem.query_offset
     if problem.dynamic_query_offset:
-        given = arrays.get("query_offset")
-        offset = np.asarray(arrays["kv_lengths"]) - problem.q_len if given is None else np.asarray(given)
+        query_offset = arrays.get("query_offset")
+        offset = np.asarray(arrays["kv_lengths"]) - problem.q_len if query_offset is None else np.asarray(query_offset)
     bias = None if "bias" not in arrays else np.asarray(arrays["bias"])
     return Materials(q, k, v, bias, _sinks(problem, arrays), mask, offset)
 

@@ -12,8 +12,8 @@ from .version import version_text
 _MODEL = "With --model"
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(value: bool) -> None:
+    if value:
         print(version_text())
         raise typer.Exit
 

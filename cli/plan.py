@@ -44,8 +44,12 @@ def print_plan(
 
     rows: list[tuple[str, str | Text]] = [runs_row(plan)]
     if isinstance(plan, PagedPlan):
-        told = [note for note in (*plan.notes, *notes) if verbose or not is_info(note)]
-        rows += [*rejected_rows(plan), *sourced(step_rows(plan, verbose=verbose)), *[("note", note) for note in told]]
+        printed = [note for note in (*plan.notes, *notes) if verbose or not is_info(note)]
+        rows += [
+            *rejected_rows(plan),
+            *sourced(step_rows(plan, verbose=verbose)),
+            *[("note", note) for note in printed],
+        ]
         console.print(fields(rows), "", sep="\n")
         # On one device specs split nothing, so the table is left out.
         whole = verbose or math.prod(axis.size for axis in plan.problem.mesh) > 1
@@ -53,7 +57,7 @@ def print_plan(
             console.print(_step_tensors(plan), "", sep="\n")
         print_cache(plan.cache if cache is None else cache, arrays=whole)
         if not verbose:
-            asides = len(plan.notes) + len(notes) - len(told)
+            asides = len(plan.notes) + len(notes) - len(printed)
             more = ["defaults of the config", *([] if whole else ["arrays"]), *([f"{asides} notes"] if asides else [])]
             console.print("", fields([("more", f"--verbose adds {', '.join(more)}")]), sep="\n")
         return
@@ -111,8 +115,8 @@ def _tensors(plan: Plan) -> Columns:
     tensors = table("tensor", "declared", "fitted", "shape", "per device", "bytes")
     for name, declared, fitted, shape, local, size in tensor_rows(plan):
         if shape:
-            kept = Text("same", style="dim") if declared == fitted else Text(fitted)
-            tensors.add_row(name, declared, kept, shape, local, size)
+            fitted_text = Text("same", style="dim") if declared == fitted else Text(fitted)
+            tensors.add_row(name, declared, fitted_text, shape, local, size)
         else:
             tensors.add_row(name, declared, Text(fitted, style="dim"), style="dim")
     return tensors

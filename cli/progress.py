@@ -39,12 +39,12 @@ def bar(title: str, *, quiet: bool = False) -> Iterator[Told]:
         task = progress.add_task(title, total=None, count="", what="")
         with contextlib.nullcontext() if quiet else _slow(console, title) as begins:
 
-            def told(done: int, of: int, what: str) -> None:
+            def report(done: int, of: int, what: str) -> None:
                 progress.update(task, completed=done, total=of, count=f"{done} of {of}", what=what)
                 if begins is not None:
                     begins(what)
 
-            yield told
+            yield report
 
 
 @contextlib.contextmanager

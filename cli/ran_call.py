@@ -46,5 +46,5 @@ class RunnableCall(Runnable):
     def compare(self, output: Any) -> Compared:
         return compare(self.call, self.placed, output)
 
-    def check(self, output: Any, told: Told) -> list[Comparison]:
-        return check(self.call, output, self.arrays, self.expected, self.source, told)
+    def check(self, output: Any, progress: Told) -> list[Comparison]:
+        return check(self.call, output, self.arrays, self.expected, self.source, progress)

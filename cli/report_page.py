@@ -30,22 +30,22 @@ __all__ = ["report_page"]
 _REGISTERS = 255  # most registers per thread in NVIDIA's instruction set
 
 
-def report_page(found: Reported) -> str:
+def report_page(report: Reported) -> str:
     """The page as HTML."""
-    described = found.plan.problem.describe()
+    described = report.plan.problem.describe()
     name = f"{described.partition(' on ')[0]}:{described.partition(':')[2].rpartition(', mesh')[0]}"
-    kind = "call" if isinstance(found.plan, Plan) else "step"
-    targets = [(f"target-{n}", one) for n, one in enumerate(found.targets)]
+    kind = "call" if isinstance(report.plan, Plan) else "step"
+    targets = [(f"target-{n}", one) for n, one in enumerate(report.targets)]
     sections = [
-        ("declaration", "Declaration", [code(found.declaration.to_json())]),
-        *_subject(found),
-        *([] if targets else [("plan", "Plan", [*_plan(found.plan), paragraph(_UNCOMPILED)])]),
+        ("declaration", "Declaration", [code(report.declaration.to_json())]),
+        *_subject(report),
+        *([] if targets else [("plan", "Plan", [*_plan(report.plan), paragraph(_UNCOMPILED)])]),
         *((at, f"{one.target}: {WORDS[one.outcome]}", list(_target(one))) for at, one in targets),
-        ("tuning", "Tuning", list(_tuning(found.searches, kind))),
-        ("timings", "Timings", list(_timings(found, kind))),
-        *([("notes", "Notes", [rows([("note", note) for note in found.notes])])] if found.notes else []),
+        ("tuning", "Tuning", list(_tuning(report.searches, kind))),
+        ("timings", "Timings", list(_timings(report, kind))),
+        *([("notes", "Notes", [rows([("note", note) for note in report.notes])])] if report.notes else []),
     ]
-    head = title(name, [(anchor, heading) for anchor, heading, _ in sections]) + paragraph(found.made)
+    head = title(name, [(anchor, heading) for anchor, heading, _ in sections]) + paragraph(report.made)
     body = "".join(section(heading, parts, anchor) for anchor, heading, parts in sections)
     return document(f"attnops: {name}", head + body)
 
@@ -55,30 +55,32 @@ _UNCOMPILED = (
 )
 
 
-def _subject(found: Reported) -> list[tuple[str, str, list[str]]]:
+def _subject(report: Reported) -> list[tuple[str, str, list[str]]]:
     """The sections of a call's mask, or of a step's batch and its cache."""
-    if isinstance(found.plan, Plan):
-        return [("mask", "Mask", list(mask(found.plan)))]
-    own = [("batch", "Batch", list(batch(found.plan, found.batch)))]
-    return own if found.cache is None else [*own, ("cache", "Cache", list(cache(found.cache)))]
+    if isinstance(report.plan, Plan):
+        return [("mask", "Mask", list(mask(report.plan)))]
+    sections = [("batch", "Batch", list(batch(report.plan, report.batch)))]
+    return sections if report.cache is None else [*sections, ("cache", "Cache", list(cache(report.cache)))]
 
 
 def _plan(plan: AnyPlan) -> Iterator[str]:
     """One screen of the plan, the whole plan folded, and where its tensors are."""
     runs = ("runs", f"{plan.implementation or 'nothing'} ({WHY[plan.kind]})")
-    told = page_rows(plan) if isinstance(plan, PagedPlan) else [row for row in screen_rows(plan) if row[0] != "more"]
-    yield rows([runs, *told])
+    rows_of_plan = (
+        page_rows(plan) if isinstance(plan, PagedPlan) else [row for row in screen_rows(plan) if row[0] != "more"]
+    )
+    yield rows([runs, *rows_of_plan])
     yield folded("The whole plan", code(plan.explain(verbose=True)))
     if isinstance(plan, Plan) or math.prod(axis.size for axis in plan.problem.mesh) > 1:
         yield subsection("Placement")
         yield pictures([plan.draw().svg()])
 
 
-def _lines(found: Iterable[tuple[str, str | Text]]) -> Iterator[str]:
+def _lines(rows_of_pass: Iterable[tuple[str, str | Text]]) -> Iterator[str]:
     """Labelled lines. Those that are coloured in a terminal are warnings."""
-    told = list(found)
-    yield from (paragraph(f"{label}: {line.plain}", warns=True) for label, line in told if isinstance(line, Text))
-    if plain := [(label, line) for label, line in told if not isinstance(line, Text)]:
+    labelled = list(rows_of_pass)
+    yield from (paragraph(f"{label}: {line.plain}", warns=True) for label, line in labelled if isinstance(line, Text))
+    if plain := [(label, line) for label, line in labelled if not isinstance(line, Text)]:
         yield rows(plain)
 
 
@@ -88,13 +90,13 @@ def _target(report: TargetReport) -> Iterator[str]:
     yield from _plan(report.plan)
     for one in report.passes:
         yield subsection(f"{one.name[0].upper()}{one.name[1:]}")
-        told = list(pass_rows(report, one))
-        yield from _lines(row for row in told if row[0] not in ("held", "compared"))
+        pass_lines = list(pass_rows(report, one))
+        yield from _lines(row for row in pass_lines if row[0] not in ("held", "compared"))
         if one.held:
             yield bars([Bar(what, size, bytes_text(size)) for what, size in one.held])
         if one.compiled and one.peak_bytes:
             yield bars([*_memory(report, one), *_sent(report, one)])
-        yield from (paragraph(f"The program {line}.") for label, line in told if label == "compared")
+        yield from (paragraph(f"The program {line}.") for label, line in pass_lines if label == "compared")
     yield from _roofline(report)
 
 
@@ -105,16 +107,16 @@ def _memory(report: TargetReport, one: PassReport) -> Iterator[Bar]:
     yield Bar("memory at the peak", one.peak_bytes, f"{bytes_text(one.peak_bytes)}{of}", limit)
     for kernel in dict.fromkeys(one.kernels or ()):
         if isinstance(kernel, KernelUse):
-            most = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
+            capacity = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
             if kernel.vmem_used is not None:
-                told = f"{bytes_text(kernel.vmem_used)} of {bytes_text(most)} of VMEM"
-                yield Bar(kernel.name, kernel.vmem_used, told, most)
+                text = f"{bytes_text(kernel.vmem_used)} of {bytes_text(capacity)} of VMEM"
+                yield Bar(kernel.name, kernel.vmem_used, text, capacity)
         elif kernel.shared_bytes is not None and kernel.registers is not None:
-            most = report.device.shared_bytes if isinstance(report.device, GpuDevice) else kernel.shared_bytes
-            told = f"{bytes_text(kernel.shared_bytes)} of {bytes_text(most)} of shared memory"
-            yield Bar(kernel.name, kernel.shared_bytes, told, most)
-            told = f"{kernel.registers} of {_REGISTERS} registers, {kernel.stack_bytes or 0} B spilled"
-            yield Bar("", kernel.registers, told, _REGISTERS)
+            capacity = report.device.shared_bytes if isinstance(report.device, GpuDevice) else kernel.shared_bytes
+            text = f"{bytes_text(kernel.shared_bytes)} of {bytes_text(capacity)} of shared memory"
+            yield Bar(kernel.name, kernel.shared_bytes, text, capacity)
+            text = f"{kernel.registers} of {_REGISTERS} registers, {kernel.stack_bytes or 0} B spilled"
+            yield Bar("", kernel.registers, text, _REGISTERS)
 
 
 def _sent(report: TargetReport, one: PassReport) -> Iterator[Bar]:
@@ -123,9 +125,9 @@ def _sent(report: TargetReport, one: PassReport) -> Iterator[Bar]:
         return
     for kind in dict.fromkeys([*(c.kind for c in one.collectives), *(need.kind for need in one.needs)]):
         sent = sum(c.sent_bytes for c in one.collectives if c.kind == kind)
-        least = sum(need.sent_bytes for need in one.needs if need.kind == kind)
+        min_bytes = sum(need.sent_bytes for need in one.needs if need.kind == kind)
         yield Bar(f"{kind}: sent", sent, bytes_text(round(sent)))
-        yield Bar(f"{kind}: the least", least, bytes_text(round(least)), good=True)
+        yield Bar(f"{kind}: the least", min_bytes, bytes_text(round(min_bytes)), good=True)
 
 
 def _roofline(report: TargetReport) -> Iterator[str]:
@@ -151,19 +153,19 @@ def _tuning(searches: Sequence[Searched], kind: str) -> Iterator[str]:
         drawn.append(curve(f"{one.target}, {one.part}", unit, values, 0, one.heuristic))
     yield pictures(drawn)
     for one in searches:
-        told = [
+        candidates = [
             (f"{n + 1}", f"{fields_text(m.fields) or 'by rule'}: {seconds_text(m.seconds or 0.0)}")
             for n, m in enumerate(one.measured)
         ]
         failed = f"; {one.failed} more don't compile or run" if one.failed else ""
-        yield folded(f"{one.target}, {one.part}: {len(told)} candidates{failed}", rows(told))
+        yield folded(f"{one.target}, {one.part}: {len(candidates)} candidates{failed}", rows(candidates))
 
 
-def _timings(found: Reported, kind: str) -> Iterator[str]:
-    if found.ran is None:
+def _timings(report: Reported, kind: str) -> Iterator[str]:
+    if report.ran is None:
         yield paragraph(f"The {kind} was not run; --run runs it.")
         return
-    ran = found.ran
+    ran = report.ran
     first = ("runs", f"{ran.plan.implementation} on {ran.plan.problem.device}")
     yield rows([first, *((name, str(line)) for name, line in ran_rows(ran))])
     if ran.compared is not None and ran.compared.compiled is not None:

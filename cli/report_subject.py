@@ -41,8 +41,8 @@ def batch(plan: PagedPlan, reads: Sequence[SequenceReads]) -> Iterator[str]:
     drawn = []
     for number, one in enumerate(reads):
         name = f"{number} on {one.shard}" if several else str(number)
-        told = f"{one.queries} of {one.length}, {one.end_page - one.first_page} pages"
-        drawn.append(SequenceBar(name, one.length, min(one.first_page * page, one.length), one.queries, told))
+        text = f"{one.queries} of {one.length}, {one.end_page - one.first_page} pages"
+        drawn.append(SequenceBar(name, one.length, min(one.first_page * page, one.length), one.queries, text))
     yield paragraph("Each line: the step's own tokens, of all tokens of the sequence; the pages that a layer reads.")
     yield pictures([sequences(drawn)])
     if plan.reads is not None:
@@ -53,18 +53,18 @@ def cache(plan: CachePlan) -> Iterator[str]:
     """Its memory against the device's, and its arrays."""
     yield paragraph(plan.describe())
     if plan.memory_limit is not None:
-        told = f"{bytes_text(plan.bytes_per_device)} of {bytes_text(plan.memory_limit)}"
-        yield bars([Bar("cache per device", plan.bytes_per_device, told, plan.memory_limit)])
+        text = f"{bytes_text(plan.bytes_per_device)} of {bytes_text(plan.memory_limit)}"
+        yield bars([Bar("cache per device", plan.bytes_per_device, text, plan.memory_limit)])
     if plan.scalar_limit is not None:
-        told = f"{bytes_text(plan.page_table_bytes)} of {bytes_text(plan.scalar_limit)} of scalar memory"
-        yield bars([Bar("page table", plan.page_table_bytes, told, plan.scalar_limit)])
+        text = f"{bytes_text(plan.page_table_bytes)} of {bytes_text(plan.scalar_limit)} of scalar memory"
+        yield bars([Bar("page table", plan.page_table_bytes, text, plan.scalar_limit)])
     yield rows(fact_rows(plan))
     yield folded("Arrays", rows([(row[0], ", ".join(row[1:])) for row in array_rows(plan)]))
 
 
 def page_rows(plan: PagedPlan) -> list[tuple[str, str]]:
     """One screen of a step's plan, after what runs."""
-    told = [*rejected_rows(plan), *step_rows(plan, verbose=False), *(("note", note) for note in plan.notes)]
+    rows = [*rejected_rows(plan), *step_rows(plan, verbose=False), *(("note", note) for note in plan.notes)]
     for name, spec, shape, local, size in token_rows(plan):
-        told.append(("tensor", f"{name}: {spec}, {shape} -> {local}, {size}"))
-    return told
+        rows.append(("tensor", f"{name}: {spec}, {shape} -> {local}, {size}"))
+    return rows

@@ -33,8 +33,8 @@ def compile_declared(
 ) -> Compiled:
     """Compile and run the declared call on arrays from `on_devices`; `result` is its AttentionOutput."""
 
-    def attend(given: dict[str, Any]) -> AttentionOutput:
-        return operation(**declaration.call_arguments(given, mode=mode))
+    def attend(arrays: dict[str, Any]) -> AttentionOutput:
+        return operation(**declaration.call_arguments(arrays, mode=mode))
 
     return compile_call(attend, (dict(arrays),))
 
@@ -60,13 +60,13 @@ def compile_call(function: Callable[..., Any], arguments: tuple[Any, ...], *, mo
     return Compiled(compiled, arguments, result, seconds, temporary)
 
 
-def time_calls(calls: Sequence[Compiled], repeats: int, told: Told | None = None) -> list[float]:
+def time_calls(calls: Sequence[Compiled], repeats: int, progress: Told | None = None) -> list[float]:
     """Median seconds of each call. The calls take turns, so that load on the machine affects all of them. `told` is called
     after each turn."""
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(repeats):
-        if told is not None:
-            told(turn, repeats, "")
+        if progress is not None:
+            progress(turn, repeats, "")
         for taken, call in zip(times, calls, strict=True):
             start = time.perf_counter()
             jax.block_until_ready(call.call(*call.arguments))

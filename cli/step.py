@@ -41,8 +41,8 @@ def one_layer(declaration: Declaration, metadata: OperationMetadata) -> tuple[De
     if len(cache.groups) > 1:
         whole = plan_cache(declaration, metadata)
         assert whole is not None
-        own = whole.require().groups[group]
-        fields = own.cache.to_dict() | {"layers": [own.cache.to_dict()["layers"][0] | {"layers": 1}]}
+        group_plan = whole.require().groups[group]
+        fields = group_plan.cache.to_dict() | {"layers": [group_plan.cache.to_dict()["layers"][0] | {"layers": 1}]}
     elif not isinstance(cache.layers, int):
         fields["layers"] = [cache.to_dict()["layers"][0] | {"layers": 1}]
     if cache.bytes_per_device is not None and "bytes_per_device" in fields:

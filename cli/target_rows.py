@@ -37,7 +37,7 @@ def remark_rows(report: TargetReport) -> list[Row]:
     ]
 
 
-def pass_rows(report: TargetReport, one: PassReport, told: Sequence[AnyKernelUse] = ()) -> Iterator[Row]:
+def pass_rows(report: TargetReport, one: PassReport, reported: Sequence[AnyKernelUse] = ()) -> Iterator[Row]:
     """A pass: what failed, or its kernels, what it sends, its memory and its work. told: kernels already described."""
     if one.failure is not None:
         fits = "doesn't compile" if not one.peak_bytes else "compiles but doesn't fit"
@@ -54,7 +54,7 @@ def pass_rows(report: TargetReport, one: PassReport, told: Sequence[AnyKernelUse
         return
     else:
         yield "compiled", f"compiles in {one.seconds:.1f} s"
-    yield from (("kernel", line) for line in kernel_lines(report, one.kernels, told))
+    yield from (("kernel", line) for line in kernel_lines(report, one.kernels, reported))
     if report.devices > 1 and one.collectives is not None:
         yield from _sent_rows(one.collectives, one)
     memory = "memory" if report.device is None else "HBM"
@@ -66,17 +66,17 @@ def pass_rows(report: TargetReport, one: PassReport, told: Sequence[AnyKernelUse
         work += " by attnops' count; bytes moved unknown, as XLA counts the body of a loop once"
     else:
         work += f", {bytes_text(one.bytes_moved)} moved, {one.intensity:.0f} operations per byte"
-    least = f": at least {seconds_text(one.roofline_seconds)}, bound by {one.bound}" if one.bound else ""
-    yield "work", work + least
+    bound = f": at least {seconds_text(one.roofline_seconds)}, bound by {one.bound}" if one.bound else ""
+    yield "work", work + bound
 
 
-def _sent_rows(found: Sequence[Collective], one: PassReport) -> Iterator[Row]:
+def _sent_rows(collectives: Sequence[Collective], one: PassReport) -> Iterator[Row]:
     """What the program sends between devices, and what it must send."""
-    for sent in found:
+    for sent in collectives:
         apart = ", overlapped with work" if sent.overlapped else ""
         size = f"{sent.count} {sent.kind} of {bytes_text(sent.result_bytes)} over {'+'.join(sent.axes)}"
         yield "sent", f"{size}: {bytes_text(round(sent.sent_bytes))} sent per device{apart}"
-    if not found:
+    if not collectives:
         yield "sent", "no collectives: nothing is sent between devices"
     for kind in dict.fromkeys(need.kind for need in one.needs):
         needs = [need for need in one.needs if need.kind == kind]

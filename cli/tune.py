@@ -44,19 +44,19 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
     if options.how == "device" and {*options.targets} - {HERE}:
         raise ConfigError("--how device measures times on this machine; leave out --target or --how.")
     work = declared(declaration, options.inputs, options.mode)
-    found = []
+    reports = []
     for target in options.targets or (HERE,):
         metadata = target_metadata(declaration, target, options.mesh)
         name = jax.devices()[0].device_kind if target == HERE else target
         how = options.how or ("device" if target == HERE else "static")
         with bar(name) as progress:
-            found.append((name, work.tune(metadata, how, options.most, _after(progress))))
-    return found
+            reports.append((name, work.tune(metadata, how, options.most, _after(progress))))
+    return reports
 
 
-def _after(told: Told) -> Told:
+def _after(progress: Told) -> Told:
     """A search tells what it has measured, a bar what is being done."""
-    return lambda done, of, what: told(done, of, f"after {what}" if what else "")
+    return lambda done, of, what: progress(done, of, f"after {what}" if what else "")
 
 
 def tuned_json(reports: list[tuple[str, TuneReport]]) -> list[dict[str, Any]]:
@@ -114,12 +114,12 @@ def _table(report: TuneReport, part: str) -> Any:
     """The candidates that work, fastest first."""
     measured, heuristic = report.measured(part), report.heuristic(part)
     names = list(dict.fromkeys(name for one in measured for name in one.fields))
-    made = table(part, *names, *_FIGURES[_clock(report)], "ratio")
+    rich_table = table(part, *names, *_FIGURES[_clock(report)], "ratio")
     for one in sorted((one for one in measured if one.seconds), key=lambda one: one.seconds or 0.0):
         row = ["heuristic" if one is heuristic else "other", *(str(one.fields.get(name, "-")) for name in names)]
         row += _figures(one, _clock(report))
-        made.add_row(*row, _ratio(one, heuristic), style="bold green" if one is report.best.get(part) else None)
-    return made
+        rich_table.add_row(*row, _ratio(one, heuristic), style="bold green" if one is report.best.get(part) else None)
+    return rich_table
 
 
 def _clock(report: TuneReport) -> str:

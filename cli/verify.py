@@ -32,9 +32,9 @@ def verify_targets(options: VerifyOptions) -> list[TargetReport]:
             target_of(target)  # before anything is compiled for the others
     reports = []
     for target in targets:
-        with bar(f"compile for {'this machine' if target == HERE else target}") as told:
+        with bar(f"compile for {'this machine' if target == HERE else target}") as progress:
             for report in _growing(options, target):
-                told(*report.progress)
+                progress(*report.progress)
         reports.append(report)
     return reports
 

@@ -50,18 +50,18 @@ class PlannedCall(Planned):
     def traffic(self, name: str) -> Traffic:
         return least_traffic(self.call, "backward" in name)
 
-    def differences(self, least: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
-        return differences(least, sent)
+    def differences(self, required: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
+        return differences(required, sent)
 
-    def advice(self, name: str, found: Failure, vmem_most: int) -> tuple[str | None, tuple[tuple[str, int], ...]]:
-        if found.memory not in ("vmem", "shared"):
+    def advice(self, name: str, failure: Failure, vmem_most: int) -> tuple[str | None, tuple[tuple[str, int], ...]]:
+        if failure.memory not in ("vmem", "shared"):
             return None, ()
 
         def lowered(config: OperationConfig) -> Any:
             changed = self.operation.metadata.replace(operation_configs={config.operation: config})
             return PlannedCall(type(self.operation)(changed), self.arguments).lowered(name)
 
-        return advice(lowered, self.call, found, vmem_most), held(self.call, found)
+        return advice(lowered, self.call, failure, vmem_most), held(self.call, failure)
 
     def warnings(self, passes: tuple[PassReport, ...]) -> Iterator[str]:
         problem = self.call.problem

@@ -98,10 +98,10 @@ class ClockWorker:
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._folder = tempfile.mkdtemp(prefix="attnops-clock-")
-            given = os.environ.get("LIBTPU_INIT_ARGS", "")
+            flags = os.environ.get("LIBTPU_INIT_ARGS", "")
             environment = os.environ | {
                 "JAX_PLATFORMS": "cpu",
-                "LIBTPU_INIT_ARGS": f"{given} {dump_options(self._folder, f'{self.kernel}.1')}".strip(),
+                "LIBTPU_INIT_ARGS": f"{flags} {dump_options(self._folder, f'{self.kernel}.1')}".strip(),
                 _FOLDER: self._folder,
             }
             self._process = subprocess.Popen(

@@ -62,9 +62,9 @@ def collectives(text: str, sizes: Mapping[str, int] | None = None) -> tuple[Coll
     A collective over one device sends nothing and is left out. `sizes` are the mesh's, to identify the axes.
     """
     bodies = dict(_computations(text))
-    said = _DEVICES.search(text)
-    devices = int(said[1]) if said else 1
-    found: dict[tuple[str, int, int, bool, tuple[str, ...]], int] = {}
+    device_count = _DEVICES.search(text)
+    devices = int(device_count[1]) if device_count else 1
+    counts: dict[tuple[str, int, int, bool, tuple[str, ...]], int] = {}
     entry = next((name for name, (is_entry, _) in bodies.items() if is_entry), None)
 
     def walk(name: str, times: int, apart: bool, channels: set[str] | None) -> None:
@@ -83,7 +83,7 @@ def collectives(text: str, sizes: Mapping[str, int] | None = None) -> tuple[Coll
                     axes = axes_along(groups, sizes) if sizes else ()
                     alone = apart or (match["start"] is not None and not _WAITS.search(line))
                     key = match["kind"], _result_bytes(match), group, alone, axes
-                    found[key] = found.get(key, 0) + times
+                    counts[key] = counts.get(key, 0) + times
             fused, started = " fusion(" in line, "-start(" in line
             if fused or started or " while(" in line or " call(" in line or " conditional(" in line:
                 trips = _trips(line, bodies) if " while(" in line else 1
@@ -96,10 +96,10 @@ def collectives(text: str, sizes: Mapping[str, int] | None = None) -> tuple[Coll
 
     if entry is not None:
         walk(entry, 1, False, None)
-    made = (
-        Collective(kind, count, size, group, apart, axes) for (kind, size, group, apart, axes), count in found.items()
+    collected = (
+        Collective(kind, count, size, group, apart, axes) for (kind, size, group, apart, axes), count in counts.items()
     )
-    return tuple(sorted(made, key=lambda c: (c.kind, -c.result_bytes, c.axes)))
+    return tuple(sorted(collected, key=lambda c: (c.kind, -c.result_bytes, c.axes)))
 
 
 def _trips(line: str, bodies: dict[str, tuple[bool, list[str]]]) -> int:
@@ -111,13 +111,13 @@ def _trips(line: str, bodies: dict[str, tuple[bool, list[str]]]) -> int:
     for one in lines:
         if below := _BELOW.search(one):
             limit = re.compile(rf"%{re.escape(below['limit'])} = s32\[\]\S* constant\((\d+)\)")
-            return next((int(found[1]) for other in lines if (found := limit.search(other))), 1)
+            return next((int(match[1]) for other in lines if (match := limit.search(other))), 1)
     return 1
 
 
-def sent_bytes(found: tuple[Collective, ...]) -> float:
+def sent_bytes(collectives: tuple[Collective, ...]) -> float:
     """Bytes that a device sends."""
-    return sum(one.sent_bytes for one in found)
+    return sum(one.sent_bytes for one in collectives)
 
 
 def _computations(text: str) -> Iterator[tuple[str, tuple[bool, list[str]]]]:

@@ -44,11 +44,11 @@ def device_groups(line: str, devices: int) -> Groups:
 
 def axes_along(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The mesh axes along which the devices of a group differ."""
-    shape, found = tuple(sizes.values()), set[str]()
+    shape, axes = tuple(sizes.values()), set[str]()
     for group in groups:
         places = np.array(np.unravel_index(group, shape))
-        found |= {name for name, along in zip(sizes, places, strict=True) if len(set(along)) > 1}
-    return tuple(name for name in sizes if name in found)
+        axes |= {name for name, along in zip(sizes, places, strict=True) if len(set(along)) > 1}
+    return tuple(name for name in sizes if name in axes)
 
 
 def _rows(places: np.ndarray) -> Groups:

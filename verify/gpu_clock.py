@@ -112,20 +112,20 @@ def loop_tiles(
     from ..operators.kernels.local_mask import LocalMask
 
     if not mask.is_static or query_offset is None:
-        live = mask.live_blocks(*block, q_len=q_len, kv_len=kv_len, query_offset=query_offset or 0) > 0
-        return 0.0, float(live.size if query_offset is None else live.sum())
+        visible = mask.live_blocks(*block, q_len=q_len, kv_len=kv_len, query_offset=query_offset or 0) > 0
+        return 0.0, float(visible.size if query_offset is None else visible.sum())
     local = LocalMask(mask, 0, q_len, kv_len, query_offset)
-    made = visits(local, *block, slow, heads if local.heads_apart else 1)
-    rows = np.asarray(made.table).reshape(-1, made.table.shape[-1])
-    if made.neighbours:
+    schedule = visits(local, *block, slow, heads if local.heads_apart else 1)
+    rows = np.asarray(schedule.table).reshape(-1, schedule.table.shape[-1])
+    if schedule.neighbours:
         first, full_first, after_full, after = rows.T
         full, partial = after_full - full_first, full_first - first + after - after_full
     else:
         partial, full = rows[:, 0], rows[:, 1] - rows[:, 0]
-    counts = (full, made.some_full), (partial, made.some_partial)
-    return tuple(float(n.sum()) / made.table.shape[1] for n, some in counts if some)
+    counts = (full, schedule.some_full), (partial, schedule.some_partial)
+    return tuple(float(n.sum()) / schedule.table.shape[1] for n, some in counts if some)
 
 
-def same_splits(ways: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+def same_splits(candidates: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
     """Candidates with the first one's `kv_splits`: how many programs share the keys isn't in the sums."""
-    return tuple(way for way in ways if way.get("kv_splits") == ways[0].get("kv_splits"))
+    return tuple(way for way in candidates if way.get("kv_splits") == candidates[0].get("kv_splits"))

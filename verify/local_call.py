@@ -106,8 +106,8 @@ class LocalProblem:
             filled = list(leaves)
             for place, array in zip(places, arrays, strict=True):
                 filled[place] = array
-            given = jax.tree.unflatten(tree, filled)
-            return (outputs if part == "forward" else outputs_and_gradients)(attend, given)
+            arguments = jax.tree.unflatten(tree, filled)
+            return (outputs if part == "forward" else outputs_and_gradients)(attend, arguments)
 
         return run, [leaves[i] for i in places]
 

@@ -62,7 +62,7 @@ def paged_reference(
             mask &= col >= row - left
         if right is not None:
             mask &= col <= row + right
-        made = reference_attention(
+        result = reference_attention(
             query[None, rows],
             key[None],
             value[None],
@@ -71,8 +71,8 @@ def paged_reference(
             soft_cap=logits_soft_cap,
             sinks=sinks,
         )
-        output[rows], lse[rows] = made.output[0], made.lse[0].T
-        sizes[rows] = output_size(made.weights, value[None])[0]
+        output[rows], lse[rows] = result.output[0], result.lse[0].T
+        sizes[rows] = output_size(result.weights, value[None])[0]
     return PagedReference(output, lse, sizes)
 
 

@@ -67,8 +67,8 @@ class PlannedStep(Planned):
         del name
         return step_traffic(self.paged.problem)
 
-    def differences(self, least: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
-        extra = unneeded(least, sent)
+    def differences(self, required: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
+        extra = unneeded(required, sent)
         return tuple(f"{one.kind}: {one.count} over {'+'.join(one.axes)} that nothing needs" for one in extra)
 
 
@@ -81,9 +81,9 @@ def step_traffic(problem: PagedProblem) -> Traffic:
     return Traffic((Need("all-reduce", sent, "merging outputs by lse", axes=problem.sequence_axes),))
 
 
-def unneeded(least: Traffic, sent: tuple[Collective, ...]) -> tuple[Collective, ...]:
+def unneeded(required: Traffic, sent: tuple[Collective, ...]) -> tuple[Collective, ...]:
     """The collectives beyond the needs, by kind and mesh axes; not a byte is ignored."""
-    left = {(need.kind, frozenset(need.axes)): need.sent_bytes for need in least.needs}
+    left = {(need.kind, frozenset(need.axes)): need.sent_bytes for need in required.needs}
     extra = []
     for one in sent:
         of = one.kind, frozenset(one.axes)

@@ -150,11 +150,11 @@ class TargetReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values. A step has one pass, whose values are the report's own."""
-        told: dict[str, Any] = {"passes": [one.to_dict() for one in self.passes]}
+        data: dict[str, Any] = {"passes": [one.to_dict() for one in self.passes]}
         if isinstance(self.plan, PagedPlan):
-            told = (*self.passes, PassReport("step", False, None))[0].to_dict()
-            told["page_bytes"] = told.pop("bytes_moved")
-        return told | {
+            data = (*self.passes, PassReport("step", False, None))[0].to_dict()
+            data["page_bytes"] = data.pop("bytes_moved")
+        return data | {
             "target": self.target,
             "passed": self.passed,
             "outcome": str(self.outcome),

@@ -53,9 +53,9 @@ class TuneReport(NamedTuple):
 
     def measured(self, part: str) -> list[Measured]:
         """This search's candidates of a pass, in order."""
-        kept = {one.name: one for one in self.found.measured}
+        measured = {one.name: one for one in self.found.measured}
         names = [Measured(part, fields, self.how, None).name for fields in self.candidates[part]]
-        return [kept[name] for name in names if name in kept]
+        return [measured[name] for name in names if name in measured]
 
     def heuristic(self, part: str) -> Measured:
         """The candidate that would run without a search."""
@@ -140,18 +140,18 @@ class Search(ABC):
 
 def run_search(search: Search, how: str, most: int, progress: Progress | None) -> tuple[Candidates, Found, int]:
     """(candidates, what is stored, how many were measured before). Stored measurements aren't repeated."""
-    candidates = {part: ways[:most] for part, ways in search.candidates(how).items()}
+    candidates = {part: options[:most] for part, options in search.candidates(how).items()}
     withdraw(search.key, search.resolve)
-    kept = {one.name for one in load(search.key).measured if not one.detail.get("lost")}
-    asked = [(part, fields) for part, ways in candidates.items() for fields in ways]
-    todo = [(part, fields) for part, fields in asked if Measured(part, fields, how, None).name not in kept]
-    reused = done = len(asked) - len(todo)
+    stored = {one.name for one in load(search.key).measured if not one.detail.get("lost")}
+    requested = [(part, fields) for part, options in candidates.items() for fields in options]
+    todo = [(part, fields) for part, fields in requested if Measured(part, fields, how, None).name not in stored]
+    reused = done = len(requested) - len(todo)
     tell = progress or (lambda done, of, what: None)
-    tell(done, len(asked), "")
+    tell(done, len(requested), "")
     for one in search.by_time(todo) if how == "device" else search.by_clock(todo):
         keep(search.key, [one])
         done += 1
-        tell(done, len(asked), f"{one.part}: {fields_text(one.fields) or 'by rule'}")
+        tell(done, len(requested), f"{one.part}: {fields_text(one.fields) or 'by rule'}")
     return candidates, keep(search.key, [], finished=how), reused
 
 

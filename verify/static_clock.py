@@ -62,8 +62,8 @@ class TileCycles(NamedTuple):
         """Cycles of so many tiles on each path, blocks of the slow axis, kv heads and turns of their loops; one path may serve
         all tiles.
         """
-        ways = self.tiles if len(self.tiles) > 1 else self.tiles * len(tiles)
-        inside = sum(count * cycles for count, cycles in zip(tiles, ways, strict=True))
+        variants = self.tiles if len(self.tiles) > 1 else self.tiles * len(tiles)
+        inside = sum(count * cycles for count, cycles in zip(tiles, variants, strict=True))
         return inside + sum(tiles) * self.step + blocks * self.block + heads * self.head + turns * self.turn
 
     def at_least(self, cycles: Sequence[int]) -> TileCycles:
@@ -90,15 +90,15 @@ def dump_options(folder: str, kernel: str) -> str:
 
 def kernels_in(folder: Path) -> dict[str, tuple[Path, Path]]:
     """The dumped kernels: name -> (bundles, utilization)."""
-    found: dict[str, tuple[Path, Path]] = {}
+    paths: dict[str, tuple[Path, Path]] = {}
     for path in sorted(folder.glob(f"*{_BUNDLES}")):
         match = re.fullmatch(r"(\d+-(.+?)(?:\.\d+)?)-\d+-final_bundles\.txt", path.name)
         if match is None or match[2].startswith("<"):
             continue
         utilization = sorted(folder.glob(f"{match[1]}-*-{_UTILIZATION}"))
         if utilization:
-            found[match[2]] = (path, utilization[-1])
-    return found
+            paths[match[2]] = (path, utilization[-1])
+    return paths
 
 
 def regions(bundles: str, utilization: str) -> Region:
@@ -120,13 +120,13 @@ def regions(bundles: str, utilization: str) -> Region:
         return Region(start, end, is_loop, sum(r[product] for r in part), sum(r[vector] for r in part))
 
     root = region(0, len(lines), False)
-    found = []
+    inner_regions = []
     for number, line in enumerate(lines):
         for target in _BRANCH.findall(line):
             if int(target) in starts:
                 there = starts[int(target)]
-                found.append(region(min(number, there), max(number, there), there <= number))
-    for one in sorted(found, key=lambda r: (r.start, -r.end)):
+                inner_regions.append(region(min(number, there), max(number, there), there <= number))
+    for one in sorted(inner_regions, key=lambda r: (r.start, -r.end)):
         _insert(root, one)
     return root
 
@@ -170,13 +170,13 @@ def _insert(tree: Region, one: Region) -> None:
 
 
 def _bundles(text: str) -> list[str]:
-    found: list[str] = []
+    bundles: list[str] = []
     for line in text.splitlines():
         if _BUNDLE.match(line):
-            found.append(line)
-        elif found:
-            found[-1] += line
-    return found
+            bundles.append(line)
+        elif bundles:
+            bundles[-1] += line
+    return bundles
 
 
 def _units(text: str) -> tuple[list[str], list[list[int]]]:

@@ -65,9 +65,9 @@ class Target:
 def target_of(name: str) -> Target:
     """Read the name of a TPU topology or of GPUs. Errors: ConfigError for any other name, also one that only a plan takes."""
     if is_gpu_target(name):
-        wanted = gpu_target(name)
-        spec = gpu_specs()[wanted.name]
-        return Target(name, "gpu", spec.kind, spec.cores, wanted.hosts * wanted.gpus)
+        gpus = gpu_target(name)
+        spec = gpu_specs()[gpus.name]
+        return Target(name, "gpu", spec.kind, spec.cores, gpus.hosts * gpus.gpus)
     if name.partition(":")[0] in generations():
         kind, count = abstract_target(name)
         return Target(name, "tpu", kind, described_cores(kind), count)

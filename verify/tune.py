@@ -44,7 +44,7 @@ class _CallSearch(Search):
         runs = self.operation.implementation(self.method, self.problem.config)
         offered = runs.candidates(self.problem, self.placement)
         if how == "static" and self.problem.platform == "cuda":
-            return {part: same_splits(ways) for part, ways in offered.items()}
+            return {part: same_splits(options) for part, options in offered.items()}
         return offered
 
     def resolve(self, fields: Mapping[str, Any]) -> OperationConfig:
@@ -61,9 +61,9 @@ class _CallSearch(Search):
 
     def _kernels(self, part: str, fields: dict[str, Any]) -> tuple[OperationConfig, tuple[tuple[str, PassSizes], ...]]:
         """(the candidate's whole config, its kernels)."""
-        asked = replace(self.problem, config=self.problem.config.with_fields(fields))
-        runs = self.operation.implementation(self.method, asked.config)
-        config = runs.resolve(asked, self.placement)
+        candidate = replace(self.problem, config=self.problem.config.with_fields(fields))
+        runs = self.operation.implementation(self.method, candidate.config)
+        config = runs.resolve(candidate, self.placement)
         return config, readable_kernels(runs, config, part == "backward")
 
     def by_clock(self, todo: Todo) -> Iterator[Measured]:
@@ -90,10 +90,10 @@ def tune_problem(
 ) -> Choice:
     """Search with the defaults, for a plan with tuning='tune'. Errors: ConfigError if nothing can be measured."""
     search = _CallSearch(operation, method, problem, placement)
-    found = run_search(search, measured_by(problem, None), MOST, None)[1]
-    if found.choice is None:
+    search_result = run_search(search, measured_by(problem, None), MOST, None)[1]
+    if search_result.choice is None:
         raise ConfigError(f"{problem.describe()}: no candidate compiles or runs; `attnops tune` shows why.")
-    return found.choice
+    return search_result.choice
 
 
 def tune_plan(

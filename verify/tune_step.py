@@ -35,8 +35,8 @@ class _StepSearch(Search):
 
     def candidates(self, how: str) -> Mapping[str, tuple[dict[str, Any], ...]]:
         del how
-        found: Mapping[str, tuple[dict[str, Any], ...]] = self.plan.runs.candidates(self.plan.problem, None)
-        return found
+        candidates: Mapping[str, tuple[dict[str, Any], ...]] = self.plan.runs.candidates(self.plan.problem, None)
+        return candidates
 
     def resolve(self, fields: Mapping[str, Any]) -> OperationConfig:
         return config_with(self.plan.operation, self.method, self.plan.problem, self.plan.placement, fields)
@@ -50,9 +50,9 @@ class _StepSearch(Search):
 
         def run() -> Any:
             nonlocal state
-            made = step(state, *others)
-            state = made.state
-            return made
+            output = step(state, *others)
+            state = output.state
+            return output
 
         return run
 

@@ -158,14 +158,14 @@ class Attention:
                 f"this declaration of {self.declaration.operation!r} has enabled=false, which selects a framework's own "
                 "attention, but there is none here; call that one, or remove 'enabled' from the file."
             )
-        given: dict[str, Any] = {**call}
+        arguments: dict[str, Any] = {**call}
         if self._in_pages:
-            return step_options(self.declaration, query, given)
-        check_names(given, self.operation.operands.names)
-        found = call_options(self.declaration, query, key, value, given)
-        if is_array(found.get("mask")) and found.get("causal") is None and self.states("causal"):
-            found["causal"] = self.operation.metadata.causal  # declared, so not just a default
-        return found
+            return step_options(self.declaration, query, arguments)
+        check_names(arguments, self.operation.operands.names)
+        options = call_options(self.declaration, query, key, value, arguments)
+        if is_array(options.get("mask")) and options.get("causal") is None and self.states("causal"):
+            options["causal"] = self.operation.metadata.causal  # declared, so not just a default
+        return options
 
     def _key(self) -> tuple[Any, ...]:
         # In an adapter a specified causal or dropout_prob is more than a default of the same value.

@@ -66,14 +66,14 @@ def _kept(name: str, keywords: Mapping[str, Any]) -> Given:
     """`_named`, cached for equal keywords: a model may make an Attention in every layer."""
     key = (name, OperationRegistry.get(name), *((key, _types(value), value) for key, value in keywords.items()))
     try:
-        found = None if "base_config" in keywords else _made.find(key)
+        declared = None if "base_config" in keywords else _made.find(key)
     except TypeError:  # not hashable, for example a mesh given as a dict
         return _named(name, keywords)
-    if found is None:
-        found = _named(name, keywords)
+    if declared is None:
+        declared = _named(name, keywords)
         if "base_config" not in keywords:  # its attributes may change
-            _made.put(key, found)
-    return found
+            _made.put(key, declared)
+    return declared
 
 
 def _types(value: Any) -> Any:
@@ -102,10 +102,10 @@ def _named(name: str, keywords: Mapping[str, Any]) -> Given:
                 "of the metadata": METADATA_ARGUMENTS,
                 "of the operation's config": fields,
             }
-            wanted = "; ".join(f"{whose}: {', '.join(sorted(names))}" for whose, names in groups.items() if names)
+            accepted = "; ".join(f"{whose}: {', '.join(sorted(names))}" for whose, names in groups.items() if names)
             raise InputTypeError(
                 f"{shown(key)} is not an argument of Attention({name!r}, ...)."
-                + (other_name(key, every, "call") or f" Wanted one {wanted}.")
+                + (other_name(key, every, "call") or f" Wanted one {accepted}.")
             )
         parts[part][key] = value
     metadata = _metadata(name, parts["metadata"], parts["config"], keywords.get("metadata"))

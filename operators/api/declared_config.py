@@ -31,8 +31,8 @@ def declared_config(
         operation.name if elsewhere is None else f"{operation.name} on {platform}, which runs {elsewhere}'s kernels"
     )
     for name, other in sorted(metadata.operation_configs.items()):
-        if name not in read and (given := _given(other)):
-            notes.append(note("config.other_unread", name=name, fields=given, reader=reader))
+        if name not in read and (set_fields := _given(other)):
+            notes.append(note("config.other_unread", name=name, fields=set_fields, reader=reader))
     return config, notes
 
 
@@ -42,8 +42,8 @@ def _with_kernels(
     kernels = metadata.operation_configs.get(operation.kernel_config or "")
     if kernels is None:
         return config
-    given = _given(kernels)
-    for field in given:
+    set_fields = _given(kernels)
+    for field in set_fields:
         ours, theirs = getattr(config, field), getattr(kernels, field)
         if config.is_set(field) and ours != theirs:
             raise ConfigError(
@@ -51,7 +51,7 @@ def _with_kernels(
                 f"{field}={theirs!r}; make them agree, or leave {field} out of one."
             )
     try:
-        return config.with_fields({field: getattr(kernels, field) for field in given})
+        return config.with_fields({field: getattr(kernels, field) for field in set_fields})
     except ConfigError as error:
         raise ConfigError(
             f"operation_configs: {operation.name!r} and {kernels.operation!r}, whose kernel it runs, together: {error}"

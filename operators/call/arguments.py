@@ -78,16 +78,16 @@ def split_arguments(
     check_names(call, table.names)
     options: dict[str, Any] = {}
     leaves: tuple[Any, ...] = ()
-    for name, given in call.items():
+    for name, argument in call.items():
         check = _CHECKS.get(name)
         if name == "mask":
-            if given is not None:
-                options["mask"], options["mask_is_array"], leaves = _structure(given)
-        elif check is None or (name == _STATIC_OR_ARRAY and is_array(given)):
-            if given is not None:
-                arrays[name] = given
+            if argument is not None:
+                options["mask"], options["mask_is_array"], leaves = _structure(argument)
+        elif check is None or (name == _STATIC_OR_ARRAY and is_array(argument)):
+            if argument is not None:
+                arrays[name] = argument
         else:
-            options[name] = check(name, given)
+            options[name] = check(name, argument)
     return Arrays(arrays, leaves), Options(**options) if options else _DEFAULTS
 
 
@@ -160,9 +160,9 @@ def bound_mask(
 
 def run_time_offset(mask: Mask, arrays: Arrays, options: Options, batch: int, q_len: int, kv_len: int) -> jax.Array:
     """The [batch] offset that is known only at run time: as given, or from the cache's lengths or its symbolic length."""
-    given = arrays.query_offset if options.query_offset is None else options.query_offset
-    if given is not None:
-        return jnp.broadcast_to(jnp.asarray(given, jnp.int32), (batch,))
+    query_offset = arrays.query_offset if options.query_offset is None else options.query_offset
+    if query_offset is not None:
+        return jnp.broadcast_to(jnp.asarray(query_offset, jnp.int32), (batch,))
     lengths = cache_lengths(mask, arrays)
     if lengths is None:
         return jnp.broadcast_to(jnp.asarray(kv_len - q_len, jnp.int32), (batch,))
@@ -174,12 +174,12 @@ def cache_lengths(mask: Mask, arrays: Arrays) -> Any:
 
     Errors: InputError if there are several, because they might disagree.
     """
-    found = [m.kv for m in mask.conjuncts() if isinstance(m, Lengths)]
-    if len(found) > 1:
+    lengths = [m.kv for m in mask.conjuncts() if isinstance(m, Lengths)]
+    if len(lengths) > 1:
         raise InputError(
-            f"the mask {mask.describe()} holds lengths {len(found)} times; pass query_offset, or merge them."
+            f"the mask {mask.describe()} holds lengths {len(lengths)} times; pass query_offset, or merge them."
         )
-    return found[0] if found else arrays.kv_lengths
+    return lengths[0] if lengths else arrays.kv_lengths
 
 
 # By the type in CallOptions; a new type needs a check here.

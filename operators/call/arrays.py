@@ -32,8 +32,8 @@ class Arrays(NamedTuple):
 
     def changed(self, **arrays: Any) -> Arrays:
         """The same with other arrays; None takes one out."""
-        given = {name: x for name, x in (self.given | arrays).items() if x is not None}
-        return self._replace(given=given)
+        by_name = {name: x for name, x in (self.given | arrays).items() if x is not None}
+        return self._replace(given=by_name)
 
 
 def is_array(value: object) -> bool:

@@ -87,24 +87,24 @@ class Operation(DeclaredOperation):
         if call:
             arrays = checked_values(arrays, options, self.operands)
         mesh = self._mesh()
-        given = [*arrays.given.values(), *arrays.mask_leaves]
+        leaves = [*arrays.given.values(), *arrays.mask_leaves]
         # Everything that planning and its checks read; jax itself caches compiled programs.
-        asked = (
+        call_key = (
             self,
             mesh,
-            ambient_platform(given) if mesh is None else get_abstract_mesh(),
+            ambient_platform(leaves) if mesh is None else get_abstract_mesh(),
             options,
             _wide(jax.config),
             kept_here(),
             *(arrays.given if call else ()),  # the names; without keywords those of query, key and value
-            *map(signature, given),
-            None if mesh is None else tuple(map(_place, given)),
+            *map(signature, leaves),
+            None if mesh is None else tuple(map(_place, leaves)),
         )
-        found = _prepared.find(asked)
-        if found is None:
-            found = self._prepare(arrays, options, mesh)
-            _prepared.put(asked, found)
-        decided, program, devices, unsplit = found
+        prepared = _prepared.find(call_key)
+        if prepared is None:
+            prepared = self._prepare(arrays, options, mesh)
+            _prepared.put(call_key, prepared)
+        decided, program, devices, unsplit = prepared
         if unsplit and isinstance(arrays.query, jax.core.Tracer):
             decided, arrays = self._watched(decided, arrays, unsplit)
         if devices is not None:
@@ -188,9 +188,9 @@ def _warn_of_repeats(name: str, repeated: tuple[RepeatedAxis, ...]) -> None:
     key = name, tuple((axis.axis, axis.cause) for axis in repeated)  # prompts of many lengths give one warning
     if _told.find(key) is not None:
         return
-    told = "\n".join(f"  {line}" for line in repeated_lines(repeated))
+    lines = "\n".join(f"  {line}" for line in repeated_lines(repeated))
     warn_caller(
-        f"{name}: devices of the mesh repeat each other's work.\n{told}\nDeclare strict=True to refuse such calls.",
+        f"{name}: devices of the mesh repeat each other's work.\n{lines}\nDeclare strict=True to refuse such calls.",
         ShardingWarning,
     )
     _told.put(key, True)

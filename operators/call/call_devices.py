@@ -21,17 +21,18 @@ def explain_devices(arrays: Arrays, error: ValueError) -> None:
 
     It is called only after jax refuses a call, so successful calls pay nothing for it.
     """
-    held: dict[frozenset[jax.Device], list[str]] = {}
+    by_devices: dict[frozenset[jax.Device], list[str]] = {}
     for name, array in _named(arrays):
         # A tracer has no devices, and uncommitted arrays go where the others are.
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.committed:
-            held.setdefault(frozenset(array.sharding.device_set), []).append(name)
-    if len(held) < 2:
+            by_devices.setdefault(frozenset(array.sharding.device_set), []).append(name)
+    if len(by_devices) < 2:
         return
-    lying = "; ".join(f"{', '.join(names)} on {_devices_text(devices)}" for devices, names in held.items())
+    lying = "; ".join(f"{', '.join(names)} on {_devices_text(devices)}" for devices, names in by_devices.items())
     raise InputError(
         f"the arrays of a call are committed to different devices: {lying}. Move them to the same devices, for example with "
-        f"jax.device_put({next(reversed(held.values()))[0]}, {next(iter(held.values()))[0]}.sharding), or declare a mesh."
+        f"jax.device_put({next(reversed(by_devices.values()))[0]}, {next(iter(by_devices.values()))[0]}.sharding), or declare "
+        "a mesh."
     ) from error
 
 

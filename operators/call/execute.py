@@ -219,11 +219,12 @@ def _hides_keys(problem: AttentionProblem, arrays: Arrays) -> bool:
         return True
     mask, offset = problem.mask, problem.query_offset or 0
     parts = mask.conjuncts()
-    own = [part for part in parts if isinstance(part, Slot) and part.kind == SegmentIds.kind]
+    segment_slots = [part for part in parts if isinstance(part, Slot) and part.kind == SegmentIds.kind]
     shared = (arrays.q_segment_ids is None) != (arrays.kv_segment_ids is None)
-    if shared and len(own) == 1 and problem.q_len == problem.kv_len:
+    if shared and len(segment_slots) == 1 and problem.q_len == problem.kv_len:
         # A key has the id of its own query, which sees it if the rest of the mask lets it.
-        rest, places = And([part for part in parts if part is not own[0]]), np.arange(problem.kv_len, dtype=np.int32)
+        rest = And([part for part in parts if part is not segment_slots[0]])
+        places = np.arange(problem.kv_len, dtype=np.int32)
         return not (rest.is_static and np.all(rest.test(places, places + np.int32(offset), places)))
     seen = certainly_seen(mask, problem.q_len, problem.kv_len, query_offset=offset)
     return seen is None or not seen.all()

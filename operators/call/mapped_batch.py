@@ -53,14 +53,14 @@ def unsplit_batch_axes(plan: Plan) -> tuple[MeshAxis, ...]:
 
 def watch_mapped(query: Any, name: str, axes: tuple[MeshAxis, ...]) -> tuple[Any, tuple[Mapped, ...]]:
     """The same query, which warns if rows mapped by jax.vmap aren't split over `axes`; and what is already known to be mapped."""
-    before: list[Mapped] | None = getattr(_listening, "found", None)
-    found: list[Mapped] = []
-    _listening.found = found
+    before: list[Mapped] | None = getattr(_listening, "mapped", None)
+    mapped: list[Mapped] = []
+    _listening.mapped = mapped
     try:
         watched = _watched.bind(query, name=name, axes=axes, mapped=())
     finally:
-        _listening.found = before
-    return watched, tuple(found)
+        _listening.mapped = before
+    return watched, tuple(mapped)
 
 
 def mapped_note(problem: AttentionProblem, axes: tuple[MeshAxis, ...], mapped: Sequence[Mapped]) -> str:
@@ -105,9 +105,8 @@ def _hint(axes: Sequence[MeshAxis]) -> str:
 # -- the primitive ---------------------------------------------------------------------------------------------------------
 
 _watched = Primitive("watch_mapped")
-_listening = (
-    threading.local()
-)  # the call that binds the primitive now; the rule of a jax.vmap directly around it runs at once
+# The call that binds the primitive now; the rule of a jax.vmap directly around it runs at once.
+_listening = threading.local()
 
 
 def _check(name: str, axes: tuple[MeshAxis, ...], mapped: tuple[Mapped, ...]) -> None:
@@ -128,7 +127,7 @@ def _mapped(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *, nam
     if dim is None:
         return _watched.bind(query, name=name, axes=axes, mapped=mapped), None
     one = Mapped(axis_data.size, tuple(axis_data.spmd_name or ()))
-    listener = getattr(_listening, "found", None)
+    listener = getattr(_listening, "mapped", None)
     if listener is not None:
         listener.append(one)
     return _watched.bind(query, name=name, axes=axes, mapped=(*mapped, one)), dim

@@ -20,10 +20,10 @@ def planned_platform(metadata: OperationMetadata, mesh: AnyMesh | None, arrays: 
 
     `arrays` is a tree of the call's arrays. Errors: InputError if metadata.platform differs.
     """
-    found = devices_platform(mesh)
+    of_mesh = devices_platform(mesh)
     here = ambient_platform(jax.tree.leaves(arrays))
-    if found is not None:
-        platform, kind, source = *found, "the mesh's devices"
+    if of_mesh is not None:
+        platform, kind, source = *of_mesh, "the mesh's devices"
     elif metadata.backend is not None:
         platform, kind, source = metadata.backend, "", "metadata.backend"
     elif metadata.platform is not None:
@@ -37,10 +37,10 @@ def planned_platform(metadata: OperationMetadata, mesh: AnyMesh | None, arrays: 
         kind = here.device_kind
     elif platform == "gpu" and kind.startswith("NVIDIA"):  # described GPUs that aren't here
         platform = "cuda"
-    wanted = metadata.platform
-    if wanted is not None and wanted != platform and not (wanted == "gpu" and platform in ("cuda", "rocm")):
+    declared = metadata.platform
+    if declared is not None and declared != platform and not (declared == "gpu" and platform in ("cuda", "rocm")):
         raise InputError(
-            f"metadata.platform={wanted!r}, but {source} says {platform!r}; leave platform out, or plan for {wanted} with a "
+            f"metadata.platform={declared!r}, but {source} says {platform!r}; leave platform out, or plan for {declared} with a "
             "mesh made of its (described) devices."
         )
     return platform, kind, source

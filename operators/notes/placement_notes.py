@@ -40,7 +40,7 @@ def moved_notes(plan: Plan, arrays: Arrays, mesh: AnyMesh | None) -> tuple[str, 
     """
     if mesh is None or any(axis.kind == "manual" for axis in plan.problem.mesh):
         return ()
-    return tuple(made for given in _given(plan, arrays, mesh) if (made := _note(given, plan, mesh)))
+    return tuple(text for tensor in _given(plan, arrays, mesh) if (text := _note(tensor, plan, mesh)))
 
 
 def _given(plan: Plan, arrays: Arrays, mesh: AnyMesh) -> Iterator[_Given]:
@@ -66,54 +66,54 @@ def _place(x: Any) -> Sharding | None:
     return x.sharding if isinstance(x, jax.Array) and x.committed else None
 
 
-def _note(given: _Given, plan: Plan, mesh: AnyMesh) -> str | None:
+def _note(tensor: _Given, plan: Plan, mesh: AnyMesh) -> str | None:
     """Where it comes from, where it goes, and what is sent; None if it is placed as declared."""
-    if not given.elsewhere and plan.placement.fitted.get(given.tensor) is None:
+    if not tensor.elsewhere and plan.placement.fitted.get(tensor.tensor) is None:
         return None  # small, and without a declared placement
-    declared = NamedSharding(mesh, plan.placement.given(given.tensor, given.shape))
-    comes: dict[str, Any] = {"array": given.name, "given": _words(given, mesh)}
-    if not comparable(given.sharding, declared):
-        return note("moved.unknown", **comes, wanted=_text(declared.spec, given))
-    positions = _abstract(given.sharding) or _abstract(declared)
-    source = parts_of(given.sharding, given.shape, positions=positions)
+    declared = NamedSharding(mesh, plan.placement.given(tensor.tensor, tensor.shape))
+    comes: dict[str, Any] = {"array": tensor.name, "given": _words(tensor, mesh)}
+    if not comparable(tensor.sharding, declared):
+        return note("moved.unknown", **comes, wanted=_text(declared.spec, tensor))
+    positions = _abstract(tensor.sharding) or _abstract(declared)
+    source = parts_of(tensor.sharding, tensor.shape, positions=positions)
     if source is None:
         raise InputError(
-            f"{given.name} comes {comes['given']}, which doesn't divide its shape {given.shape}; give it another sharding."
+            f"{tensor.name} comes {comes['given']}, which doesn't divide its shape {tensor.shape}; give it another sharding."
         )
-    wanted = _parts(declared, given, positions)
-    if _alike(source, wanted):
+    target_parts = _parts(declared, tensor, positions)
+    if _alike(source, target_parts):
         return None
     # An array on other devices is moved to the declared placement. Any other array enters the program as it is, and is then moved
     # directly to where the operation requires it.
-    target = declared if given.elsewhere else NamedSharding(mesh, _inside(plan, given, declared.spec))
-    whither = _text(target.spec, given)
-    if _text(declared.spec, given) != whither:
-        whither += f" (declared {_text(declared.spec, given)})"
-    needed = _parts(target, given, positions)
-    sent = lacking(source, needed) * given.itemsize
+    target = declared if tensor.elsewhere else NamedSharding(mesh, _inside(plan, tensor, declared.spec))
+    whither = _text(target.spec, tensor)
+    if _text(declared.spec, tensor) != whither:
+        whither += f" (declared {_text(declared.spec, tensor)})"
+    needed = _parts(target, tensor, positions)
+    sent = lacking(source, needed) * tensor.itemsize
     if not sent.any():
-        return note("moved.nothing", **comes, wanted=whither, size=int(source.sizes.max()) * given.itemsize)
-    most = int(sent.max())
+        return note("moved.nothing", **comes, wanted=whither, size=int(source.sizes.max()) * tensor.itemsize)
+    max_sent = int(sent.max())
     if (sent == sent[0]).all():
-        return note("moved.each", **comes, wanted=whither, size=most)
-    return note("moved.some", **comes, wanted=whither, size=most, total=int(sent.sum()))
+        return note("moved.each", **comes, wanted=whither, size=max_sent)
+    return note("moved.some", **comes, wanted=whither, size=max_sent, total=int(sent.sum()))
 
 
-def _inside(plan: Plan, given: _Given, declared: PartitionSpec) -> PartitionSpec:
+def _inside(plan: Plan, tensor: _Given, declared: PartitionSpec) -> PartitionSpec:
     """Where the operation requires a tensor at its entry, in the caller's layout."""
     problem, placement = plan.problem, plan.placement
-    if given.tensor not in ("query", "key", "value"):
-        return placement.spec("bias") if given.tensor == "bias" else declared
-    entries = list(placement.spec(given.tensor))
-    if given.tensor != "query" and placement.kv_repeat > 1:
+    if tensor.tensor not in ("query", "key", "value"):
+        return placement.spec("bias") if tensor.tensor == "bias" else declared
+    entries = list(placement.spec(tensor.tensor))
+    if tensor.tensor != "query" and placement.kv_repeat > 1:
         entries[problem.kernel_layout.index("h")] = None  # its heads are repeated first
     return PartitionSpec(*entries[1 if problem.layout == "thd" else 0 :])
 
 
-def _parts(sharding: NamedSharding, given: _Given, positions: bool) -> Parts:
-    found = parts_of(sharding, given.shape, positions=positions)
-    assert found is not None, f"{sharding.spec} was fitted to {given.shape}"
-    return found
+def _parts(sharding: NamedSharding, tensor: _Given, positions: bool) -> Parts:
+    parts = parts_of(sharding, tensor.shape, positions=positions)
+    assert parts is not None, f"{sharding.spec} was fitted to {tensor.shape}"
+    return parts
 
 
 def _alike(source: Parts, target: Parts) -> bool:
@@ -121,9 +121,9 @@ def _alike(source: Parts, target: Parts) -> bool:
     return same and not lacking(source, target).any() and not lacking(target, source).any()
 
 
-def _words(given: _Given, mesh: AnyMesh) -> str:
+def _words(tensor: _Given, mesh: AnyMesh) -> str:
     """`as P(fsdp, -, -, -)`, with any difference in its devices or its mesh."""
-    sharding = given.sharding
+    sharding = tensor.sharding
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
         return f"on {device_name(device)} alone"
@@ -131,18 +131,18 @@ def _words(given: _Given, mesh: AnyMesh) -> str:
         return f"split over {len(sharding.device_set)} devices"
     same_axes = dict(sharding.mesh.shape) == dict(mesh.shape)
     of = "" if same_axes else f" of mesh {describe_mesh(sharding.mesh)}"
-    if given.elsewhere and isinstance(mesh, Mesh):
+    if tensor.elsewhere and isinstance(mesh, Mesh):
         inside = set(np.ravel(mesh.devices))
         common = len(inside & sharding.device_set)
         if common == len(inside) == len(sharding.device_set):
             of += " on the same devices in another order"
         else:
             of += f" on {len(sharding.device_set)} devices, {common} of them the mesh's {len(inside)}"
-    return f"as {_text(sharding.spec, given)}{of}"
+    return f"as {_text(sharding.spec, tensor)}{of}"
 
 
-def _text(spec: PartitionSpec, given: _Given) -> str:
-    return spec_text(PartitionSpec(*spec, *[None] * (len(given.shape) - len(spec))))
+def _text(spec: PartitionSpec, tensor: _Given) -> str:
+    return spec_text(PartitionSpec(*spec, *[None] * (len(tensor.shape) - len(spec))))
 
 
 def _abstract(sharding: Sharding) -> bool:

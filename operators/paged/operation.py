@@ -78,11 +78,11 @@ class PagedOperation(DeclaredOperation):
         arguments, known invalid batches), RefusedError (nothing can run it).
         """
         step, more = step_of(call, self.metadata.causal)
-        own = alone(state, layer, batch)
-        pages, group = own.layers[0], state.cache.group_of(int(layer))
+        layer_state = alone(state, layer, batch)
+        pages, group = layer_state.layers[0], state.cache.group_of(int(layer))
         mesh = self._mesh()
         arrays = (query, key, value, *more, pages, batch)
-        asked = (
+        request = (
             self,
             mesh,
             ambient_platform(jax.tree.leaves(arrays)) if mesh is None else get_abstract_mesh(),
@@ -93,18 +93,18 @@ class PagedOperation(DeclaredOperation):
             _wide(jax.config),
             *map(signature, (query, key, value, *more)),
         )
-        decided = _prepared.find(asked)
+        decided = _prepared.find(request)
         if decided is None:
             decided = self._prepare(state.cache, group, (query, key, value), more, step, mesh, arrays)
-            _prepared.put(asked, decided)
+            _prepared.put(request, decided)
         _check_pages(decided, state, pages, mesh)
         tokens = key if query is None else query
-        own = replace(own, cache=state.cache.part(group, decided.cache.pages))
-        check_step(own, 0, batch, tokens, debug=False, writes=decided.problem.update != "none")
+        layer_state = replace(layer_state, cache=state.cache.part(group, decided.cache.pages))
+        check_step(layer_state, 0, batch, tokens, debug=False, writes=decided.problem.update != "none")
         check_longest(batch, step.max_q_len, debug=False)
         # One layer, so that all layers of a group share a program.
         program = Program(self, decided, mesh, step.debug)
-        output, lse, after = attention(program, StepInputs(own, batch, query, key, value, more))
+        output, lse, after = attention(program, StepInputs(layer_state, batch, query, key, value, more))
         return StepOutput(
             output, lse if step.return_lse else None, state.with_layer(layer, after.layers[0]), plan=decided
         )
@@ -194,11 +194,11 @@ class PagedOperation(DeclaredOperation):
     def reasons_against(cls, method: str, problem: PagedProblem) -> tuple[Reason, ...]:
         """Every reason against a method: missing features, rules that fail, the layout that a name stands for."""
         runs = cls.implementation(method)
-        found = step_reasons(problem, method, runs.capability.consumes, cls.name, cls.cache_layout)
-        found += runs.reasons(problem) if isinstance(runs, PagedImplementation) else ()
+        reasons = step_reasons(problem, method, runs.capability.consumes, cls.name, cls.cache_layout)
+        reasons += runs.reasons(problem) if isinstance(runs, PagedImplementation) else ()
         rules = runs.capability.rules
-        found += [r for rule in rules if (r := rule.check(problem, problem.config)) is not None]  # type: ignore[arg-type]
-        return tuple(found)
+        reasons += [r for rule in rules if (r := rule.check(problem, problem.config)) is not None]  # type: ignore[arg-type]
+        return tuple(reasons)
 
 
 class Paged(PagedOperation):
@@ -214,12 +214,12 @@ def _check_pages(decided: PagedPlan, state: CacheState, pages: Any, mesh: AnyMes
     """Refuse a state made for a different mesh than the one in force."""
     if mesh is not None and any(axis.kind == "manual" for axis in decided.problem.mesh):
         return  # inside the caller's own shard_map: these are a device's parts
-    wanted = decided.cache.pages_array.fitted.shape
+    planned_shape = decided.cache.pages_array.fitted.shape
     check_mesh(state, decided.cache)
-    if pages.key.shape != wanted:
+    if pages.key.shape != planned_shape:
         raise InputError(
             f"the state's pages have shape {pages.key.shape}; on the mesh {describe_mesh(decided.problem.mesh)} they are "
-            f"{wanted}: make the state with init(cache, mesh) of the operation's mesh and kv_heads policy."
+            f"{planned_shape}: make the state with init(cache, mesh) of the operation's mesh and kv_heads policy."
         )
 
 

@@ -46,9 +46,12 @@ def tpu_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
     geometry, options = _geometry(problem), _options(problem, problem.config)
     room = _room(problem, problem.config)
     sized = chosen_sizes(geometry, options, room)
-    found = reasons_against(geometry, sized) + [found for found in advice(geometry) if found[0] == _COPIES]
+    kernel_reasons = reasons_against(geometry, sized) + [
+        advised for advised in advice(geometry) if advised[0] == _COPIES
+    ]
     reasons = [
-        Reason(f"paged.{code}", _FIELDS.get(code, code), message, _sentence(hint)) for code, message, hint in found
+        Reason(f"paged.{code}", _FIELDS.get(code, code), message, _sentence(hint))
+        for code, message, hint in kernel_reasons
     ]
     taken = most_vmem(geometry, sized)
     if taken > room:

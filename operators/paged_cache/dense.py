@@ -50,13 +50,15 @@ def dense_insert(
         place = starts[:, None] + jnp.arange(tokens[0].shape[1], dtype=jnp.int32)[None]
         place = jnp.where(place < 0, length, place)
         # Uses vmap, not two index arrays, so that a batch split over devices stays split.
-        put_rows = jax.vmap(lambda one, at, own: put(one, (at,), own))
-        return tuple(put_rows(cache, place, own) for cache, own in zip(caches, tokens, strict=True))
+        put_rows = jax.vmap(lambda one, at, rows: put(one, (at,), rows))
+        return tuple(put_rows(cache, place, rows) for cache, rows in zip(caches, tokens, strict=True))
 
     caches = jnp.asarray(cache_key), jnp.asarray(cache_value)
-    given = (jnp.asarray(key), jnp.asarray(value)), starts
-    made: tuple[jax.Array, jax.Array] = on_auto_axes(write, caches, *given, specs=lambda: tuple(map(spec_of, caches)))
-    return made
+    arrays = (jnp.asarray(key), jnp.asarray(value)), starts
+    updated: tuple[jax.Array, jax.Array] = on_auto_axes(
+        write, caches, *arrays, specs=lambda: tuple(map(spec_of, caches))
+    )
+    return updated
 
 
 def _starts(start: Any, batch: int, length: int, q_len: int) -> jax.Array:
@@ -78,5 +80,5 @@ def _starts(start: Any, batch: int, length: int, q_len: int) -> jax.Array:
     elif problem := beyond_int32(array, "start"):
         raise InputError(f"{problem}.")
     # With a very large traced start, start + i would overflow and write elsewhere.
-    made = jnp.asarray(array).astype(jnp.int32)
-    return jnp.broadcast_to(jnp.where(made > length, length, made), (batch,))
+    starts = jnp.asarray(array).astype(jnp.int32)
+    return jnp.broadcast_to(jnp.where(starts > length, length, starts), (batch,))

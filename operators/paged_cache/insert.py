@@ -96,7 +96,7 @@ def write(
         if which == "none":
             return pages, tokens
         where = slots(*arrays) if shards is None else jax.vmap(slots)(*arrays)
-        after: Any = (x if own is None else put_tokens(x, own, where) for x, own in zip(pages, tokens, strict=True))
+        after: Any = (x if rows is None else put_tokens(x, rows, where) for x, rows in zip(pages, tokens, strict=True))
         return LayerPages(*after), tokens
 
     def specs() -> tuple[Any, Any]:
@@ -108,11 +108,11 @@ def write(
             *[cache.quantised is not None and cache.quantised.scale == "token_head"] * 2,
         )
         rows = PartitionSpec(apart or None, heads or None)
-        return stored, LayerPages(rows, *(rows if kept else None for kept in by_token))  # type: ignore[arg-type]
+        return stored, LayerPages(rows, *(rows if has_rows else None for has_rows in by_token))  # type: ignore[arg-type]
 
     arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
-    given = jax.tree.map(jnp.asarray, (key, value, scales, *arrays))
-    after, tokens = on_auto_axes(run, pages, *given, specs=specs)
+    operands = jax.tree.map(jnp.asarray, (key, value, scales, *arrays))
+    after, tokens = on_auto_axes(run, pages, *operands, specs=specs)
     return whole.with_layer(at, after), tokens
 
 
@@ -148,8 +148,8 @@ def _on_each(slots: Callable[..., tuple[jax.Array, jax.Array]], n: int) -> Calla
     """token_slots of each of n sequence shards, [n, tokens]; each has its own table."""
 
     def of_all(starts: jax.Array, lens: jax.Array, tables: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-        own = jax.vmap(lambda table, shard: slots(starts, lens, table, count, shard=shard))
-        return own(tables, jnp.arange(n, dtype=jnp.int32))
+        of_shards = jax.vmap(lambda table, shard: slots(starts, lens, table, count, shard=shard))
+        return of_shards(tables, jnp.arange(n, dtype=jnp.int32))
 
     return of_all
 
@@ -170,6 +170,6 @@ def _check_tokens(
         )
     fitting = {heads} | ({cache.kv_heads} if heads % cache.kv_heads == 0 else set())
     if len(tokens.shape) != 3 or tokens.shape[1] not in fitting or tokens.shape[2] != dim:
-        wanted = " or ".join(f"[tokens, {count}, {dim}]" for count in sorted(fitting))
-        raise InputError(f"{name} has shape {tuple(tokens.shape)}; wanted {wanted}, the cache's own heads and size.")
+        expected = " or ".join(f"[tokens, {count}, {dim}]" for count in sorted(fitting))
+        raise InputError(f"{name} has shape {tuple(tokens.shape)}; wanted {expected}, the cache's own heads and size.")
     check_kept(cache, name, tokens, scale)

@@ -38,9 +38,9 @@ def copy(state: CacheState, pairs: Int32[Array, "*shards pairs 2"], *, group: in
     if known is not None:
         _check_pairs(known, _own_pages(state, _shards(pairs, 3)), state.sequence_shards)
 
-    def change(pages: jax.Array, own: jax.Array) -> jax.Array:
+    def change(pages: jax.Array, page_pairs: jax.Array) -> jax.Array:
         count = pages.shape[0]
-        source, target = own[:, 0], own[:, 1]
+        source, target = page_pairs[:, 0], page_pairs[:, 1]
         right = (source >= 0) & (source < count) & (target >= 0)
         return put(pages, (jnp.where(right, target, count),), pages[jnp.where(right, source, 0)])
 
@@ -56,8 +56,8 @@ def scrub(state: CacheState, pages: Int32[Array, "*shards pages"], *, group: int
     state.group_number(group)
     ids = _ids(state, "pages", pages, ())
 
-    def change(stored: jax.Array, own: jax.Array) -> jax.Array:
-        return put(stored, (jnp.where(own < 0, stored.shape[0], own),), jnp.zeros((), stored.dtype))
+    def change(stored: jax.Array, page_ids: jax.Array) -> jax.Array:
+        return put(stored, (jnp.where(page_ids < 0, stored.shape[0], page_ids),), jnp.zeros((), stored.dtype))
 
     return _every_shard(state, change, ids, _shards(ids, 2))
 
@@ -67,11 +67,11 @@ def _every_shard(state: CacheState, change: Callable[..., jax.Array], ids: Any, 
     to shard ids."""
     n = state.sequence_shards
 
-    def on_one(pages: jax.Array, own: jax.Array, shard: jax.Array) -> jax.Array:
-        return change(pages, own_ids(own, n, shard, pages.shape[0]))
+    def on_one(pages: jax.Array, page_ids: jax.Array, shard: jax.Array) -> jax.Array:
+        return change(pages, own_ids(page_ids, n, shard, pages.shape[0]))
 
-    def on_all(pages: jax.Array, own: jax.Array) -> jax.Array:
-        return by_sequence_shard(n, on_one, (None, 0))(pages, own, jnp.arange(n, dtype=jnp.int32))
+    def on_all(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
+        return by_sequence_shard(n, on_one, (None, 0))(pages, page_ids, jnp.arange(n, dtype=jnp.int32))
 
     whole = change if n == 1 else on_all
 
@@ -119,8 +119,8 @@ def _ids(state: CacheState, name: str, value: Any, last: tuple[int, ...]) -> Any
 
 def _check_pairs(pairs: np.ndarray, count: int, n: int) -> None:
     """Errors: InputError for a page that is written twice, for padding copied to a page, and for two sequence shards."""
-    for own in pairs if pairs.ndim == 3 else pairs[None]:
-        source, target = own[own[:, 1] < count].T
+    for shard_pairs in pairs if pairs.ndim == 3 else pairs[None]:
+        source, target = shard_pairs[shard_pairs[:, 1] < count].T
         pages, times = np.unique(target, return_counts=True)
         if (times > 1).any():
             raise InputError(f"pairs: page {pages[times > 1][0]} is written twice; wanted each page once.")

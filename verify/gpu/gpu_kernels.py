@@ -58,8 +58,8 @@ class GpuKernelUse:
 def gpu_kernels(compiled: Any, text: str, spec: GpuSpec | None) -> tuple[GpuKernelUse, ...]:
     """The Pallas kernels of a compiled program, in program order. spec: the GPU's; without it there is no occupancy."""
     names = triton_names(text)
-    found = launches(compiled) if names else ()
-    ours = [launch for launch in found or () if launch.name in names]
+    launched = launches(compiled) if names else ()
+    ours = [launch for launch in launched or () if launch.name in names]
     if len(ours) != len(names):  # the file has another form: use only the text
         return tuple(GpuKernelUse(name) for name in names)
     seen: dict[Launch, GpuKernelUse] = {}
@@ -79,20 +79,20 @@ def triton_names(text: str) -> tuple[str, ...]:
 
 
 def _use(launch: Launch, spec: GpuSpec | None) -> GpuKernelUse:
-    made = _function(launch, spec)
-    if made is None:
+    function = _function(launch, spec)
+    if function is None:
         return GpuKernelUse(launch.name, threads=launch.threads, blocks=launch.blocks)
-    shared = made.shared_bytes + launch.shared_bytes
-    held = None if spec is None else occupancy(spec, made.registers, launch.threads, shared)
+    shared = function.shared_bytes + launch.shared_bytes
+    occupied = None if spec is None else occupancy(spec, function.registers, launch.threads, shared)
     text = disassembled(launch.cubin)
     loops = None
     if text is not None:
         loops = tuple(
-            GpuLoop(loop, None if spec is None or held is None else loop_bound(spec, loop, held.warps))
+            GpuLoop(loop, None if spec is None or occupied is None else loop_bound(spec, loop, occupied.warps))
             for loop in tile_loops(text)
         )
     return GpuKernelUse(
-        launch.name, made.registers, made.stack_bytes, shared, launch.threads, launch.blocks, held, loops
+        launch.name, function.registers, function.stack_bytes, shared, launch.threads, launch.blocks, occupied, loops
     )
 
 

@@ -83,8 +83,8 @@ def _sizes(data: int | bytes | None, inner: int) -> int | None:
         numbers = fields_of(sizes) if isinstance(sizes, bytes) else {}
     except ValueError:
         return None
-    found = [n for values in numbers.values() for n in values if isinstance(n, int)]
-    return math.prod(found) if found and set(numbers) <= {1, 2, 3} else None
+    dimensions = [n for values in numbers.values() for n in values if isinstance(n, int)]
+    return math.prod(dimensions) if dimensions and set(numbers) <= {1, 2, 3} else None
 
 
 def _binary(data: bytes) -> bytes | None:
@@ -98,4 +98,4 @@ def _binary(data: bytes) -> bytes | None:
     except ValueError:
         return None
     inside = (_binary(value) for values in fields.values() for value in values if isinstance(value, bytes))
-    return next((found for found in inside if found is not None), None)
+    return next((binary for binary in inside if binary is not None), None)

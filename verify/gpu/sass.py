@@ -55,8 +55,8 @@ class _Instruction(NamedTuple):
 
 def disassembler() -> str | None:
     """The program nvdisasm: from the wheel nvidia-cuda-nvdisasm, else from the path; None if there is none."""
-    found = importlib.util.find_spec("nvidia")
-    for folder in [] if found is None else found.submodule_search_locations or []:
+    package = importlib.util.find_spec("nvidia")
+    for folder in [] if package is None else package.submodule_search_locations or []:
         for program in sorted(Path(folder).glob("*/bin/nvdisasm")):
             return str(program)
     return shutil.which("nvdisasm")
@@ -95,18 +95,18 @@ def tile_loops(text: str) -> tuple[TileLoop, ...]:
 
 
 def _parsed(text: str) -> tuple[list[_Instruction], dict[str, int]]:
-    found, labels = list[_Instruction](), dict[str, int]()
+    instructions, labels = list[_Instruction](), dict[str, int]()
     opened: re.Match[str] | None = None
     for line in map(str.strip, text.splitlines()):
         if label := _LABEL.match(line):
-            labels[label[1]] = len(found)
+            labels[label[1]] = len(instructions)
         elif match := _INSTRUCTION.match(line):
             opened = match
         elif opened is not None and (second := _SECOND_WORD.match(line)):
             stall = int(second[1], 16) >> _STALL_SHIFT & _STALL_BITS
-            found.append(_Instruction(opened["name"], opened["rest"], stall))
+            instructions.append(_Instruction(opened["name"], opened["rest"], stall))
             opened = None
-    return found, labels
+    return instructions, labels
 
 
 def _loop(body: list[_Instruction]) -> TileLoop:
