@@ -60,14 +60,14 @@ def register(declared: Declared = "vanilla", *, name: str | None = None, **keywo
     ):
         raise ConfigError(f"name={shown(name)}; wanted one that EasyDeL doesn't use, such as 'attnops'.")
     OperationRegistry._registry.pop(name, None)
-    kind = type("DeclaredAttention", (_Implementation,), {"registered": name, "declared": attention, "made": {}})
+    kind = type("DeclaredAttention", (_Implementation,), {"registered": name, "declared": attention, "built": {}})
     OperationRegistry.register(kind)
     return name
 
 
 def attentions(name: str = "attnops") -> tuple[Attention, ...]:
     """The Attentions that models run under a registered name, one for each mesh, axes and dtypes; they hold the plans."""
-    return tuple(OperationRegistry.get(name).made)
+    return tuple(OperationRegistry.get(name).built)
 
 
 class _Implementation(OperationImpl):
@@ -75,7 +75,7 @@ class _Implementation(OperationImpl):
 
     registered = ""
     declared: Attention
-    made: dict[Attention, Attention]
+    built: dict[Attention, Attention]
 
     def __init__(self, metadata: OperationMetadata) -> None:
         super().__init__(metadata)
@@ -86,7 +86,7 @@ class _Implementation(OperationImpl):
         runtime_fields = {name: getattr(metadata, name) for name in _TAKEN if not self.declared.states(name)}
         runtime_fields = {name: x for name, x in runtime_fields.items() if x is not None}
         attention = Attention(self.declared.declared(), **runtime_fields)
-        self.attention = self.made.setdefault(
+        self.attention = self.built.setdefault(
             attention, attention
         )  # layers share one attention and its compiled programs
 

@@ -49,7 +49,9 @@ class FlaxAttention:
         weights: bool,
     ) -> Attended:
         """Attend to arrays of one dtype, [..., length, heads, dim]. Errors: ConfigError and InputError name what is refused."""
-        if not all(one in DEFAULT_PRECISIONS for one in (precision if isinstance(precision, tuple) else (precision,))):
+        if not all(
+            name in DEFAULT_PRECISIONS for name in (precision if isinstance(precision, tuple) else (precision,))
+        ):
             raise ConfigError(
                 f"precision={precision!r}: attnops' products keep the full precision of their dtype, so runtime_dtype decides "
                 "how exact they are; remove precision from the module. For its other layers, run the step under "

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ConfigError, is_whole, shown
-from ..operators.api.attention_keywords import given, is_operation_name
+from ..operators.api.attention_keywords import is_operation_name, parse_attention
 from ..operators.paged import PagedOperation
 from ..operators.paged_cache import CacheState, LayerPages
 from ..planning.paged.paged_plan import PagedPlan
@@ -23,12 +23,12 @@ from .foreign_step import ForeignStep, batch_of, prepare, scaled_query, with_mor
 
 __all__ = ["PagedFunction"]
 
-_Given = ParamSpec("_Given")
+_Params = ParamSpec("_Params")
 _Returned = TypeVar("_Returned")
 _KEPT_PLANS = 64
 
 
-class PagedFunction(Generic[_Given, _Returned]):
+class PagedFunction(Generic[_Params, _Returned]):
     """A declared attention over pages, with another library's signature. `plans` holds the plans of the calls so far.
 
     `plan` and `explain` take the same arguments, and shapes in place of arrays. `declare` returns the same function for another
@@ -37,7 +37,7 @@ class PagedFunction(Generic[_Given, _Returned]):
 
     def __init__(
         self,
-        read: Callable[_Given, ForeignStep],
+        read: Callable[_Params, ForeignStep],
         returned: Callable[[jax.Array, jax.Array], _Returned],
         operation: PagedOperation,
         kv_head_axis: str | tuple[str, ...] | None = "tp",
@@ -57,7 +57,7 @@ class PagedFunction(Generic[_Given, _Returned]):
         kv_head_axis: str | tuple[str, ...] | None = "tp",
         max_length: int | None = None,
         **keywords: Any,
-    ) -> PagedFunction[_Given, _Returned]:
+    ) -> PagedFunction[_Params, _Returned]:
         """The same function for an operation over pages, by name, with fields of OperationMetadata, such as mesh, or its config.
 
         kv_head_axis: the mesh axes that split the kv heads of the pages. max_length: the most tokens of a sequence; by default
@@ -70,7 +70,7 @@ class PagedFunction(Generic[_Given, _Returned]):
             )
         if max_length is not None and not is_whole(max_length, 1):
             raise ConfigError(f"max_length={shown(max_length)}; wanted a number of tokens, or None.")
-        known = given(operation, keywords)
+        known = parse_attention(operation, keywords)
         step = known.declaration.step
         if options := sorted(known.declaration.call.model_fields_set | (step.model_fields_set if step else set())):
             raise ConfigError(f"{', '.join(options)}: an argument of each call, not of the declaration; leave it out.")
@@ -85,7 +85,7 @@ class PagedFunction(Generic[_Given, _Returned]):
         with self._lock:
             return tuple(self._plans.values())
 
-    def __call__(self, *args: _Given.args, **kwargs: _Given.kwargs) -> _Returned:
+    def __call__(self, *args: _Params.args, **kwargs: _Params.kwargs) -> _Returned:
         step = self._read(*args, **kwargs)
         ready = prepare(step, self._kv_head_axis, self._max_length)
         query = step.query if step.q_scale is None else scaled_query(step)
@@ -114,7 +114,7 @@ class PagedFunction(Generic[_Given, _Returned]):
             output = output.astype(jnp.float32) * np.float32(step.v_scale)
         return self._returned(output.astype(ready.returned), result.state.layers[0].key)
 
-    def plan(self, *args: _Given.args, **kwargs: _Given.kwargs) -> PagedPlan:
+    def plan(self, *args: _Params.args, **kwargs: _Params.kwargs) -> PagedPlan:
         """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs."""
         step = self._read(*args, **kwargs)
         ready = prepare(step, self._kv_head_axis, self._max_length)
@@ -138,7 +138,7 @@ class PagedFunction(Generic[_Given, _Returned]):
         )
         return replace(plan, notes=(*plan.notes, *ready.remarks))
 
-    def explain(self, *args: _Given.args, **kwargs: _Given.kwargs) -> str:
+    def explain(self, *args: _Params.args, **kwargs: _Params.kwargs) -> str:
         """The plan of the same call as text."""
         return self.plan(*args, **kwargs).explain()
 

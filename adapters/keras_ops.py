@@ -77,14 +77,14 @@ class DeclaredCall:
 
     layer: Any
     attention: Attention
-    own: Callable[..., Any]
+    original: Callable[..., Any]
 
     def __call__(self, *args: Any, **call: Any) -> Any:
         """What the layer's own call returns. Errors: InputError if it computed its attention without the op."""
         running = _Running(self.attention)
         token = _running.set(running)
         try:
-            output = self.own(*args, **call)
+            output = self.original(*args, **call)
         finally:
             _running.reset(token)
         if not running.calls:

@@ -78,7 +78,7 @@ def dot_product_attention(
             "q_sharding is given; here the declaration says where arrays live: pass an implementation with mesh= and "
             "partition_axis=."
         )
-    if not all(one in DEFAULT_PRECISIONS for one in (precision if isinstance(precision, tuple) else (precision,))):
+    if not all(item in DEFAULT_PRECISIONS for item in (precision if isinstance(precision, tuple) else (precision,))):
         raise ConfigError(
             f"precision={precision!r}: attnops' products keep the full precision of their dtype, so runtime_dtype decides how "
             "exact they are; leave precision out."

@@ -39,17 +39,17 @@ def better_blocks(entry: Entry) -> Entry:
         return entry
     sizes = _together(chosen)
     tag = plan.problem.config.operation
-    configs = dict(entry.given.metadata.get("operation_configs") or {})
+    configs = dict(entry.base_declaration.metadata.get("operation_configs") or {})
     configs[tag] = {**(configs.get(tag) or {}), **sizes}
-    metadata = entry.given.metadata | {"operation_configs": configs}
-    declaration = entry.given.model_copy(update={"metadata": metadata}).checked()
+    metadata = entry.base_declaration.metadata | {"operation_configs": configs}
+    declaration = entry.base_declaration.model_copy(update={"metadata": metadata}).checked()
     problem = replace(plan.problem, config=plan.problem.config.with_fields(sizes))
     others = {name: value for name, value in sizes.items() if getattr(plan.config, name, None) != value}
     sizes_text = ", ".join(f"{name}={value}" for name, value in others.items())
     notes = (*entry.notes, f"{sizes_text}: estimated faster than the default sizes")
     return replace(
         entry,
-        given=declaration,
+        base_declaration=declaration,
         plan=decide.plan(plan.operation, problem, plan.policy),
         estimate=best,
         notes=notes,

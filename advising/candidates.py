@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..planning import AttentionProblem, OperationConfig
 
-__all__ = ["AXES", "SEQUENCE_AXES", "Candidate", "Sought", "candidates", "meshes"]
+__all__ = ["AXES", "SEQUENCE_AXES", "Candidate", "SearchSpace", "candidates", "meshes"]
 
 AXES = ("fsdp", "cp", "sp", "tp")  # batch; the sequence, twice; heads
 SEQUENCE_AXES = ("cp", "sp")  # for ulysses_ring: keys travel around the first, heads are split over the second
@@ -53,12 +53,12 @@ class Candidate(NamedTuple):
         return fields
 
 
-class Sought(NamedTuple):
+class SearchSpace(NamedTuple):
     """What to enumerate for one batch: the call, the fixed axes, and the open strategies and ring orders."""
 
     problem: AttentionProblem
     operations: tuple[str, ...]
-    held: Mapping[str, int]
+    fixed: Mapping[str, int]
     strategies: tuple[str, ...]
     orders: tuple[str | None, ...]
     generating: bool
@@ -94,16 +94,16 @@ def meshes(devices: int, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
         yield {name: size for name, size in sizes.items() if size > 1}
 
 
-def candidates(request: Sought, batch: int, devices: int, target: str) -> Iterator[Candidate | tuple[str, str]]:
+def candidates(space: SearchSpace, batch: int, devices: int, target: str) -> Iterator[Candidate | tuple[str, str]]:
     """Candidates, and (kind, reason) for what lengths and heads rule out before planning."""
-    problem = request.problem
-    for sizes in meshes(devices, request.held):
-        if reason := _indivisible(problem, sizes, request.generating):
+    problem = space.problem
+    for sizes in meshes(devices, space.fixed):
+        if reason := _indivisible(problem, sizes, space.generating):
             yield reason
             continue
         named = tuple(sizes.items()) or (("fsdp", 1),)
-        for operation in request.operations:
-            for strategy, order in _ways(request, sizes):
+        for operation in space.operations:
+            for strategy, order in _ways(space, sizes):
                 yield Candidate(operation, batch, target, named, strategy, order)
 
 
@@ -126,16 +126,16 @@ def _indivisible(problem: AttentionProblem, sizes: Mapping[str, int], generating
     return None
 
 
-def _ways(request: Sought, sizes: Mapping[str, int]) -> Iterator[tuple[str | None, str | None]]:
+def _ways(space: SearchSpace, sizes: Mapping[str, int]) -> Iterator[tuple[str | None, str | None]]:
     """(strategy, ring order) pairs that a mesh has the axes for."""
     if "sp" not in sizes:
         yield None, None
-    elif request.generating:
+    elif space.generating:
         yield "auto", None
     else:
-        for strategy in request.strategies:
+        for strategy in space.strategies:
             if (strategy == "ulysses_ring") != ("cp" in sizes):
                 continue
             rings = strategy in ("ring", "ulysses_ring")
-            for order in request.orders if rings else (None,):
+            for order in space.orders if rings else (None,):
                 yield strategy, order

@@ -45,7 +45,7 @@ def compile_best(
         tell(len(done), max_count, f"compile {entry.candidate.where}")
         entry = replace(entry, compiled=_compile(entry))
         assert entry.compiled is not None
-        failure = next((one.failure for one in entry.compiled.passes if one.failure), None)
+        failure = next((report.failure for report in entry.compiled.passes if report.failure), None)
         if failure is None:
             (differing if entry.differs else done).append(entry)
         else:

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from ..planning import Plan
 from ..planning.placed_tensors import all_axes, axes_by_dim, placed_tensors, sent_itemsize
 from ..planning.traffic import Need, least_traffic
+from .axis_segments import AxisSegment, assign_axes
+from .compute_time import ComputeTime, compute_time
 from .machine import Machine
 from .sending import hops, reordered_seconds, ring_hop_seconds, seconds_of
-from .spans import Span, lay
 from .tiles import kernels_of_pass
-from .working import Worked, worked
 
 __all__ = ["Estimate", "PassEstimate", "Send", "Term", "estimate"]
 
@@ -84,11 +84,11 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        return sum(one.seconds for one in self.passes)
+        return sum(estimated.seconds for estimated in self.passes)
 
     @property
     def sent_bytes(self) -> float:
-        return sum(one.sent_bytes for one in self.passes)
+        return sum(estimated.sent_bytes for estimated in self.passes)
 
     @property
     def least_bytes(self) -> int:
@@ -103,14 +103,17 @@ class Estimate:
     @property
     def bound(self) -> str:
         """The longest term of all passes and, if there are several, its pass; of work also what limits it."""
-        term, one = max(((term, one) for one in self.passes for term in one.terms), key=lambda pair: pair[0].seconds)
-        cause = f"{_WORK}, by {one.bound}" if term.name == _WORK else term.name
-        return f"{one.name} {cause}" if len(self.passes) > 1 else cause
+        term, estimated = max(
+            ((term, estimated) for estimated in self.passes for term in estimated.terms),
+            key=lambda pair: pair[0].seconds,
+        )
+        cause = f"{_WORK}, by {estimated.bound}" if term.name == _WORK else term.name
+        return f"{estimated.name} {cause}" if len(self.passes) > 1 else cause
 
     @property
     def unknown(self) -> tuple[str, ...]:
         """Traffic that is only known after compiling; the seconds are then too few."""
-        return tuple(why for one in self.passes for why in one.unknown)
+        return tuple(why for estimated in self.passes for why in estimated.unknown)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
@@ -123,13 +126,13 @@ class Estimate:
             "held_bytes": self.held_bytes,
             "passes": [
                 {
-                    "name": one.name,
-                    "seconds": one.seconds,
-                    "terms": [vars(term) for term in one.terms],
-                    "sends": [vars(send) | {"axes": list(send.axes)} for send in one.sends],
-                    "unknown": list(one.unknown),
+                    "name": estimated.name,
+                    "seconds": estimated.seconds,
+                    "terms": [vars(term) for term in estimated.terms],
+                    "sends": [vars(send) | {"axes": list(send.axes)} for send in estimated.sends],
+                    "unknown": list(estimated.unknown),
                 }
-                for one in self.passes
+                for estimated in self.passes
             ],
         }
 
@@ -137,15 +140,15 @@ class Estimate:
 def estimate(plan: Plan, machine: Machine, sizes: Mapping[str, int] | None = None) -> Estimate:
     """Estimate a planned call that can run. sizes: the plan's mesh in another order, which decides how its axes lie."""
     sizes = {axis.name: axis.size for axis in plan.problem.mesh} if sizes is None else sizes
-    spans = lay(machine.physical, sizes)
+    segments = assign_axes(machine.physical, sizes)
     known = _known(plan, machine)
-    passes = (_pass(plan, machine, spans, one) for one in known.passes)
+    passes = (_pass(plan, machine, segments, known_pass) for known_pass in known.passes)
     return Estimate(machine, tuple(passes), *known.bytes)
 
 
 class _Pass(NamedTuple):
     name: str
-    done: Worked
+    done: ComputeTime
     needs: tuple[Need, ...]
     unknown: tuple[str, ...]
 
@@ -160,15 +163,17 @@ def _known(plan: Plan, machine: Machine) -> _Known:
     """What doesn't depend on how the mesh lies."""
     backward = plan.problem.mode == "__train__"
     forward = least_traffic(plan, False)
-    passes = [_Pass("forward", worked(machine, plan, kernels_of_pass(plan, False)), forward.needs, forward.unknown)]
+    passes = [
+        _Pass("forward", compute_time(machine, plan, kernels_of_pass(plan, False)), forward.needs, forward.unknown)
+    ]
     if backward:
         both = least_traffic(plan, True)
         rest, unknown = both.needs[len(forward.needs) :], both.unknown[len(forward.unknown) :]
-        passes.append(_Pass("backward", worked(machine, plan, kernels_of_pass(plan, True)), rest, unknown))
+        passes.append(_Pass("backward", compute_time(machine, plan, kernels_of_pass(plan, True)), rest, unknown))
     return _Known(tuple(passes), (*_operands(plan, backward), _held(plan, machine, backward)))
 
 
-def _pass(plan: Plan, machine: Machine, spans: Mapping[str, tuple[Span, ...]], known: _Pass) -> PassEstimate:
+def _pass(plan: Plan, machine: Machine, segments: Mapping[str, tuple[AxisSegment, ...]], known: _Pass) -> PassEstimate:
     name, done, needs, unknown = known
     needs = tuple(need for need in needs if not need.optional)
     work, waiting = _shared(done, machine, plan)
@@ -177,13 +182,13 @@ def _pass(plan: Plan, machine: Machine, spans: Mapping[str, tuple[Span, ...]], k
         word = {"ring": _AROUND, "zigzag": _ORDER}.get(need.step, "")
         groups.setdefault((need.kind, need.axes, word), []).append(need)
     sends = [
-        _send(plan, machine, done, key, members, _along(spans, key[1]), name == "backward")
+        _send(plan, machine, done, key, members, _along(segments, key[1]), name == "backward")
         for key, members in groups.items()
     ]
     return PassEstimate(name, work, waiting, done.bound, tuple(sends), unknown)
 
 
-def _shared(done: Worked, machine: Machine, plan: Plan) -> tuple[float, float]:
+def _shared(done: ComputeTime, machine: Machine, plan: Plan) -> tuple[float, float]:
     """(work of the mean device, the wait beyond it: at each hop the busiest device counts)."""
     mean, lockstep = float(done.seconds.sum(1).mean()), float(done.seconds.max(0).sum())
     if machine.cpu is not None:
@@ -192,17 +197,17 @@ def _shared(done: Worked, machine: Machine, plan: Plan) -> tuple[float, float]:
     return mean, lockstep - mean
 
 
-def _along(spans: Mapping[str, tuple[Span, ...]], axes: tuple[str, ...]) -> tuple[Span, ...]:
-    return tuple(span for axis in axes for span in spans[axis])
+def _along(segments: Mapping[str, tuple[AxisSegment, ...]], axes: tuple[str, ...]) -> tuple[AxisSegment, ...]:
+    return tuple(segment for axis in axes for segment in segments[axis])
 
 
 def _send(
     plan: Plan,
     machine: Machine,
-    done: Worked,
+    done: ComputeTime,
     key: tuple[str, tuple[str, ...], str],
     needs: list[Need],
-    spans: tuple[Span, ...],
+    segments: tuple[AxisSegment, ...],
     backward: bool,
 ) -> Send:
     kind, axes, word = key
@@ -212,19 +217,19 @@ def _send(
         seconds = sent * plan.problem.devices / machine.cpu.bytes_per_second
         return Send(kind, what, axes, sent, seconds, seconds)
     if word == _ORDER:
-        seconds = reordered_seconds(sent, spans) + len(needs) * machine.hop_seconds * hops("all-to-all", spans)
+        seconds = reordered_seconds(sent, segments) + len(needs) * machine.hop_seconds * hops("all-to-all", segments)
         return Send(kind, what, axes, sent, seconds, seconds)
     if kind != "collective-permute":
-        seconds = seconds_of(kind, sent, spans) + len(needs) * machine.hop_seconds * hops(kind, spans)
+        seconds = seconds_of(kind, sent, segments) + len(needs) * machine.hop_seconds * hops(kind, segments)
         return Send(kind, what, axes, sent, seconds, seconds)
     split = plan.placement.sequence
     moves = [after - before for before, after in itertools.pairwise(split.steps)]
     if not moves:
         return Send(kind, what, axes, sent, 0.0, 0.0)
     home = [split.ring_size - split.steps[-1]] if backward else []
-    each = sent / len([*moves, *home])
+    per_move = sent / len([*moves, *home])
     taken = [
-        ring_hop_seconds(each, spans, by) + machine.hop_seconds * min(by, split.ring_size - by)
+        ring_hop_seconds(per_move, segments, by) + machine.hop_seconds * min(by, split.ring_size - by)
         for by in (*moves, *home)
     ]
     seconds = sum(taken)

@@ -12,8 +12,8 @@ from ..verify.devices import DeviceLimits, device_limits
 from ..verify.generations import torus_of
 from ..verify.gpu.gpu_target import gpu_target, is_gpu_target
 from ..verify.targets import Target, cpu_count, target_of
+from .axis_segments import PhysicalAxis
 from .cpu_rates import CpuRates
-from .spans import Physical
 
 __all__ = ["Machine", "machine_of", "with_devices"]
 
@@ -34,7 +34,7 @@ class Machine:
     cores: int
     count: int
     limits: DeviceLimits | None
-    physical: tuple[Physical, ...]
+    physical: tuple[PhysicalAxis, ...]
     hop_seconds: float
     overlaps: bool
     cpu: CpuRates | None = None
@@ -62,15 +62,17 @@ def machine_of(target: str) -> Machine:
         gpus = gpu_target(target)
         spec = gpu_specs()[gpus.name]
         joined = (
-            Physical(gpus.hosts, spec.network_bytes_per_second, switched=True),
-            Physical(gpus.gpus, spec.nvlink_bytes_per_second, switched=True),
+            PhysicalAxis(gpus.hosts, spec.network_bytes_per_second, switched=True),
+            PhysicalAxis(gpus.gpus, spec.nvlink_bytes_per_second, switched=True),
         )
         limits = device_limits("cuda", described.kind)
         return Machine(target, "cuda", described.kind, described.cores, described.count, limits, joined, 0.0, True)
     torus = torus_of(target)
     # The devices of a chip send at the same time, over the same links.
-    chips = [Physical(n, torus.link / torus.devices, ring) for n, ring in zip(torus.shape, torus.rings, strict=True)]
-    physical = (*chips, Physical(torus.devices, torus.die_link))
+    chips = [
+        PhysicalAxis(n, torus.link / torus.devices, ring) for n, ring in zip(torus.shape, torus.rings, strict=True)
+    ]
+    physical = (*chips, PhysicalAxis(torus.devices, torus.die_link))
     limits = device_limits("tpu", described.kind, described.cores)
     return Machine(
         target, "tpu", described.kind, described.cores, described.count, limits, physical, _HOP_SECONDS, True
@@ -79,7 +81,7 @@ def machine_of(target: str) -> Machine:
 
 def cpu_machine(count: int, rates: CpuRates) -> Machine:
     """Virtual devices of one machine: what one sends is copied in memory, and all share its cores."""
-    physical = (Physical(count, rates.bytes_per_second, switched=True),)
+    physical = (PhysicalAxis(count, rates.bytes_per_second, switched=True),)
     return Machine(f"cpu:{count}", "cpu", "cpu", 1, count, None, physical, 0.0, False, rates)
 
 

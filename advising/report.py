@@ -43,7 +43,7 @@ def rows(entries: tuple[Entry, ...], max_rows: int = SHOWN) -> list[tuple[str, .
         mesh = ",".join(f"{name}={size}" for name, size in entry.candidate.sizes)
         where = f"{mesh} batch {entry.candidate.batch} {entry.candidate.target}" if several else mesh
         split = entry.plan.placement.sequence.strategy
-        passes = [f"~{time_text(one.seconds)}" for one in entry.estimate.passes]
+        passes = [f"~{time_text(estimated.seconds)}" for estimated in entry.estimate.passes]
         first = entry is entries[0]
         table.append(
             (
@@ -65,11 +65,11 @@ def rows(entries: tuple[Entry, ...], max_rows: int = SHOWN) -> list[tuple[str, .
 def term_rows(entry: Entry) -> list[tuple[str, str]]:
     """(pass, its terms), which add up to its seconds; then the compiler's report, if requested."""
     rows = []
-    for one in entry.estimate.passes:
-        parts = [f"work {time_text(one.work)} (bound by {one.bound})"]
-        parts += [f"{term.name} {time_text(term.seconds)}" for term in one.terms[1:] if term.seconds]
-        rows.append((one.name, f"~{time_text(one.seconds)} = {' + '.join(parts)}"))
-        for send in one.sends:
+    for estimated in entry.estimate.passes:
+        parts = [f"work {time_text(estimated.work)} (bound by {estimated.bound})"]
+        parts += [f"{term.name} {time_text(term.seconds)}" for term in estimated.terms[1:] if term.seconds]
+        rows.append((estimated.name, f"~{time_text(estimated.seconds)} = {' + '.join(parts)}"))
+        for send in estimated.sends:
             hidden = send.seconds - send.waited
             beside = f", {time_text(hidden)} of it beside the work" if hidden else ""
             cost = f"{bytes_text(send.sent_bytes)}, {time_text(send.seconds)}{beside}: {send.what}"
@@ -115,8 +115,8 @@ def time_text(seconds: float) -> str:
 
 def _by_term(estimate: Estimate) -> dict[str, float]:
     seconds: dict[str, float] = {}
-    for one in estimate.passes:
-        for term in one.terms:
+    for estimated in estimate.passes:
+        for term in estimated.terms:
             seconds[term.name] = seconds.get(term.name, 0.0) + term.seconds
     return seconds
 
@@ -130,5 +130,5 @@ def _tie(entry: Entry, winner: Entry) -> str:
     """What decides between equal times."""
     if (more := entry.estimate.about_bytes - winner.estimate.about_bytes) > 0:
         return f"{bytes_text(more)} more memory"
-    tp, best = (one.candidate.mesh.get("tp", 1) for one in (entry, winner))
+    tp, best = (candidate.candidate.mesh.get("tp", 1) for candidate in (entry, winner))
     return f"tp={tp} splits heads more" if tp > best else "searched later"

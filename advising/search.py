@@ -14,15 +14,15 @@ from ..registry import OperationRegistry
 from ..registry.declaration import Declaration
 from ..sharding.modes import GENERATION
 from .advice import Advice
-from .asked import asked_devices, declared_ways, with_batch, with_mode
+from .axis_segments import assign_axes
 from .blocks import better_blocks
-from .candidates import AXES, Candidate, Sought, candidates, operations_for
+from .candidates import AXES, Candidate, SearchSpace, candidates, operations_for
 from .compiling import Progress, compile_best
 from .declared import SEARCHED, metadata_for
 from .entries import Entry, Refusals
 from .estimate import Estimate, estimate
 from .machine import Machine, machine_of, with_devices
-from .spans import lay
+from .search_scope import open_choices, requested_devices, with_batch, with_mode
 
 __all__ = ["advise"]
 
@@ -51,25 +51,25 @@ def advise(
 
     Errors: ConfigError for an unknown target, a number of devices that it has no part of, or an axis that isn't searched.
     """
-    given = with_mode(_declaration(declaration), mode)
+    declared = with_mode(_declaration(declaration), mode)
     tell = progress or (lambda done, of, what: None)
-    counts = asked_devices(machine_of(target), devices)
+    counts = requested_devices(machine_of(target), devices)
     _check_axes(mesh or {})
     entries: list[Entry] = []
     refused = Refusals()
     requests: list[tuple[Candidate, Declaration]] = []
     for batch in batches or (None,):
-        batched = with_batch(given, batch)
+        batched = with_batch(declared, batch)
         machine = machine_of(target)
-        request = _sought(batched, machine, mesh or {}, operations)
+        space = _search_space(batched, machine, mesh or {}, operations)
         for count in counts:
             name = with_devices(target, count)
             assert name is not None
-            for one in candidates(request, request.problem.batch, count, name):
-                if isinstance(one, Candidate):
-                    requests.append((one, batched))
+            for offered in candidates(space, space.problem.batch, count, name):
+                if isinstance(offered, Candidate):
+                    requests.append((offered, batched))
                 else:
-                    refused.add(f"mesh axis {one[0]}", "", one[1], one[1], f"{count} devices")
+                    refused.add(f"mesh axis {offered[0]}", "", offered[1], offered[1], f"{count} devices")
     for done, (candidate, requested) in enumerate(requests):
         tell(done, len(requests), candidate.where)
         outcome = _planned(candidate, requested)
@@ -80,9 +80,9 @@ def advise(
     tell(len(requests), len(requests), "")
     ranked = sorted(_distinct(entries), key=_rank)
     ranked = sorted([*map(better_blocks, ranked[:_REFINED]), *ranked[_REFINED:]], key=_rank)
-    notes = list(_notes(given))
+    notes = list(_notes(declared))
     ranked = compile_best(ranked, refused, most_compiled, tell, notes)
-    return Advice(target, tuple(ranked), refused.told(), tuple(notes), len(requests))
+    return Advice(target, tuple(ranked), refused.ranked(), tuple(notes), len(requests))
 
 
 def _rank(entry: Entry) -> tuple[bool, float, int, int]:
@@ -120,7 +120,9 @@ def _check_axes(fixed: Mapping[str, int]) -> None:
             raise ConfigError(f"mesh {name}={shown(size)}; wanted a number of devices, from 1 on.")
 
 
-def _sought(declaration: Declaration, machine: Machine, fixed: Mapping[str, int], operations: Sequence[str]) -> Sought:
+def _search_space(
+    declaration: Declaration, machine: Machine, fixed: Mapping[str, int], operations: Sequence[str]
+) -> SearchSpace:
     kind: Any = OperationRegistry.get(declaration.operation)
     metadata = metadata_for(declaration, machine, {"fsdp": 1}, {})
     problem = kind(metadata).plan(**declaration.call_arguments(declaration.shapes())).problem
@@ -129,8 +131,8 @@ def _sought(declaration: Declaration, machine: Machine, fixed: Mapping[str, int]
     others = tuple(operations) or operations_for(
         declaration.operation, machine.platform, kind.config_elsewhere(machine.platform)
     )
-    strategies, orders = declared_ways(declaration, kind)
-    return Sought(problem, others, fixed, strategies, orders, problem.mode in GENERATION)
+    strategies, orders = open_choices(declaration, kind)
+    return SearchSpace(problem, others, fixed, strategies, orders, problem.mode in GENERATION)
 
 
 def _planned(candidate: Candidate, declaration: Declaration) -> Entry | tuple[str, str]:
@@ -141,7 +143,9 @@ def _planned(candidate: Candidate, declaration: Declaration) -> Entry | tuple[st
     except AttnOpsError as error:
         return type(error).__name__, str(error).splitlines()[0]
     if plan.implementation is None:
-        reasons = {r.code: r.message for one in plan.rejected for r in one.reasons if r.code != "policy.fallback"}
+        reasons = {
+            r.code: r.message for rejected in plan.rejected for r in rejected.reasons if r.code != "policy.fallback"
+        }
         return "; ".join(reasons), "; ".join(reasons.values())
     if plan.placement.repeated:
         return "repeated", f"devices do the same work: {plan.placement.repeated[0].reason}"
@@ -166,8 +170,8 @@ def _best_order(plan: Plan, machine: Machine) -> tuple[tuple[tuple[str, int], ..
     seen: dict[Any, tuple[tuple[tuple[str, int], ...], Estimate]] = {}
     axes = [(axis.name, axis.size) for axis in plan.problem.mesh]
     for order in itertools.permutations(axes):
-        lies = lay(machine.physical, dict(order))
-        key = tuple(sorted(lies.items()))
+        segments = assign_axes(machine.physical, dict(order))
+        key = tuple(sorted(segments.items()))
         if key not in seen:
             seen[key] = order, estimate(plan, machine, dict(order))
     return min(seen.values(), key=lambda ordered: ordered[1].seconds)

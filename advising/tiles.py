@@ -11,12 +11,12 @@ import numpy as np
 from ..masks import Mask
 from ..planning import PassSizes, Plan
 
-__all__ = ["Live", "kernels_of_pass", "live_of"]
+__all__ = ["VisibleBlocks", "kernels_of_pass", "visible_blocks"]
 
 _MOST_BLOCKS = 2048  # per side; beyond that several blocks are treated as one
 
 
-class Live(NamedTuple):
+class VisibleBlocks(NamedTuple):
     """Weights per head and batch row, by device of the sequence and hop: [devices, hops], in blocks of these sizes.
 
     Of blocks that the mask cuts, only the computed parts count.
@@ -46,7 +46,7 @@ def kernels_of_pass(plan: Plan, backward: bool) -> tuple[PassSizes, ...]:
     return (PassSizes("backward" if backward else "forward", q, kv),)
 
 
-def live_of(plan: Plan, kernel: PassSizes) -> Live:
+def visible_blocks(plan: Plan, kernel: PassSizes) -> VisibleBlocks:
     """The live tiles of a planned call. If visibility is only known at run time, everything counts."""
     problem, placement = plan.problem, plan.placement
     local, split = placement.local, placement.sequence
@@ -72,7 +72,7 @@ def live_of(plan: Plan, kernel: PassSizes) -> Live:
         weights = pairs.sum(0)[:, None]
     else:
         weights = pairs.sum(1)[:, None]
-    return Live(weights, block_q, block_kv)
+    return VisibleBlocks(weights, block_q, block_kv)
 
 
 def _even(length: int, block: int) -> int:
@@ -105,8 +105,8 @@ def _seen(length: int, block: int, pieces: int) -> int:
 
 def _bounds(length: int, block: int, pieces: int) -> list[int]:
     """Where pieces begin, in blocks, and the end of the last."""
-    each = max(1, math.ceil(length // pieces / block))
-    return [each * piece for piece in range(pieces + 1)]
+    blocks = max(1, math.ceil(length // pieces / block))
+    return [blocks * piece for piece in range(pieces + 1)]
 
 
 def _around(pairs: np.ndarray, devices: int, steps: tuple[int, ...], zigzag: bool) -> np.ndarray:

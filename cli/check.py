@@ -15,7 +15,7 @@ from ..verify.closeness import lse_size, output_size, row_error, row_sizes
 from ..verify.reference import Forward, forward
 from ..verify.report import AnyPlan
 from .materials import Materials, canonical, materials
-from .progress import Told
+from .progress import ReportProgress
 
 __all__ = ["Comparison", "Worst", "check", "tolerance_of"]
 
@@ -66,7 +66,7 @@ def check(
     arrays: Mapping[str, Any],
     expected: np.ndarray | None = None,
     source: str = "",
-    progress: Told | None = None,
+    progress: ReportProgress | None = None,
 ) -> list[Comparison]:
     """Compare the output, and lse and weights if requested, with verify.reference_attention. Also compare the output with the
     `expected` array of a source, leaving out rows of padding queries. `told` is called for each piece. Errors: InputError for
@@ -142,19 +142,19 @@ def _piece(
     problem: AttentionProblem, tensors: Materials, seen: np.ndarray, arrays: Mapping[str, Any], row: int, kv_head: int,
     heads: slice, rows: slice,
 ) -> Forward:  # fmt: skip
-    one, count = slice(row, row + 1), problem.group
+    batch_row, count = slice(row, row + 1), problem.group
     keep = None
     if problem.dropout_prob > 0:
         dropout = Dropout(dropout_seed(arrays["dropout_rng"]), problem.dropout_prob, row, heads.start, rows.start)
         head, at, key = np.arange(count), np.arange(rows.stop - rows.start), np.arange(problem.kv_len)
         keep = np.asarray(dropout.keep(0, head[:, None, None], at[None, :, None], key[None, None]))[None]
     return forward(
-        tensors.query[one, rows, heads],
-        tensors.key[one, :, kv_head : kv_head + 1],
-        tensors.value[one, :, kv_head : kv_head + 1],
+        tensors.query[batch_row, rows, heads],
+        tensors.key[batch_row, :, kv_head : kv_head + 1],
+        tensors.value[batch_row, :, kv_head : kv_head + 1],
         scale=problem.softmax_scale,
-        mask=_cut(seen, one, heads, slice(None)),
-        bias=None if tensors.bias is None else _cut(tensors.bias, one, heads, rows),
+        mask=_cut(seen, batch_row, heads, slice(None)),
+        bias=None if tensors.bias is None else _cut(tensors.bias, batch_row, heads, rows),
         soft_cap=problem.logits_soft_cap,
         sinks=None if tensors.sinks is None else tensors.sinks[heads],
         keep=keep,

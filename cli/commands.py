@@ -182,7 +182,7 @@ def tune(
     mesh: o.Mesh = None,
     mode: o.Mode = None,
     how: o.How = None,
-    most: o.Most = 16,
+    most: o.MaxCandidates = 16,
     cache: o.Cache = None,
     as_json: o.Json = False,
 ) -> None:
@@ -199,7 +199,7 @@ def tune(
         print_json([noted(report, declaration, notes) for report in tuned_json(reports)])
     else:
         print_tuned(reports, notes)
-    failed = [name for name, report in reports if report.found.choice is None]
+    failed = [name for name, report in reports if report.result.choice is None]
     if failed:
         raise Refused(f"{', '.join(failed)}: no candidate compiles or runs; the table lists the reasons.")
 

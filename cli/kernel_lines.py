@@ -51,7 +51,7 @@ def kernel_lines(
             yield f"{kernel.name}: as in the previous pass{many}"
         else:
             yield f"{kernel.name}: {_resources(kernel)}{many}"
-            yield from (f"{kernel.name}: {_loop(one)}" for one in kernel.loops or ())
+            yield from (f"{kernel.name}: {_loop(loop)}" for loop in kernel.loops or ())
             missing += _missing(kernel)
     yield from dict.fromkeys(missing)
 
@@ -73,17 +73,17 @@ def _resources(kernel: GpuKernelUse) -> str:
     )
 
 
-def _loop(one: GpuLoop) -> str:
-    loop = one.loop
+def _loop(gpu_loop: GpuLoop) -> str:
+    loop = gpu_loop.loop
     text = (
         f"inner loop of {loop.instructions} instructions, {loop.tensor} of tensor cores, {loop.ex2} of EX2; "
         f"{loop.stall_cycles} stall cycles"
     )
-    if one.bound is None:
+    if gpu_loop.bound is None:
         return text
-    cycles = ", ".join(f"{unit} {count:.0f}" for unit, count in one.bound.cycles.items() if count is not None)
-    known = ", as far as is known" if None in one.bound.cycles.values() else ""
-    return f"{text}; bound by {one.bound.bound}{known} (cycles: {cycles})"
+    cycles = ", ".join(f"{unit} {count:.0f}" for unit, count in gpu_loop.bound.cycles.items() if count is not None)
+    known = ", as far as is known" if None in gpu_loop.bound.cycles.values() else ""
+    return f"{text}; bound by {gpu_loop.bound.bound}{known} (cycles: {cycles})"
 
 
 def _missing(kernel: GpuKernelUse) -> Iterator[str]:
@@ -91,5 +91,5 @@ def _missing(kernel: GpuKernelUse) -> Iterator[str]:
         yield _NO_FILE
     elif kernel.loops is None:
         yield _NO_LOOPS
-    elif any(one.loop.tensor_flops is None for one in kernel.loops):
+    elif any(loop.loop.tensor_flops is None for loop in kernel.loops):
         yield _NO_SHAPE

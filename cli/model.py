@@ -152,7 +152,7 @@ def print_model(plans: ModelPlans, *, whole: bool, verbose: bool = False) -> Non
     for row in layers:
         columns.add_row(*(row[name] or "-" for name in (*_NAMING, *differing)))
     console.print(columns)
-    rows = [*_alike(plan, layers[0], differing), *_told(plans.plans), *[("note", note) for note in plans.notes]]
+    rows = [*_alike(plan, layers[0], differing), *_plan_rows(plans.plans), *[("note", note) for note in plans.notes]]
     console.print("", fields(rows), sep="\n")
 
 
@@ -190,7 +190,7 @@ def _row(plans: ModelPlans, layer: LayerDeclaration, plan: Plan, call: CallDecla
     }
 
 
-def _told(plans: Sequence[tuple[LayerDeclaration, Plan]]) -> list[tuple[str, str | Text]]:
+def _plan_rows(plans: Sequence[tuple[LayerDeclaration, Plan]]) -> list[tuple[str, str | Text]]:
     """What the plans say that isn't in the table: each line once, with the kinds of layers it applies to unless it is all."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for layer, plan in plans:

@@ -15,14 +15,14 @@ from rich.table import Column
 
 from .console import errors
 
-__all__ = ["Told", "bar"]
+__all__ = ["ReportProgress", "bar"]
 
-Told = Callable[[int, int, str], None]  # (done, of, what is being done)
+ReportProgress = Callable[[int, int, str], None]  # (done, of, what is being done)
 EVERY = 30.0  # seconds
 
 
 @contextlib.contextmanager
-def bar(title: str, *, quiet: bool = False) -> Iterator[Told]:
+def bar(title: str, *, quiet: bool = False) -> Iterator[ReportProgress]:
     """Show a progress bar and yield a function that updates it. Until the first update it only shows activity; at the end it
     disappears. Work without an update for long is told in a line, also where there is no bar."""
     console = errors()

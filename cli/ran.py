@@ -16,7 +16,7 @@ from ..verify.report import AnyPlan
 from .check import Comparison
 from .compared import Compared
 from .console import seconds_text
-from .progress import Told, bar
+from .progress import ReportProgress, bar
 from .run_call import Compiled, time_calls
 
 __all__ = ["Ran", "Runnable", "ran_rows", "timed"]
@@ -65,7 +65,7 @@ class Runnable(ABC):
         return None
 
     @abstractmethod
-    def check(self, output: Any, progress: Told) -> Sequence[Comparison]:
+    def check(self, output: Any, progress: ReportProgress) -> Sequence[Comparison]:
         """The output compared with the float64 reference, and with what the arrays' file expects."""
 
 

@@ -37,12 +37,14 @@ def mask(plan: Plan) -> Iterator[str]:
 
 def batch(plan: PagedPlan, reads: Sequence[SequenceReads]) -> Iterator[str]:
     """What a layer of the step reads, sequence by sequence."""
-    page, several = plan.problem.page_size, len({one.shard for one in reads}) > 1
+    page, several = plan.problem.page_size, len({sequence.shard for sequence in reads}) > 1
     drawn = []
-    for number, one in enumerate(reads):
-        name = f"{number} on {one.shard}" if several else str(number)
-        text = f"{one.queries} of {one.length}, {one.end_page - one.first_page} pages"
-        drawn.append(SequenceBar(name, one.length, min(one.first_page * page, one.length), one.queries, text))
+    for number, sequence in enumerate(reads):
+        name = f"{number} on {sequence.shard}" if several else str(number)
+        text = f"{sequence.queries} of {sequence.length}, {sequence.end_page - sequence.first_page} pages"
+        drawn.append(
+            SequenceBar(name, sequence.length, min(sequence.first_page * page, sequence.length), sequence.queries, text)
+        )
     yield paragraph("Each line: the step's own tokens, of all tokens of the sequence; the pages that a layer reads.")
     yield pictures([sequences(drawn)])
     if plan.reads is not None:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from ..operators import AttentionOutput, Operation
 from ..planning import Plan
 from ..registry.declaration import Declaration
-from .progress import Told
+from .progress import ReportProgress
 
 __all__ = ["Compiled", "TooLarge", "compile_call", "compile_declared", "on_devices", "time_calls"]
 
@@ -60,7 +60,7 @@ def compile_call(function: Callable[..., Any], arguments: tuple[Any, ...], *, mo
     return Compiled(compiled, arguments, result, seconds, temporary)
 
 
-def time_calls(calls: Sequence[Compiled], repeats: int, progress: Told | None = None) -> list[float]:
+def time_calls(calls: Sequence[Compiled], repeats: int, progress: ReportProgress | None = None) -> list[float]:
     """Median seconds of each call. The calls take turns, so that load on the machine affects all of them. `told` is called
     after each turn."""
     times: list[list[float]] = [[] for _ in calls]

@@ -22,7 +22,7 @@ from ..verify.drawn_step import draw_step
 from ..verify.paged_reference import paged_reference
 from ..verify.paged_step import plan_declared
 from .check import Comparison, Worst, tolerance_of
-from .progress import Told
+from .progress import ReportProgress
 from .ran import Runnable
 from .run_call import Compiled, compile_call
 from .step import one_layer, step_of
@@ -48,7 +48,7 @@ class RunnableStep(Runnable):
     def compile(self) -> Compiled:
         return compile_call(self.drawn.run, self.drawn.arguments)
 
-    def check(self, output: Any, progress: Told) -> list[Comparison]:
+    def check(self, output: Any, progress: ReportProgress) -> list[Comparison]:
         del progress
         return _check(self.paged, output, self.arrays, self.batch)
 
@@ -87,7 +87,7 @@ def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], ragged: 
         worst["output"].add(got[tokens], want.output, row_sizes(want.output, want.sizes))
         worst["lse"].add(lse[tokens], want.lse, lse_size(want.lse))
     against = "float64 reference over the pages"
-    return [one.compared(name, against, tolerance_of(plan)) for name, one in worst.items()]
+    return [difference.compared(name, against, tolerance_of(plan)) for name, difference in worst.items()]
 
 
 def _stored_table(batch: RaggedBatch, pages: int) -> np.ndarray:

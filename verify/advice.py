@@ -9,14 +9,14 @@ from ..planning import OperationConfig, Plan
 from ..planning.text import bytes_text
 from .compiled import Failure, failure, kernels, program_text
 
-__all__ = ["advice", "held", "least_limit"]
+__all__ = ["advice", "min_limit", "vmem_breakdown"]
 
 _MIB = 1 << 20
 _TRIES = 3  # limits by what the compiler tells, before the most that there is
 _OF_TPU, _OF_GPU = 128, 16  # the smallest block size tried
 
 
-def held(plan: Plan, failure: Failure) -> tuple[tuple[str, int], ...]:
+def vmem_breakdown(plan: Plan, failure: Failure) -> tuple[tuple[str, int], ...]:
     """What the failed kernel holds in VMEM, largest first; empty if the failure isn't about VMEM."""
     if failure.memory != "vmem":
         return ()
@@ -26,7 +26,7 @@ def held(plan: Plan, failure: Failure) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(((what, size) for what, size in parts.items() if size), key=lambda part: -part[1]))
 
 
-def advice(lowered: Callable[[OperationConfig], Any], plan: Plan, out_of_memory: Failure, vmem_most: int) -> str:
+def advice(lowered: Callable[[OperationConfig], Any], plan: Plan, out_of_memory: Failure, max_vmem: int) -> str:
     """The largest choice that compiles: on a TPU the least VMEM that is enough if there is more, on a GPU fewer stages, else
     smaller blocks. Each choice is compiled, none is guessed. lowered: the failed pass with another config."""
 
@@ -37,10 +37,10 @@ def advice(lowered: Callable[[OperationConfig], Any], plan: Plan, out_of_memory:
         except Exception as error:  # the compiler's, or a size that the config refuses
             return failure(error)
         text = program_text(program)
-        return max((one.vmem_used or 0 for one in kernels(text or "")), default=0)
+        return max((kernel.vmem_used or 0 for kernel in kernels(text or "")), default=0)
 
     if out_of_memory.memory == "vmem" and "vmem_limit_bytes" in type(plan.config).model_fields:
-        limit = least_limit(lambda limit: compiled({"vmem_limit_bytes": limit}), out_of_memory, vmem_most)
+        limit = min_limit(lambda limit: compiled({"vmem_limit_bytes": limit}), out_of_memory, max_vmem)
         if limit is not None:
             return f"compiles with vmem_limit_bytes={limit} ({bytes_text(limit)})"
     for changes in _stages(plan.config) if out_of_memory.memory == "shared" else _smaller(plan.config, _OF_TPU):
@@ -50,7 +50,7 @@ def advice(lowered: Callable[[OperationConfig], Any], plan: Plan, out_of_memory:
     return f"neither {what} nor smaller blocks make it compile"
 
 
-def least_limit(compiled: Callable[[int], int | Failure], failure: Failure, max_limit: int) -> int | None:
+def min_limit(compiled: Callable[[int], int | Failure], failure: Failure, max_limit: int) -> int | None:
     """The least vmem_limit_bytes, in whole MiB up to `most`, with which a program compiles that `found` too little; None if there
     is none.
 

@@ -13,7 +13,7 @@ from ..operators import Operation
 from ..planning import OperationConfig
 from ..planning.placed_tensors import sent_itemsize
 from ..planning.traffic import Traffic, least_traffic
-from .advice import advice, held
+from .advice import advice, vmem_breakdown
 from .call_program import call_program
 from .collectives import Collective
 from .compiled import Failure
@@ -53,7 +53,7 @@ class PlannedCall(Planned):
     def differences(self, required: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
         return differences(required, sent)
 
-    def advice(self, name: str, failure: Failure, vmem_most: int) -> tuple[str | None, tuple[tuple[str, int], ...]]:
+    def advice(self, name: str, failure: Failure, max_vmem: int) -> tuple[str | None, tuple[tuple[str, int], ...]]:
         if failure.memory not in ("vmem", "shared"):
             return None, ()
 
@@ -61,7 +61,7 @@ class PlannedCall(Planned):
             changed = self.operation.metadata.replace(operation_configs={config.operation: config})
             return PlannedCall(type(self.operation)(changed), self.arguments).lowered(name)
 
-        return advice(lowered, self.call, failure, vmem_most), held(self.call, failure)
+        return advice(lowered, self.call, failure, max_vmem), vmem_breakdown(self.call, failure)
 
     def warnings(self, passes: tuple[PassReport, ...]) -> Iterator[str]:
         problem = self.call.problem

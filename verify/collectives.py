@@ -46,14 +46,14 @@ class Collective:
     def sent_bytes(self) -> float:
         """Bytes that a device sends in total, by the usual ring algorithms."""
         share = (self.group - 1) / self.group
-        each = {
+        per_call = {
             "all-gather": self.result_bytes * share,
             "all-reduce": 2 * self.result_bytes * share,
             "reduce-scatter": self.result_bytes * (self.group - 1),
             "all-to-all": self.result_bytes * share,
             "collective-permute": float(self.result_bytes),
         }[self.kind]
-        return self.count * each
+        return self.count * per_call
 
 
 def collectives(text: str, sizes: Mapping[str, int] | None = None) -> tuple[Collective, ...]:
@@ -88,11 +88,11 @@ def collectives(text: str, sizes: Mapping[str, int] | None = None) -> tuple[Coll
             if fused or started or " while(" in line or " call(" in line or " conditional(" in line:
                 trips = _trips(line, bodies) if " while(" in line else 1
                 for called in _CALLED.findall(line):
-                    for one in re.findall(r"%([\w.\-]+)", called):
-                        if one in bodies:
+                    for callee in re.findall(r"%([\w.\-]+)", called):
+                        if callee in bodies:
                             # A collective that overlaps fusions appears in each of them, with the same channel.
                             inside = (channels if channels is not None else seen) if fused else channels
-                            walk(one, times * trips, apart or fused or started, inside)
+                            walk(callee, times * trips, apart or fused or started, inside)
 
     if entry is not None:
         walk(entry, 1, False, None)
@@ -108,8 +108,8 @@ def _trips(line: str, bodies: dict[str, tuple[bool, list[str]]]) -> int:
         return int(known[1])
     condition = _CONDITION.search(line)
     lines = bodies[condition[1]][1] if condition and condition[1] in bodies else []
-    for one in lines:
-        if below := _BELOW.search(one):
+    for condition_line in lines:
+        if below := _BELOW.search(condition_line):
             limit = re.compile(rf"%{re.escape(below['limit'])} = s32\[\]\S* constant\((\d+)\)")
             return next((int(match[1]) for other in lines if (match := limit.search(other))), 1)
     return 1
@@ -117,7 +117,7 @@ def _trips(line: str, bodies: dict[str, tuple[bool, list[str]]]) -> int:
 
 def sent_bytes(collectives: tuple[Collective, ...]) -> float:
     """Bytes that a device sends."""
-    return sum(one.sent_bytes for one in collectives)
+    return sum(collective.sent_bytes for collective in collectives)
 
 
 def _computations(text: str) -> Iterator[tuple[str, tuple[bool, list[str]]]]:

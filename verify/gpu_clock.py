@@ -59,7 +59,7 @@ def gpu_cost(
     stalls, registers, shared = 0.0, 0, 0
     spills: list[str] = []
     for name, (suffix, slow) in _KERNELS[part].items():
-        kernel = next((one for one in kernels if one.name == name), None)
+        kernel = next((use for use in kernels if use.name == name), None)
         if kernel is None or kernel.loops is None or kernel.registers is None:
             raise ConfigError(
                 f"the instructions of {name} can't be read; pip install '{with_extras('cuda-compile', 'cuda-sass')}'."
@@ -78,7 +78,7 @@ def gpu_cost(
         if len(kernel.loops) != len(tiles):
             raise ConfigError(f"{name} has {len(kernel.loops)} loops where {len(tiles)} are known")
         warps = (kernel.threads or 0) // _WARP
-        by_head = sum(one.loop.stall_cycles * count for one, count in zip(kernel.loops, tiles, strict=True))
+        by_head = sum(loop.loop.stall_cycles * count for loop, count in zip(kernel.loops, tiles, strict=True))
         stalls += by_head * warps * heads * local.batch
         registers, shared = max(registers, kernel.registers), max(shared, kernel.shared_bytes or 0)
     seconds = stalls / (spec.issued_a_cycle * spec.cores * spec.clock)
@@ -128,4 +128,4 @@ def loop_tiles(
 
 def same_splits(candidates: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
     """Candidates with the first one's `kv_splits`: how many programs share the keys isn't in the sums."""
-    return tuple(way for way in candidates if way.get("kv_splits") == candidates[0].get("kv_splits"))
+    return tuple(candidate for candidate in candidates if candidate.get("kv_splits") == candidates[0].get("kv_splits"))

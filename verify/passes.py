@@ -94,7 +94,7 @@ def target_reports(planned: Planned, target: str, *, lower_only: bool = False) -
     for name in names:
         passes = (*report.passes, _compiled(planned, device, name, max_vmem, lower_only))
         reported = (*warnings, *planned.warnings(passes))
-        peak = max(one.peak_bytes for one in passes)
+        peak = max(done.peak_bytes for done in passes)
         if tpu and device is not None and peak > device.hbm_bytes:
             more = f"{bytes_text(peak)} at the peak is more than the device's {bytes_text(device.hbm_bytes)} of HBM"
             reported = (*reported, more)

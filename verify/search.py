@@ -43,17 +43,17 @@ class TuneReport(NamedTuple):
     plan: AnyPlan
     how: str
     candidates: Candidates
-    found: Found
+    result: Found
     reused: int
 
     @property
     def best(self) -> dict[str, Measured]:
         """The fastest candidate of each pass."""
-        return best_of(self.found.measured, self.how)
+        return best_of(self.result.measured, self.how)
 
     def measured(self, part: str) -> list[Measured]:
         """This search's candidates of a pass, in order."""
-        measured = {one.name: one for one in self.found.measured}
+        measured = {measurement.name: measurement for measurement in self.result.measured}
         names = [Measured(part, fields, self.how, None).name for fields in self.candidates[part]]
         return [measured[name] for name in names if name in measured]
 
@@ -138,26 +138,28 @@ class Search(ABC):
                 yield Measured(part, fields, "device", seconds)
 
 
-def run_search(search: Search, how: str, most: int, progress: Progress | None) -> tuple[Candidates, Found, int]:
+def run_search(
+    search: Search, how: str, max_candidates: int, progress: Progress | None
+) -> tuple[Candidates, Found, int]:
     """(candidates, what is stored, how many were measured before). Stored measurements aren't repeated."""
-    candidates = {part: options[:most] for part, options in search.candidates(how).items()}
+    candidates = {part: options[:max_candidates] for part, options in search.candidates(how).items()}
     withdraw(search.key, search.resolve)
-    stored = {one.name for one in load(search.key).measured if not one.detail.get("lost")}
+    stored = {measurement.name for measurement in load(search.key).measured if not measurement.detail.get("lost")}
     requested = [(part, fields) for part, options in candidates.items() for fields in options]
     todo = [(part, fields) for part, fields in requested if Measured(part, fields, how, None).name not in stored]
     reused = done = len(requested) - len(todo)
     tell = progress or (lambda done, of, what: None)
     tell(done, len(requested), "")
-    for one in search.by_time(todo) if how == "device" else search.by_clock(todo):
-        keep(search.key, [one])
+    for measurement in search.by_time(todo) if how == "device" else search.by_clock(todo):
+        keep(search.key, [measurement])
         done += 1
-        tell(done, len(requested), f"{one.part}: {fields_text(one.fields) or 'by rule'}")
+        tell(done, len(requested), f"{measurement.part}: {fields_text(measurement.fields) or 'by rule'}")
     return candidates, keep(search.key, [], finished=how), reused
 
 
 def _in_turn(todo: Todo) -> Todo:
-    parts = [[one for one in todo if one[0] == part] for part in dict.fromkeys(part for part, _ in todo)]
-    return [one for row in itertools.zip_longest(*parts) for one in row if one is not None]
+    parts = [[item for item in todo if item[0] == part] for part in dict.fromkeys(part for part, _ in todo)]
+    return [item for row in itertools.zip_longest(*parts) for item in row if item is not None]
 
 
 def _median(run: Callable[[], Any]) -> float:

@@ -126,8 +126,8 @@ def regions(bundles: str, utilization: str) -> Region:
             if int(target) in starts:
                 there = starts[int(target)]
                 inner_regions.append(region(min(number, there), max(number, there), there <= number))
-    for one in sorted(inner_regions, key=lambda r: (r.start, -r.end)):
-        _insert(root, one)
+    for inner in sorted(inner_regions, key=lambda r: (r.start, -r.end)):
+        _insert(root, inner)
     return root
 
 
@@ -162,11 +162,11 @@ def tile_cycles(root: Region) -> TileCycles:
     return TileCycles(tuple(cycles), rest - head, step, head - turn, turn)
 
 
-def _insert(tree: Region, one: Region) -> None:
+def _insert(tree: Region, region: Region) -> None:
     for inner in tree.inside:
-        if inner.start <= one.start and one.end <= inner.end:
-            return _insert(inner, one)
-    tree.inside.append(one)
+        if inner.start <= region.start and region.end <= inner.end:
+            return _insert(inner, region)
+    tree.inside.append(region)
 
 
 def _bundles(text: str) -> list[str]:

@@ -12,7 +12,7 @@ import jax
 from ..devices import gpu_specs, spec_of_kind
 from ..distribution import with_extras
 from ..errors import AttnOpsError, ConfigError, RefusedError, shown
-from ..operators.call.ambient import ambient_platform
+from ..operators.call.current_device import current_device
 from ..planning import AttentionProblem, Implementation, OperationConfig, PassSizes, Placement, Plan, PlannedOperation
 from ..planning.paged.paged_problem import PagedProblem
 from ..planning.tune_cache import Choice, Measured
@@ -113,14 +113,14 @@ def tune_plan(
             f"{decided.implementation} has no sizes to search for this call: they are all declared, or its path has none, or "
             "queries or keys are split over devices."
         )
-    way = measured_by(problem, how)
+    clock = measured_by(problem, how)
     search = _CallSearch(decided.operation, decided.method, problem, decided.placement)
-    return TuneReport(decided, way, *run_search(search, way, most, progress))
+    return TuneReport(decided, clock, *run_search(search, clock, most, progress))
 
 
 def measured_by(problem: AttentionProblem | PagedProblem, how: str | None) -> str:
     """'device' or 'static', as asked or by what is here. Errors: ConfigError where neither is possible."""
-    ours = ambient_platform(())
+    ours = current_device(())
     kinds = ("", problem.platform, ours.device_kind)
     here = ours.serves(problem.platform) and problem.device_kind in kinds
     if how not in (None, "static", "device"):

@@ -89,19 +89,19 @@ def tune_step(
     if plan.method is None or plan.runs is None or plan.cache.refused:
         plan.require()
         raise RefusedError(plan.refusal())
-    way = measured_by(plan.problem, how)
-    if way == "static" and not plan.runs.static_clock:
+    clock = measured_by(plan.problem, how)
+    if clock == "static" and not plan.runs.static_clock:
         raise ConfigError(
             f"{plan.implementation} runs this step on {plan.problem.device}, and the static clock knows only the TPU kernels; "
             "`attnops plan` says why they don't run."
         )
-    if way == "static" and not sequence_reads(plan.problem, step.batch):
+    if clock == "static" and not sequence_reads(plan.problem, step.batch):
         raise ConfigError(
             "the declared batch has no queries, so no cycles can be counted; declare q_lens of 1 or more."
         )
     search = _StepSearch(operation, step, plan, plan.method)
-    if not any(search.candidates(way).values()):
+    if not any(search.candidates(clock).values()):
         raise ConfigError(
             f"{plan.implementation} has no sizes to search for this step: they are all declared, or it only writes."
         )
-    return TuneReport(plan, way, *run_search(search, way, most, progress))
+    return TuneReport(plan, clock, *run_search(search, clock, most, progress))

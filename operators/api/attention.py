@@ -21,7 +21,7 @@ from ...registry.kinds import short_axes
 from ..call.arguments import check_names, takes_call_arguments
 from ..call.arrays import is_array
 from ..call.output import AttentionOutput
-from .attention_keywords import given
+from .attention_keywords import parse_attention
 from .declared_options import call_options, step_options
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Attention:
     """
 
     def __init__(self, declared: Declaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None:
-        self.declaration, metadata, self._stated = given(declared, keywords)
+        self.declaration, metadata, self._stated = parse_attention(declared, keywords)
         name = self.declaration.operation
         operation: Any = OperationRegistry.get(name)
         self.operation: Any = operation(metadata)

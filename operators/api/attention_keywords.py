@@ -16,13 +16,13 @@ from ...registry.metadata import METADATA_ARGUMENTS
 from ...registry.step_declaration import STEP_OPTIONS
 from ..choices.bounded_cache import BoundedCache
 
-__all__ = ["Given", "given", "is_operation_name"]
+__all__ = ["ParsedAttention", "is_operation_name", "parse_attention"]
 
 _CALL = ("mask", *CALL_OPTIONS)
 _TAGS = frozenset({"operation", "schema_version"})
 
 
-class Given(NamedTuple):
+class ParsedAttention(NamedTuple):
     """What an Attention is made of: `metadata` is complete; the fields in `stated` were specified."""
 
     declaration: Declaration
@@ -31,7 +31,7 @@ class Given(NamedTuple):
 
 
 _LONGEST = 255
-_made: BoundedCache[Given] = BoundedCache(256)
+_cache: BoundedCache[ParsedAttention] = BoundedCache(256)
 
 
 def is_operation_name(text: str) -> bool:
@@ -40,13 +40,13 @@ def is_operation_name(text: str) -> bool:
     return text in OperationRegistry.names() or (bare and not os.path.exists(text))
 
 
-def given(declared: Any, keywords: Mapping[str, Any]) -> Given:
+def parse_attention(declared: Any, keywords: Mapping[str, Any]) -> ParsedAttention:
     """Read a declaration, or an operation's name with its keywords.
 
     Errors: ConfigError, InputTypeError for unknown keywords; UnknownNameError for an operation that isn't registered.
     """
     if isinstance(declared, str) and is_operation_name(declared):
-        return _kept(declared, keywords)
+        return _cached(declared, keywords)
     others = [name for name in keywords if name not in METADATA_ARGUMENTS]
     if others:
         raise InputTypeError(
@@ -59,20 +59,22 @@ def given(declared: Any, keywords: Mapping[str, Any]) -> Given:
     elif not isinstance(declared, Declaration):
         declared = Declaration.from_dict(declared)
     declared = declared.checked()
-    return Given(declared, declared.operation_metadata(keywords), frozenset({**declared.metadata, **keywords}))
+    return ParsedAttention(
+        declared, declared.operation_metadata(keywords), frozenset({**declared.metadata, **keywords})
+    )
 
 
-def _kept(name: str, keywords: Mapping[str, Any]) -> Given:
+def _cached(name: str, keywords: Mapping[str, Any]) -> ParsedAttention:
     """`_named`, cached for equal keywords: a model may make an Attention in every layer."""
     key = (name, OperationRegistry.get(name), *((key, _types(value), value) for key, value in keywords.items()))
     try:
-        declared = None if "base_config" in keywords else _made.find(key)
+        declared = None if "base_config" in keywords else _cache.find(key)
     except TypeError:  # not hashable, for example a mesh given as a dict
         return _named(name, keywords)
     if declared is None:
         declared = _named(name, keywords)
         if "base_config" not in keywords:  # its attributes may change
-            _made.put(key, declared)
+            _cache.put(key, declared)
     return declared
 
 
@@ -81,7 +83,7 @@ def _types(value: Any) -> Any:
     return tuple(map(type, value)) if isinstance(value, tuple) else type(value)
 
 
-def _named(name: str, keywords: Mapping[str, Any]) -> Given:
+def _named(name: str, keywords: Mapping[str, Any]) -> ParsedAttention:
     """The declaration that the keywords make; `metadata` among them is a complete OperationMetadata."""
     operation: Any = OperationRegistry.get(name)
     fields = [field for field in operation.config.model_fields if field not in _TAGS]
@@ -111,7 +113,9 @@ def _named(name: str, keywords: Mapping[str, Any]) -> Given:
     metadata = _metadata(name, parts["metadata"], parts["config"], keywords.get("metadata"))
     declared = {request: parts[request]} if parts[request] else {}
     declaration = Declaration.from_dict({"operation": name} | declared, f"Attention({name!r}, ...)")
-    return Given(declaration.checked(), metadata, frozenset(parts["metadata"]) | _said(keywords.get("metadata")))
+    return ParsedAttention(
+        declaration.checked(), metadata, frozenset(parts["metadata"]) | _said(keywords.get("metadata"))
+    )
 
 
 def _metadata(name: str, fields: dict[str, Any], config: dict[str, Any], whole: Any) -> OperationMetadata:

@@ -31,7 +31,7 @@ def declared_config(
         operation.name if elsewhere is None else f"{operation.name} on {platform}, which runs {elsewhere}'s kernels"
     )
     for name, other in sorted(metadata.operation_configs.items()):
-        if name not in read and (set_fields := _given(other)):
+        if name not in read and (set_fields := _set_fields(other)):
             notes.append(note("config.other_unread", name=name, fields=set_fields, reader=reader))
     return config, notes
 
@@ -42,7 +42,7 @@ def _with_kernels(
     kernels = metadata.operation_configs.get(operation.kernel_config or "")
     if kernels is None:
         return config
-    set_fields = _given(kernels)
+    set_fields = _set_fields(kernels)
     for field in set_fields:
         ours, theirs = getattr(config, field), getattr(kernels, field)
         if config.is_set(field) and ours != theirs:
@@ -85,5 +85,5 @@ def _fed(
         raise ConfigError(f"{sources} can't feed the config of {operation.name}: {error}") from None
 
 
-def _given(config: OperationConfig) -> list[str]:
+def _set_fields(config: OperationConfig) -> list[str]:
     return sorted(config.model_fields_set - {"operation", "schema_version"})

@@ -37,7 +37,7 @@ def explain_devices(arrays: Arrays, error: ValueError) -> None:
 
 
 def _named(arrays: Arrays) -> Iterator[tuple[str, Any]]:
-    yield from arrays.given.items()
+    yield from arrays.by_name.items()
     yield from (("mask", leaf) for leaf in arrays.mask_leaves)
 
 

@@ -35,7 +35,7 @@ def checked_values(arrays: Arrays, options: Options, table: OperandTable) -> Arr
     known; InputError for invalid values.
     """
     changed: dict[str, Any] = {}
-    for name, array in arrays.given.items():
+    for name, array in arrays.by_name.items():
         if table[name].dtype == "integers":
             checked = _checked(name, array, arrays, options)
             if checked is not array:

@@ -61,7 +61,7 @@ def describe(
     """Build the problem of a call. Errors: InputError and InputTypeError give the argument, its value, what is wanted and a
     hint."""
     layout = canonical_layout(options.layout)
-    shapes = Arrays({name: shaped(name, x) for name, x in arrays.given.items()}, arrays.mask_leaves)
+    shapes = Arrays({name: shaped(name, x) for name, x in arrays.by_name.items()}, arrays.mask_leaves)
     sizes = sizes_of(shapes, layout)
     mode = _mode(options.mode, sizes["q_len"], sizes["kv_len"])
     axes, strategy = axes_of(mesh), declared_strategy(operation, metadata.policy.sequence_parallel)
@@ -193,7 +193,7 @@ def _operands(
     """The optional operands of a call, in the order of the operation's table. A spec is declared for an operation's own."""
     operands = []
     for operand in operation.operands.part("operands"):
-        array = shapes.given.get(operand.name)
+        array = shapes.by_name.get(operand.name)
         if not operand.optional or array is None:
             continue
         is_extra = operand.name not in ATTENTION

@@ -110,14 +110,14 @@ def _prepare(
         x = jnp.asarray(x) if name in problem.quantised else jnp.asarray(x, dtype)
         return x[None] if problem.layout == "thd" else x
 
-    operands = {row.name: tensor(row.name, arrays.given[row.name]) for row in ATTENTION.required}
+    operands = {row.name: tensor(row.name, arrays.by_name[row.name]) for row in ATTENTION.required}
     if placement.kv_repeat > 1:
         # On Explicit axes a split dimension can't be repeated: its heads are gathered first.
         whole_heads = PartitionSpec(*(None if i == heads_at else axes for i, axes in enumerate(placement.spec("key"))))
         for name in ("key", "value"):
             operands[name] = jnp.repeat(pin(operands[name], whole_heads, mesh), placement.kv_repeat, axis=heads_at)
     for operand in problem.operands:
-        array = arrays.given[operand.name]
+        array = arrays.by_name[operand.name]
         if operand.name == "softmax_aux":
             operands["softmax_aux"] = _one_sink_a_head(array, problem, mesh)
         elif operand.name in problem.scales:

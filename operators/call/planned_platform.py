@@ -10,7 +10,7 @@ from ...errors import InputError
 from ...registry import OperationMetadata
 from ...sharding import devices_platform
 from ...sharding.mesh import AnyMesh
-from .ambient import ambient_platform
+from .current_device import current_device
 
 __all__ = ["planned_platform"]
 
@@ -21,7 +21,7 @@ def planned_platform(metadata: OperationMetadata, mesh: AnyMesh | None, arrays: 
     `arrays` is a tree of the call's arrays. Errors: InputError if metadata.platform differs.
     """
     of_mesh = devices_platform(mesh)
-    here = ambient_platform(jax.tree.leaves(arrays))
+    here = current_device(jax.tree.leaves(arrays))
     if of_mesh is not None:
         platform, kind, source = *of_mesh, "the mesh's devices"
     elif metadata.backend is not None:

@@ -57,7 +57,7 @@ def value_notes(notes: Sequence[str], problem: AttentionProblem, leaves: Sequenc
     updated, mask, q_len, kv_len = list(notes), problem.mask, problem.q_len, problem.kv_len
 
     def place_of(code: str, array: Any) -> int | None:
-        return next((n for n, one in enumerate(updated) if _is_of(one, code, array.shape)), None)
+        return next((n for n, text in enumerate(updated) if _is_of(text, code, array.shape)), None)
 
     for array in leaves:
         causal = place_of("mask.array_causal", array)
@@ -69,8 +69,8 @@ def value_notes(notes: Sequence[str], problem: AttentionProblem, leaves: Sequenc
     return tuple(updated)
 
 
-def _is_of(one: str, code: str, shape: Sequence[int]) -> bool:
-    return isinstance(one, Note) and one.code == code and one.values["shape"] == list(shape)
+def _is_of(text: str, code: str, shape: Sequence[int]) -> bool:
+    return isinstance(text, Note) and text.code == code and text.values["shape"] == list(shape)
 
 
 def _cells(array: Any, q_len: int) -> tuple[np.ndarray, np.ndarray]:

@@ -60,9 +60,9 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
         raise ConfigError("step.q_heads missing; declare the number of the query's heads.")
     plan = plan.groups[step.group(cache)]
     rows = step.rows(cache)
-    each = plan.local_sequences
-    shards = [rows[n * each : (n + 1) * each] for n in range(plan.shards)]
-    if len(rows) <= plan.shards * each and plan.shards > 1:
+    per_shard = plan.local_sequences
+    shards = [rows[n * per_shard : (n + 1) * per_shard] for n in range(plan.shards)]
+    if len(rows) <= plan.shards * per_shard and plan.shards > 1:
         shards = [rows[n :: plan.shards] for n in range(plan.shards)]
     tokens = max(1, *(sum(q for q, _ in shard_rows) for shard_rows in shards))
     if step.tokens is not None:

@@ -23,7 +23,7 @@ from ..call.arrays import shaped
 from ..call.planned_platform import planned_platform
 from ..paged_cache.attend import check_written
 from ..paged_cache.known_sizes import known_sizes
-from ..paged_cache.stored_tokens import check_kept
+from ..paged_cache.stored_tokens import check_token_scale
 from .step_arguments import Step, StepArrays
 
 __all__ = ["describe_step"]
@@ -68,7 +68,7 @@ def describe_step(
     stored = []
     for name, x, token_scale in (("key", key, more.key_scale), ("value", value, more.value_scale)):
         if x is not None:
-            check_kept(cache, name, x, token_scale)
+            check_token_scale(cache, name, x, token_scale)
             stored += [name] if x.dtype != jnp.dtype(cache.dtype) else []
         elif token_scale is not None:
             raise InputError(f"{name}_scale is given without {name}; wanted both, or neither.")

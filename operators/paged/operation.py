@@ -24,7 +24,7 @@ from ...planning.repeated import named_axes
 from ...planning.tune_cache import kept_here
 from ...sharding import describe_mesh
 from ...sharding.mesh import AnyMesh
-from ..call.ambient import ambient_platform
+from ..call.current_device import current_device
 from ..call.declared import DeclaredOperation, signature
 from ..call.program import Program, attention
 from ..choices.bounded_cache import BoundedCache
@@ -85,7 +85,7 @@ class PagedOperation(DeclaredOperation):
         request = (
             self,
             mesh,
-            ambient_platform(jax.tree.leaves(arrays)) if mesh is None else get_abstract_mesh(),
+            current_device(jax.tree.leaves(arrays)) if mesh is None else get_abstract_mesh(),
             state.cache,
             group,
             step,

@@ -80,8 +80,10 @@ class RaggedBatch:
             and (max_tokens := plan.cache.max_tokens) is not None
             and tokens > max_tokens // plan.shards
         ):
-            each = "" if plan.shards == 1 else f", {max_tokens // plan.shards} on each of {plan.shards} shards"
-            raise InputError(f"tokens={shown(tokens)}; wanted no more than the cache's max_tokens={max_tokens}{each}.")
+            per_shard = "" if plan.shards == 1 else f", {max_tokens // plan.shards} on each of {plan.shards} shards"
+            raise InputError(
+                f"tokens={shown(tokens)}; wanted no more than the cache's max_tokens={max_tokens}{per_shard}."
+            )
         missing = rows - len(lens)
         host: Any = (
             np.concatenate([starts, np.full(missing, starts[-1], np.int32)]),

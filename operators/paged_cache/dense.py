@@ -50,7 +50,7 @@ def dense_insert(
         place = starts[:, None] + jnp.arange(tokens[0].shape[1], dtype=jnp.int32)[None]
         place = jnp.where(place < 0, length, place)
         # Uses vmap, not two index arrays, so that a batch split over devices stays split.
-        put_rows = jax.vmap(lambda one, at, rows: put(one, (at,), rows))
+        put_rows = jax.vmap(lambda cache_row, at, rows: put(cache_row, (at,), rows))
         return tuple(put_rows(cache, place, rows) for cache, rows in zip(caches, tokens, strict=True))
 
     caches = jnp.asarray(cache_key), jnp.asarray(cache_value)

@@ -23,7 +23,7 @@ from .known_sizes import known_sizes
 from .put import put
 from .sequence_shards import by_sequence_shard
 from .state import CacheState, LayerPages, alone, layer_of
-from .stored_tokens import as_stored, check_kept
+from .stored_tokens import as_stored, check_token_scale
 from .token_slots import by_shard, rows_by_shard, token_slots
 
 __all__ = ["check_shards", "check_step", "insert", "write"]
@@ -172,4 +172,4 @@ def _check_tokens(
     if len(tokens.shape) != 3 or tokens.shape[1] not in fitting or tokens.shape[2] != dim:
         expected = " or ".join(f"[tokens, {count}, {dim}]" for count in sorted(fitting))
         raise InputError(f"{name} has shape {tuple(tokens.shape)}; wanted {expected}, the cache's own heads and size.")
-    check_kept(cache, name, tokens, scale)
+    check_token_scale(cache, name, tokens, scale)

@@ -51,7 +51,7 @@ def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int])
     Errors: InputError for a row that doesn't exist, and for pages out of range if they are known.
     """
     if len(state.cache.groups) > 1:
-        parts = [extract(group_state, one, sequence) for group_state, one in _by_group(state, batch)]
+        parts = [extract(group_state, group_batch, sequence) for group_state, group_batch in _by_group(state, batch)]
         whole = state
         for group, part in enumerate(parts):
             whole = whole.with_group(group, replace(state.group(group), layers=part.layers))
@@ -99,9 +99,9 @@ def restore(state: CacheState, saved: SavedSequence, batch: _Batches, sequence: 
     if len(state.cache.groups) > 1:
         _check_same(state, saved)
         of_groups = layer_numbers(state.cache.groups)
-        for group, (group_state, one) in enumerate(_by_group(state, batch)):
+        for group, (group_state, group_batch) in enumerate(_by_group(state, batch)):
             layers = tuple(saved.layers[number] for number in of_groups[group])
-            state = state.with_group(group, restore(group_state, replace(saved, layers=layers), one, sequence))
+            state = state.with_group(group, restore(group_state, replace(saved, layers=layers), group_batch, sequence))
         return state
     batch = _one(batch)
     table, length, first, count = _row(state, batch, sequence)
@@ -184,9 +184,9 @@ def _by_group(state: CacheState, batches: _Batches) -> list[tuple[CacheState, Ra
     """Each group's layers with its batch. Errors: InputError unless there is one batch per group, in order."""
     count = len(state.cache.groups)
     group_batches = [] if isinstance(batches, RaggedBatch) else list(batches)
-    if [one.group for one in group_batches] != list(range(count)):
+    if [group_batch.group for group_batch in group_batches] != list(range(count)):
         raise InputError(f"the cache's layers are in {count} groups; wanted a list with the batch of each, in order.")
-    return [(state.group(number), one) for number, one in enumerate(group_batches)]
+    return [(state.group(number), group_batch) for number, group_batch in enumerate(group_batches)]
 
 
 def _one(batches: _Batches) -> RaggedBatch:

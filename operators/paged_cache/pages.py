@@ -15,7 +15,7 @@ from ...errors import InputError, InputTypeError
 from ...masks.int_arrays import beyond_int32, is_integer, known_values
 from ...sharding import on_auto_axes, spec_of
 from .put import put
-from .sequence_shards import by_sequence_shard, own_ids
+from .sequence_shards import by_sequence_shard, shard_ids
 from .state import CacheState, LayerPages
 from .token_slots import by_shard, rows_by_shard
 
@@ -68,7 +68,7 @@ def _every_shard(state: CacheState, change: Callable[..., jax.Array], ids: Any, 
     n = state.sequence_shards
 
     def on_one(pages: jax.Array, page_ids: jax.Array, shard: jax.Array) -> jax.Array:
-        return change(pages, own_ids(page_ids, n, shard, pages.shape[0]))
+        return change(pages, shard_ids(page_ids, n, shard, pages.shape[0]))
 
     def on_all(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
         return by_sequence_shard(n, on_one, (None, 0))(pages, page_ids, jnp.arange(n, dtype=jnp.int32))

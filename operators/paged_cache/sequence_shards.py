@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import InputError
 
-__all__ = ["by_sequence_shard", "own_ids", "split_table", "stored_ids", "table_problem", "whole_table"]
+__all__ = ["by_sequence_shard", "shard_ids", "split_table", "stored_ids", "table_problem", "whole_table"]
 
 
 def split_table(table: np.ndarray, n: int, pages: int) -> np.ndarray:
@@ -49,7 +49,7 @@ def stored_ids(ids: Any, n: int, pages: int) -> Any:
     return numpy.where((ids >= 0) & (ids < pages), ids % n * (pages // n) + ids // n, pages)
 
 
-def own_ids(ids: Any, n: int, shard: Any, pages: int) -> Any:
+def shard_ids(ids: Any, n: int, shard: Any, pages: int) -> Any:
     """Local ids on one of n shards of `pages` each; `pages` itself for ids on other shards or out of range."""
     return jnp.where((ids >= 0) & (ids < n * pages) & (ids % n == shard), ids // n, pages)
 

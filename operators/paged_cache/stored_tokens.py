@@ -13,10 +13,10 @@ from ...page_layouts import LAYOUTS
 from ...planning.cache.kv_cache import KVCache
 from .state import LayerPages
 
-__all__ = ["as_stored", "check_kept", "quantised_tokens"]
+__all__ = ["as_stored", "check_token_scale", "quantised_tokens"]
 
 
-def check_kept(cache: KVCache, name: str, tokens: Any, scale: Any) -> None:
+def check_token_scale(cache: KVCache, name: str, tokens: Any, scale: Any) -> None:
     """Check the dtype of tokens [tokens, heads, dim], and the scale of tokens that come quantised.
 
     Errors: InputTypeError for a dtype that is neither the declared one nor that of quantised pages; InputError for a scale that

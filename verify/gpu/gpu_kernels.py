@@ -47,9 +47,9 @@ class GpuKernelUse:
         loops = None
         if self.loops is not None:
             loops = [
-                one.loop._asdict()
-                | ({} if one.bound is None else {"unit_cycles": one.bound.cycles, "bound": one.bound.bound})
-                for one in self.loops
+                loop.loop._asdict()
+                | ({} if loop.bound is None else {"unit_cycles": loop.bound.cycles, "bound": loop.bound.bound})
+                for loop in self.loops
             ]
         occupied = None if self.occupancy is None else self.occupancy._asdict()
         return vars(self) | {"occupancy": occupied, "loops": loops}

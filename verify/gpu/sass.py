@@ -81,12 +81,14 @@ def tile_loops(text: str) -> tuple[TileLoop, ...]:
     """The innermost loops with exponentials, in program order: the loops of a softmax over tiles."""
     instructions, labels = _parsed(text)
     spans = set[tuple[int, int]]()
-    for at, one in enumerate(instructions):
-        target = _TARGET.search(one.rest)
-        if one.name.startswith("BRA") and target and labels.get(target[1], at + 1) <= at:
+    for at, instruction in enumerate(instructions):
+        target = _TARGET.search(instruction.rest)
+        if instruction.name.startswith("BRA") and target and labels.get(target[1], at + 1) <= at:
             spans.add((labels[target[1]], at + 1))
     soft = [
-        span for span in sorted(spans) if any(one.name.startswith("MUFU.EX2") for one in instructions[slice(*span)])
+        span
+        for span in sorted(spans)
+        if any(instruction.name.startswith("MUFU.EX2") for instruction in instructions[slice(*span)])
     ]
     inner = [span for span in soft if not any(o != span and span[0] <= o[0] and o[1] <= span[1] for o in soft)]
     # A branch back out of code behind the loops, such as a wait for a barrier, is no loop: it begins within one.
@@ -110,17 +112,17 @@ def _parsed(text: str) -> tuple[list[_Instruction], dict[str, int]]:
 
 
 def _loop(body: list[_Instruction]) -> TileLoop:
-    names = collections.Counter(one.name for one in body)
+    names = collections.Counter(instruction.name for instruction in body)
     tensor = {name: times for name, times in names.items() if _TENSOR.match(name)}
     flops = [(_product(name), times) for name, times in tensor.items()]
-    known = all(one is not None for one, _ in flops)
+    known = all(count is not None for count, _ in flops)
     return TileLoop(
         len(body),
         sum(tensor.values()),
-        sum((one or 0.0) * times for one, times in flops) if known else None,
+        sum((count or 0.0) * times for count, times in flops) if known else None,
         names["MUFU.EX2"] + names["MUFU.EX2.F16"],
         sum(_FLOAT32.get(name.split(".")[0], 0) * times for name, times in names.items()),
-        sum(one.stall for one in body),
+        sum(instruction.stall for instruction in body),
     )
 
 

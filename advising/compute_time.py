@@ -14,9 +14,9 @@ from ..verify.generations import clock_rate, vector_cycles
 from ..verify.tile_counts import matrix_cycles
 from ..verify.work import exact_products
 from .machine import Machine
-from .tiles import live_of
+from .tiles import visible_blocks
 
-__all__ = ["Rate", "Worked", "rate_of", "worked"]
+__all__ = ["ComputeTime", "Rate", "compute_time", "rate_of"]
 
 _LANES = 128
 _STEP_CYCLES = 50  # per step of the grid: 41 to 64 in the schedules read (benchmarks/results/tpu_static.json)
@@ -43,7 +43,7 @@ class Rate(NamedTuple):
     key_bytes: float
 
 
-class Worked(NamedTuple):
+class ComputeTime(NamedTuple):
     """Seconds by device of the sequence and hop, and what limits them: 'products', 'vector' or 'HBM'."""
 
     seconds: np.ndarray
@@ -81,7 +81,7 @@ def rate_of(machine: Machine, plan: Plan, kernel: PassSizes) -> Rate:
     return Rate(products, vector, 0.0, 0.0, *moved)
 
 
-def worked(machine: Machine, plan: Plan, kernels: tuple[PassSizes, ...]) -> Worked:
+def compute_time(machine: Machine, plan: Plan, kernels: tuple[PassSizes, ...]) -> ComputeTime:
     """All kernels of a pass, one after the other, over all heads and batch rows of a device."""
     problem, local = plan.problem, plan.placement.local
     heads = local.batch * local.q_heads
@@ -89,7 +89,7 @@ def worked(machine: Machine, plan: Plan, kernels: tuple[PassSizes, ...]) -> Work
     total: np.ndarray | None = None
     bounds: dict[str, float] = {}
     for kernel in kernels:
-        blocks, rate = live_of(plan, kernel), rate_of(machine, plan, kernel)
+        blocks, rate = visible_blocks(plan, kernel), rate_of(machine, plan, kernel)
         busy = blocks.weights > 0
         rows, keys = local.q_len * pieces * busy, local.kv_len * pieces * busy
         parts = {
@@ -109,7 +109,7 @@ def worked(machine: Machine, plan: Plan, kernels: tuple[PassSizes, ...]) -> Work
         for name, part in parts.items():
             bounds[name] = bounds.get(name, 0.0) + float(part.sum())
     assert total is not None
-    return Worked(total, max(bounds, key=lambda name: bounds[name]))
+    return ComputeTime(total, max(bounds, key=lambda name: bounds[name]))
 
 
 def _moved(kernel: PassSizes, item: int, d: int, dv: int, share: int) -> tuple[float, float, float]:

@@ -11,12 +11,12 @@ from jax.sharding import AbstractMesh, get_abstract_mesh
 from ...errors import InputError, InputTypeError
 from ...sharding import describe_mesh
 from ...sharding.mesh import AnyMesh
-from .ambient import ambient_platform
+from .current_device import current_device
 
-__all__ = ["check_runnable"]
+__all__ = ["check_devices"]
 
 
-def check_runnable(leaves: Sequence[Any], mesh: AnyMesh | None, devices: int, platform: str, source: str) -> None:
+def check_devices(leaves: Sequence[Any], mesh: AnyMesh | None, devices: int, platform: str, source: str) -> None:
     """Refuse a call of these arrays that was planned for a number of devices of a platform, read from `source`.
 
     Errors: InputTypeError for shapes, InputError for a mesh that isn't available here, and for another platform.
@@ -36,7 +36,7 @@ def check_runnable(leaves: Sequence[Any], mesh: AnyMesh | None, devices: int, pl
                 f"declared mesh {describe_mesh(mesh)}, but the context's (jax.set_mesh) is {describe_mesh(context)}, and "
                 "jax takes no other inside it; declare none, or the same."
             )
-    here = ambient_platform(leaves)
+    here = current_device(leaves)
     if not tracing and mesh is None and not here.serves(platform):
         raise InputError(
             f"planned for {platform} (from {source}), but this call runs on {here.platform} (from {here.source}); leave that "

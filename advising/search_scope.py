@@ -10,14 +10,14 @@ from ..planning.policy import CHOICES
 from ..registry.declaration import Declaration
 from .machine import Machine, with_devices
 
-__all__ = ["asked_devices", "declared_ways", "with_batch", "with_mode"]
+__all__ = ["open_choices", "requested_devices", "with_batch", "with_mode"]
 
 _RANGE = re.compile(r"([1-9]\d{0,5})(?:\.\.([1-9]\d{0,5}))?")
 _STRATEGIES = tuple(name for name in CHOICES["sequence_parallel"] if name != "auto")
 _ORDERS = ("contiguous", "zigzag")
 
 
-def asked_devices(machine: Machine, devices: int | str | None) -> tuple[int, ...]:
+def requested_devices(machine: Machine, devices: int | str | None) -> tuple[int, ...]:
     """The numbers of devices in range that a target has parts of. Errors: ConfigError if there are none."""
     if devices is None:
         return (machine.count,)
@@ -50,7 +50,7 @@ def _with_call(declaration: Declaration, name: str, value: Any) -> Declaration:
     return Declaration.from_dict({**data, "call": {**data.get("call", {}), name: value}})
 
 
-def declared_ways(declaration: Declaration, operation: Any) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
+def open_choices(declaration: Declaration, operation: Any) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
     """(strategies, ring orders) to try: those declared or implied by the operation's name, else all."""
     declared = operation.sequence_parallel or declaration.metadata.get("sequence_parallel", "auto")
     strategies = _STRATEGIES if declared == "auto" else (declared,)
