@@ -25,7 +25,7 @@ with extra("diffusers"):
 
 __all__ = ["DiffusersAttention", "attention_for", "register"]
 
-_OURS = (
+_SUPPORTED_ARGUMENTS = (
     "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "return_lse", "_parallel_config",
 )  # fmt: skip
 _HINTS = {
@@ -52,8 +52,8 @@ def register(
     names = attention_dispatch.AttentionBackendName
     registry = attention_dispatch._AttentionBackendRegistry
     members = {x.value: x for x in names}
-    theirs = name in members and not isinstance(registry._backends.get(members[name]), DiffusersAttention)
-    if not isinstance(name, str) or not name or name != name.lower() or theirs:
+    is_foreign = name in members and not isinstance(registry._backends.get(members[name]), DiffusersAttention)
+    if not isinstance(name, str) or not name or name != name.lower() or is_foreign:
         raise ConfigError(
             f"name={shown(name)}; wanted a lower-case name that diffusers doesn't use, such as 'attnops'."
         )
@@ -81,8 +81,8 @@ class DiffusersAttention(TorchCall):
     @property
     def __signature__(self) -> inspect.Signature:
         """The parameters of all backends: the dispatcher drops any argument that isn't in this signature."""
-        taken = attention_dispatch._AttentionBackendRegistry._supported_arg_names.values()
-        names = dict.fromkeys((*_OURS, *sorted(set().union(*taken))))
+        supported = attention_dispatch._AttentionBackendRegistry._supported_arg_names.values()
+        names = dict.fromkeys((*_SUPPORTED_ARGUMENTS, *sorted(set().union(*supported))))
         return inspect.Signature([inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY) for x in names])
 
     def __call__(

@@ -25,7 +25,7 @@ with extra("easydel"):
 __all__ = ["attentions", "register"]
 
 # What both EasyDeL's metadata and a declaration can specify; the declaration wins.
-_TAKEN = ("mesh", "partition_axis", "runtime_dtype", "runtime_softmax_dtype")
+_RUNTIME_FIELDS = ("mesh", "partition_axis", "runtime_dtype", "runtime_softmax_dtype")
 # What FlexibleAttentionModule passes to each implementation, for its own kernels, with the defaults.
 _OF_KERNELS = {
     "prevent_cse": True, "cum_seqlens_q": None, "cum_seqlens_k": None, "normalize_output": True, "fused_backward": False,
@@ -83,7 +83,7 @@ class _Implementation(OperationImpl):
             raise ConfigError(
                 "operation_configs of the configuration are for ejkernel's kernels; remove them, and declare attnops' own."
             )
-        runtime_fields = {name: getattr(metadata, name) for name in _TAKEN if not self.declared.states(name)}
+        runtime_fields = {name: getattr(metadata, name) for name in _RUNTIME_FIELDS if not self.declared.states(name)}
         runtime_fields = {name: x for name, x in runtime_fields.items() if x is not None}
         attention = Attention(self.declared.declared(), **runtime_fields)
         self.attention = self.built.setdefault(

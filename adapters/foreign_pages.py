@@ -25,7 +25,7 @@ __all__ = ["PagedFunction"]
 
 _Params = ParamSpec("_Params")
 _Returned = TypeVar("_Returned")
-_KEPT_PLANS = 64
+_MAX_PLANS = 64
 
 
 class PagedFunction(Generic[_Params, _Returned]):
@@ -148,7 +148,7 @@ class PagedFunction(Generic[_Params, _Returned]):
     def _keep(self, plan: PagedPlan | None, remarks: tuple[str, ...]) -> None:
         assert plan is not None  # the call itself sets it
         with self._lock:
-            if plan not in self._plans and len(self._plans) < _KEPT_PLANS:
+            if plan not in self._plans and len(self._plans) < _MAX_PLANS:
                 self._plans[plan] = replace(plan, notes=(*plan.notes, *remarks))
 
 

@@ -23,7 +23,7 @@ __all__ = ["KerasAttention", "attention_of"]
 
 _Layer = TypeVar("_Layer", bound="keras.Layer")
 _PLACE = "_compute_attention"  # which keras lets users override
-_MOST = 12  # classes that a message names
+_MAX_NAMES = 12  # classes that a message names
 # Compiled steps that keras keeps, the last one those of keras-hub's tasks.
 _COMPILED = ("train_function", "test_function", "predict_function", "generate_function")
 _KINDS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
@@ -140,7 +140,7 @@ def _classes(layers: Iterable[Any]) -> str:
     """The classes of layers, those that seem to attend first."""
     names = list(dict.fromkeys(type(layer).__name__ for layer in layers))
     names.sort(key=lambda name: "attention" not in name.lower())
-    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
 
 
 def _check(layer: Any) -> None:

@@ -96,10 +96,10 @@ class DeclaredCall:
         return output
 
 
-_own_op = keras.ops.dot_product_attention
+_original_op = keras.ops.dot_product_attention
 
 
-@functools.wraps(_own_op)
+@functools.wraps(_original_op)
 def _dispatch(
     query: Any,
     key: Any,
@@ -113,7 +113,7 @@ def _dispatch(
 ) -> Any:
     running = _running.get()
     if running is None:
-        return _own_op(query, key, value, bias, mask, scale, is_causal, flash_attention, attn_logits_soft_cap)
+        return _original_op(query, key, value, bias, mask, scale, is_causal, flash_attention, attn_logits_soft_cap)
     running.calls += 1
     if flash_attention:
         raise ConfigError(

@@ -23,7 +23,7 @@ from .jax_nn import Implementation, as_jax_nn, attention_named
 
 __all__ = ["dot_product_attention"]
 
-_OWN = {
+_TOKAMAX_NAMES = {
     "xla": "'vanilla' is attention on plain XLA",
     "xla_chunked": "'vanilla' works in blocks where that takes less memory",
     "cudnn": "'sdpa' is jax.nn's own, which takes cuDNN on CUDA",
@@ -63,7 +63,7 @@ def dot_product_attention(
             f"implementation={shown(implementation)}; wanted one: the operation is part of the declaration, and its plan says "
             "which method runs and why."
         )
-    attention = attention_named(implementation, "tokamax", _OWN)
+    attention = attention_named(implementation, "tokamax", _TOKAMAX_NAMES)
     if not attention.enabled:
         with extra("tokamax"):
             import tokamax

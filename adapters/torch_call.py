@@ -18,12 +18,12 @@ from .torch_tensors import Padding, dropout_key, is_torchax, to_jax, to_torch
 __all__ = ["DTYPES", "CallOptions", "TorchCall"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_KEPT = 512  # compiled calls kept per function
+_MAX_COMPILED = 512  # compiled calls kept per function
 _ROUNDED = (
     "keys are padded to {}; only the given ones count (kv_lengths), so that a growing cache compiles once for each "
     "power of 2; round_lengths=False of the adapter turns it off"
 )
-_LEAST = 32  # the fewest keys of a rounded call
+_MIN_KEYS = 32  # the fewest keys of a rounded call
 
 
 class CallOptions(NamedTuple):
@@ -69,7 +69,7 @@ class TorchCall:
         # A file that declares lengths, or a segment for each key, requires them from the call.
         if not (self.round_lengths and grows) or is_torchax(tensors["query"]) or self._declares_keys():
             return {}, None
-        more = max(_LEAST, 1 << (keys - 1).bit_length()) - keys
+        more = max(_MIN_KEYS, 1 << (keys - 1).bit_length()) - keys
         padding = {}
         if more:
             padding = {"key": (-2, more), "value": (-2, more)}
@@ -95,7 +95,7 @@ class TorchCall:
         def forward(inexact: dict[str, Any], rest: dict[str, Any], rng: Any, lengths: Any) -> Any:
             return jax.vjp(lambda x: call({**x, **rest}, rng, lengths), inexact)
 
-        if len(self._compiled) >= _KEPT:
+        if len(self._compiled) >= _MAX_COMPILED:
             self._compiled.clear()
         return self._compiled.setdefault(options, (jax.jit(call), jax.jit(forward)))
 

@@ -13,7 +13,7 @@ from .estimate import estimate
 __all__ = ["better_blocks"]
 
 _GAIN = 0.9  # closer estimates don't count: a tile's is up to 10 % off (docs/advise.md)
-_MOST = 8  # per pass
+_MAX_CANDIDATES = 8  # per pass
 
 
 def better_blocks(entry: Entry) -> Entry:
@@ -28,7 +28,7 @@ def better_blocks(entry: Entry) -> Entry:
     chosen = {part: part_candidates[0] for part, part_candidates in candidates.items()}
     for part, part_candidates in candidates.items():
         for fields in _distinct(part_candidates):
-            config = plan.problem.config.with_fields(_together(chosen | {part: fields}))
+            config = plan.problem.config.with_fields(_merged(chosen | {part: fields}))
             again = decide.plan(plan.operation, replace(plan.problem, config=config), plan.policy)
             if again.implementation != plan.implementation:
                 continue
@@ -37,7 +37,7 @@ def better_blocks(entry: Entry) -> Entry:
                 best, chosen[part] = guess, fields
     if best is entry.estimate:
         return entry
-    sizes = _together(chosen)
+    sizes = _merged(chosen)
     tag = plan.problem.config.operation
     configs = dict(entry.base_declaration.metadata.get("operation_configs") or {})
     configs[tag] = {**(configs.get(tag) or {}), **sizes}
@@ -56,7 +56,7 @@ def better_blocks(entry: Entry) -> Entry:
     )
 
 
-def _together(chosen: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _merged(chosen: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: value for fields in chosen.values() for name, value in fields.items()}
 
 
@@ -66,4 +66,4 @@ def _distinct(candidates: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for fields in candidates:
         tiles = tuple((n, v) for n, v in fields.items() if n.startswith("block_") and "compute" not in n)
         distinct.setdefault(tiles, fields)
-    return list(distinct.values())[:_MOST]
+    return list(distinct.values())[:_MAX_CANDIDATES]

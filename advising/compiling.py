@@ -25,7 +25,7 @@ def compile_best(
     tell: Progress,
     notes: list[str],
 ) -> list[Entry]:
-    """The candidates in their order, of which the first `most` compile, fit and send what was estimated.
+    """The candidates in their order, of which the first `max_count` compile, fit and send what was estimated.
 
     Those before them that don't compile or fit are refused, and those that send something else come last. So however many are
     compiled, the first is the same.

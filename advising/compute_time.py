@@ -85,13 +85,13 @@ def compute_time(machine: Machine, plan: Plan, kernels: tuple[PassSizes, ...]) -
     """All kernels of a pass, one after the other, over all heads and batch rows of a device."""
     problem, local = plan.problem, plan.placement.local
     heads = local.batch * local.q_heads
-    pieces = plan.placement.sequence.pieces
+    chunks = plan.placement.sequence.pieces
     total: np.ndarray | None = None
     bounds: dict[str, float] = {}
     for kernel in kernels:
         blocks, rate = visible_blocks(plan, kernel), rate_of(machine, plan, kernel)
         busy = blocks.weights > 0
-        rows, keys = local.q_len * pieces * busy, local.kv_len * pieces * busy
+        rows, keys = local.q_len * chunks * busy, local.kv_len * chunks * busy
         parts = {
             "products": heads * blocks.weights * rate.products,
             "vector": heads * (blocks.weights * rate.vector + rows * rate.row),

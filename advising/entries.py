@@ -16,7 +16,7 @@ __all__ = ["Entry", "Refusal", "Refusals"]
 
 @dataclass(frozen=True)
 class Entry:
-    """A candidate that can run: plan and estimate. given: the declaration it was made from, with any chosen block sizes.
+    """A candidate that can run: plan and estimate. base_declaration: the one it was made from, with any chosen block sizes.
     compiled: the compiler's report, if requested."""
 
     candidate: Candidate

@@ -141,9 +141,9 @@ def estimate(plan: Plan, machine: Machine, sizes: Mapping[str, int] | None = Non
     """Estimate a planned call that can run. sizes: the plan's mesh in another order, which decides how its axes lie."""
     sizes = {axis.name: axis.size for axis in plan.problem.mesh} if sizes is None else sizes
     segments = assign_axes(machine.physical, sizes)
-    known = _known(plan, machine)
-    passes = (_pass(plan, machine, segments, known_pass) for known_pass in known.passes)
-    return Estimate(machine, tuple(passes), *known.bytes)
+    pass_costs = _pass_costs(plan, machine)
+    passes = (_pass(plan, machine, segments, known_pass) for known_pass in pass_costs.passes)
+    return Estimate(machine, tuple(passes), *pass_costs.bytes)
 
 
 class _Pass(NamedTuple):
@@ -153,13 +153,13 @@ class _Pass(NamedTuple):
     unknown: tuple[str, ...]
 
 
-class _Known(NamedTuple):
+class _PassCosts(NamedTuple):
     passes: tuple[_Pass, ...]
     bytes: tuple[int, int, int]
 
 
 @functools.lru_cache(maxsize=64)
-def _known(plan: Plan, machine: Machine) -> _Known:
+def _pass_costs(plan: Plan, machine: Machine) -> _PassCosts:
     """What doesn't depend on how the mesh lies."""
     backward = plan.problem.mode == "__train__"
     forward = least_traffic(plan, False)
@@ -170,7 +170,7 @@ def _known(plan: Plan, machine: Machine) -> _Known:
         both = least_traffic(plan, True)
         rest, unknown = both.needs[len(forward.needs) :], both.unknown[len(forward.unknown) :]
         passes.append(_Pass("backward", compute_time(machine, plan, kernels_of_pass(plan, True)), rest, unknown))
-    return _Known(tuple(passes), (*_operands(plan, backward), _held(plan, machine, backward)))
+    return _PassCosts(tuple(passes), (*_operands(plan, backward), _strategy_bytes(plan, machine, backward)))
 
 
 def _pass(plan: Plan, machine: Machine, segments: Mapping[str, tuple[AxisSegment, ...]], known: _Pass) -> PassEstimate:
@@ -256,7 +256,7 @@ def _operands(plan: Plan, backward: bool) -> tuple[int, int]:
     return (inputs + outgoing, outgoing + gradients) if backward else (inputs, outgoing)
 
 
-def _held(plan: Plan, machine: Machine, backward: bool) -> int:
+def _strategy_bytes(plan: Plan, machine: Machine, backward: bool) -> int:
     """Bytes that the strategy holds besides operands and results: gathered keys, keys received around a ring, exchanged
     tensors; backward the gradients of these too, around a ring in float32."""
     problem, split, local = plan.problem, plan.placement.sequence, plan.placement.local

@@ -47,7 +47,7 @@ def ring_hop_seconds(sent: float, segments: tuple[AxisSegment, ...], by: int) ->
 
 
 def reordered_seconds(sent: float, segments: tuple[AxisSegment, ...]) -> float:
-    """Into zigzag order or out of it: a device sends so many bytes in all, half of them for each of its two pieces."""
+    """Into zigzag order or out of it: a device sends so many bytes in all, half of them for each of its two chunks."""
     return sent * _reordered(segments)
 
 
@@ -59,7 +59,7 @@ def _hop(segments: tuple[AxisSegment, ...], by: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _reordered(segments: tuple[AxisSegment, ...]) -> float:
-    """There are twice as many pieces as devices. Piece p is with device p // 2, in zigzag order with p or 2 * devices - 1 - p."""
+    """There are twice as many chunks as devices. Chunk p is with device p // 2, in zigzag order with p or 2 * devices - 1 - p."""
     size = math.prod(segment.size for segment in segments)
     moves = [(p // 2, min(p, 2 * size - 1 - p)) for p in range(2 * size)]
     max_moves = max(sum(a == device != b for a, b in moves) for device in range(size))

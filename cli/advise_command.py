@@ -20,7 +20,7 @@ Batch = Annotated[
 Devices = Annotated[
     str | None, typer.Option("--devices", help="Number of devices: 8, or 8..64. Default: all.", show_default=False)
 ]
-Held = Annotated[
+FixedAxes = Annotated[
     str | None,
     typer.Option("--mesh", help="Fixed sizes of mesh axes fsdp, cp, sp, tp: tp=8.", show_default=False),
 ]
@@ -44,7 +44,7 @@ def advise(
     target: Target,
     batch: Batch = None,
     devices: Devices = None,
-    mesh: Held = None,
+    mesh: FixedAxes = None,
     operation: Operations = None,
     mode: o.Mode = None,
     compiled: Compile = 3,

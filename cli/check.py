@@ -69,17 +69,17 @@ def check(
     progress: ReportProgress | None = None,
 ) -> list[Comparison]:
     """Compare the output, and lse and weights if requested, with verify.reference_attention. Also compare the output with the
-    `expected` array of a source, leaving out rows of padding queries. `told` is called for each piece. Errors: InputError for
+    `expected` array of a source, leaving out rows of padding queries. `progress` is called for each piece. Errors: InputError for
     `expected` with a wrong shape.
     """
     problem, tensors = plan.problem, materials(plan.problem, arrays)
     packed = problem.layout == "thd"
-    got, theirs = canonical(np.asarray(output.attention_outputs), problem.layout), None
+    got, expected_values = canonical(np.asarray(output.attention_outputs), problem.layout), None
     if expected is not None:
         if expected.shape != output.attention_outputs.shape:
             expected_shape = output.attention_outputs.shape
             raise InputError(f"{source}: expected has shape {expected.shape}; wanted the output's, {expected_shape}.")
-        theirs = canonical(expected, problem.layout)
+        expected_values = canonical(expected, problem.layout)
     others = {
         name: np.asarray(x)[None] if packed else np.asarray(x)
         for name, x in (("lse", output.lse), ("weights", output.attention_weights))
@@ -105,13 +105,13 @@ def check(
                 if "weights" in others:
                     weights = reference.weights[0]
                     worst["weights"].add(others["weights"][row, heads, rows], weights, row_sizes(weights))
-                if theirs is not None:
-                    here, known = real[row, rows], theirs[row, rows, heads]
+                if expected_values is not None:
+                    here, known = real[row, rows], expected_values[row, rows, heads]
                     worst["expected"].add(output_rows[here], known[here], row_sizes(known, terms)[here])
     tolerance = tolerance_of(plan)
     remark = "" if tolerance is not None else f"no tolerance is published for {problem.runtime_dtype}"
     checks = [worst[name].compared(name, "float64 reference", tolerance, remark) for name in ("output", *others)]
-    if theirs is not None:
+    if expected_values is not None:
         remark = "" if real.all() else f"{int((~real).sum())} rows of padding queries left out"
         if not real.any():  # nothing was compared, which isn't agreement
             tolerance, remark = None, "every row is a padding query, so nothing was compared"

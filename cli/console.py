@@ -18,7 +18,7 @@ __all__ = ["Columns", "Fields", "Title", "errors", "fields", "seconds_text", "ta
 
 _WIDTH = 80  # of a pipe or a file; a terminal has its own width
 _ANY = 10_000
-_LEAST = 24  # least columns for a value, however long its label
+_MIN_WIDTH = 24  # least columns for a value, however long its label
 # A number stays with its unit.
 _WORD = re.compile(r"\(?~?\d[\d.,]* (?:[KMG]iB|B|s|ms|us|GFLOP)\b\S*\s*|\S+\s*|\s+")
 
@@ -114,7 +114,7 @@ def _wrapped(value: str | Text, width: int) -> list[Text]:
     for line in whole.split("\n", allow_blank=True):
         starts, used = [], 0
         for word in _WORD.finditer(line.plain):
-            if used and used + cell_len(word[0].rstrip()) > max(width, _LEAST):
+            if used and used + cell_len(word[0].rstrip()) > max(width, _MIN_WIDTH):
                 starts.append(word.start())
                 used = 0
             used += cell_len(word[0])

@@ -32,8 +32,8 @@ def kernel_limits(report: TargetReport) -> str:
 def kernel_lines(
     report: TargetReport, kernels: Sequence[AnyKernelUse] | None, reported: Sequence[AnyKernelUse] = ()
 ) -> Iterator[str]:
-    """Yield one or more lines for each kind of kernel, and say what isn't known. told: GPU kernels already described, for which
-    the name is enough."""
+    """Yield one or more lines for each kind of kernel, and say what isn't known. reported: GPU kernels already described, for
+    which the name is enough."""
     if kernels is None:
         yield _UNREAD
         return

@@ -64,7 +64,7 @@ def print_plan(
     if verbose:
         rows += rejected_rows(plan)
         for label, line in sourced(decision_rows(plan)):
-            rows += [(label, one) for one in (plan.config_lines() if label == "config" else [line])]
+            rows += [(label, config_line) for config_line in (plan.config_lines() if label == "config" else [line])]
         console.print(fields(rows), "", _tensors(plan), sep="\n")
         ends = [*placement_rows(plan, brief=False), *[("note", note) for note in (*plan.notes, *notes)]]
         if ends:

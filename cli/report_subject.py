@@ -17,7 +17,7 @@ from .plan import rejected_rows
 
 __all__ = ["batch", "cache", "mask", "page_rows"]
 
-_MOST_TILES = 2**20
+_MAX_TILES = 2**20
 
 
 def mask(plan: Plan) -> Iterator[str]:
@@ -26,7 +26,7 @@ def mask(plan: Plan) -> Iterator[str]:
     sizes = [getattr(plan.route or plan.config, name, None) for name in ("block_q", "block_kv")]
     q, kv = (size if isinstance(size, int) and size > 0 else None for size in sizes)
     blocks: list[tuple[int, int] | None] = [None]
-    if q and kv and (problem.q_len // q + 1) * (problem.kv_len // kv + 1) <= _MOST_TILES:
+    if q and kv and (problem.q_len // q + 1) * (problem.kv_len // kv + 1) <= _MAX_TILES:
         blocks.append((q, kv))
     draw = partial(problem.mask.draw, problem.q_len, problem.kv_len, query_offset=problem.query_offset or 0)
     drawn = list(dict.fromkeys(draw(block=block).svg() for block in blocks))

@@ -47,21 +47,21 @@ class TooLarge(Exception):
         self.bytes = needed
 
 
-def compile_call(function: Callable[..., Any], arguments: tuple[Any, ...], *, most: int | None = None) -> Compiled:
-    """Compile ahead of time and run once, which also warms up. Errors: TooLarge, before it runs, beyond `most` bytes."""
+def compile_call(function: Callable[..., Any], arguments: tuple[Any, ...], *, max_bytes: int | None = None) -> Compiled:
+    """Compile ahead of time and run once, which also warms up. Errors: TooLarge, before it runs, beyond `max_bytes` bytes."""
     start = time.perf_counter()
     compiled = jax.jit(function).lower(*arguments).compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     temporary = None if memory is None else int(memory.temp_size_in_bytes)
-    if most is not None and temporary is not None and temporary > most:
+    if max_bytes is not None and temporary is not None and temporary > max_bytes:
         raise TooLarge(temporary)
     result = jax.block_until_ready(compiled(*arguments))
     return Compiled(compiled, arguments, result, seconds, temporary)
 
 
 def time_calls(calls: Sequence[Compiled], repeats: int, progress: ReportProgress | None = None) -> list[float]:
-    """Median seconds of each call. The calls take turns, so that load on the machine affects all of them. `told` is called
+    """Median seconds of each call. The calls take turns, so that load on the machine affects all of them. `progress` is called
     after each turn."""
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(repeats):

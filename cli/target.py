@@ -34,7 +34,7 @@ __all__ = [
 HERE = "here"  # the target's name for this machine's devices
 
 # More virtual devices than this are taken for a typing error: each costs a thread pool.
-_MOST_VIRTUAL = 256
+_MAX_VIRTUAL = 256
 
 
 def here() -> tuple[str, str]:
@@ -173,9 +173,9 @@ def declared_sizes(mesh: str | None, declaration: Declaration) -> dict[str, int]
 
 def _make_cpu_devices(count: int) -> None:
     """Request virtual CPU devices. This has no effect on other platforms."""
-    if count > _MOST_VIRTUAL:
+    if count > _MAX_VIRTUAL:
         raise ShardingError(
-            f"mesh of {count} devices: `run` makes at most {_MOST_VIRTUAL} virtual ones; `attnops plan` needs none."
+            f"mesh of {count} devices: `run` makes at most {_MAX_VIRTUAL} virtual ones; `attnops plan` needs none."
         )
     if count == 1 or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return  # none needed, or the user has set the number

@@ -38,7 +38,7 @@ def remark_rows(report: TargetReport) -> list[Row]:
 
 
 def pass_rows(report: TargetReport, pass_report: PassReport, reported: Sequence[AnyKernelUse] = ()) -> Iterator[Row]:
-    """A pass: what failed, or its kernels, what it sends, its memory and its work. told: kernels already described."""
+    """A pass: what failed, or its kernels, what it sends, its memory and its work. reported: kernels already described."""
     if pass_report.failure is not None:
         fits = "doesn't compile" if not pass_report.peak_bytes else "compiles but doesn't fit"
         yield "failed", Text(f"{fits}: {pass_report.failure.message}", style="red")
@@ -79,9 +79,9 @@ def pass_rows(report: TargetReport, pass_report: PassReport, reported: Sequence[
 def _sent_rows(collectives: Sequence[Collective], pass_report: PassReport) -> Iterator[Row]:
     """What the program sends between devices, and what it must send."""
     for sent in collectives:
-        apart = ", overlapped with work" if sent.overlapped else ""
+        overlap = ", overlapped with work" if sent.overlapped else ""
         size = f"{sent.count} {sent.kind} of {bytes_text(sent.result_bytes)} over {'+'.join(sent.axes)}"
-        yield "sent", f"{size}: {bytes_text(round(sent.sent_bytes))} sent per device{apart}"
+        yield "sent", f"{size}: {bytes_text(round(sent.sent_bytes))} sent per device{overlap}"
     if not collectives:
         yield "sent", "no collectives: nothing is sent between devices"
     for kind in dict.fromkeys(need.kind for need in pass_report.needs):

@@ -51,8 +51,8 @@ def advice(lowered: Callable[[OperationConfig], Any], plan: Plan, out_of_memory:
 
 
 def min_limit(compiled: Callable[[int], int | Failure], failure: Failure, max_limit: int) -> int | None:
-    """The least vmem_limit_bytes, in whole MiB up to `most`, with which a program compiles that `found` too little; None if there
-    is none.
+    """The least vmem_limit_bytes, in whole MiB up to `max_limit`, with which a program compiles that failed for lack of VMEM
+    (`failure`); None if there is none.
 
     compiled: the bytes that the program takes with a limit, or its failure. The need that the compiler tells with a failure may
     be too low (libtpu 0.0.51: 10 MiB with a limit of 8, of a kernel that takes 18), the one after compiling isn't.

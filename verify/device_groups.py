@@ -29,8 +29,8 @@ def device_groups(line: str, devices: int) -> Groups:
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
         joined = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", mesh[2])]
         places = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        together = math.prod(places.shape[axis] for axis in joined)
-        return _rows(np.moveaxis(places, joined, range(-len(joined), 0)).reshape(-1, together))
+        group_size = math.prod(places.shape[axis] for axis in joined)
+        return _rows(np.moveaxis(places, joined, range(-len(joined), 0)).reshape(-1, group_size))
     if iota := _IOTA.search(line):
         dims = [int(n) for n in iota[3].split(",")]
         order = [int(n) for n in iota[4].split(",")] if iota[4] else range(len(dims))

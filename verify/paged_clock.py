@@ -91,8 +91,8 @@ class LocalStep:
             raise ConfigError(f"the kernel has {len(paths)} code paths for a block of pages; wanted one or two.")
         within = [region for path in paths for region in path.all()]
         # Loops without products handle the pages of a partial block one by one.
-        apart = [r for r in walk.all() if r is not walk and r.is_loop and not r.products and r not in within]
-        step = walk.cycles - sum(r.cycles for r in (*apart, *paths))
+        other_loops = [r for r in walk.all() if r is not walk and r.is_loop and not r.products and r not in within]
+        step = walk.cycles - sum(r.cycles for r in (*other_loops, *paths))
         cycles = sorted(step + self._of_heads(path) for path in paths) or [step]
         return StepCycles(cycles[0], cycles[-1], root.cycles - walk.cycles)
 

@@ -144,7 +144,7 @@ class TargetReport:
         """(passes done, of how many, the next one's name)."""
         return len(self.passes), len(self.names), self.pending
 
-    def given_up(self, why: str) -> TargetReport:
+    def abandoned(self, why: str) -> TargetReport:
         """The report if compiling the next pass is given up, and with it those after it."""
         first, *rest = (PassReport(name, False, None, uncompiled=why) for name in self.names[len(self.passes) :])
         others = (replace(untried, uncompiled=f"not tried: {first.name} was {why}") for untried in rest)

@@ -27,10 +27,10 @@ from .compiled import failure
 from .generations import clock_rate
 from .report import AnyPlan
 
-__all__ = ["MOST", "Candidates", "Progress", "Scheduled", "Search", "Todo", "TuneReport", "run_search"]
+__all__ = ["MAX_CANDIDATES", "Candidates", "Progress", "Scheduled", "Search", "Todo", "TuneReport", "run_search"]
 
-MOST = 16  # candidates per pass
-_REPEATS, _LEAST_SECONDS = 5, 0.1
+MAX_CANDIDATES = 16  # candidates per pass
+_REPEATS, _MIN_SECONDS = 5, 0.1
 
 Progress = Callable[[int, int, str], None]
 Candidates = dict[str, tuple[dict[str, Any], ...]]  # of each pass, the heuristic's own first
@@ -165,7 +165,7 @@ def _in_turn(todo: Todo) -> Todo:
 def _median(run: Callable[[], Any]) -> float:
     jax.block_until_ready(run())
     taken: list[float] = []
-    while len(taken) < _REPEATS or sum(taken) < _LEAST_SECONDS:
+    while len(taken) < _REPEATS or sum(taken) < _MIN_SECONDS:
         start = time.perf_counter()
         jax.block_until_ready(run())
         taken.append(time.perf_counter() - start)

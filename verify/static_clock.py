@@ -18,7 +18,7 @@ from ..errors import ConfigError
 
 __all__ = ["Region", "TileCycles", "dump_options", "kernels_in", "regions", "tile_cycles"]
 
-_MOST_WAYS = 3  # through a tile
+_MAX_VARIANTS = 3  # through a tile
 _BUNDLE = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+(?:[A-Z]{2})?\s*:\s*(?:>\s*)*\{")
 _STARTS = re.compile(r"Start(?:/End empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
@@ -147,8 +147,8 @@ def tile_cycles(root: Region) -> TileCycles:
             break
         body = inner[0]
     tiles = [r for r in body.inside if r.products]
-    if not tiles or len(tiles) > _MOST_WAYS:
-        raise ConfigError(f"the kernel has {len(tiles)} code paths for a tile; wanted one to {_MOST_WAYS}.")
+    if not tiles or len(tiles) > _MAX_VARIANTS:
+        raise ConfigError(f"the kernel has {len(tiles)} code paths for a tile; wanted one to {_MAX_VARIANTS}.")
     cycles = [r.cycles for r in tiles]
     ends = [r for r in body.inside if not r.products]
     if len(tiles) == 1:

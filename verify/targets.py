@@ -22,7 +22,7 @@ from .topology import described_mesh
 
 __all__ = ["Target", "cpu_count", "device_names", "devices_named", "not_compiled", "target_of"]
 
-_MOST_CPUS = 256
+_MAX_CPUS = 256
 _CPU = re.compile(r"cpu:([1-9]\d{0,2})")
 
 
@@ -87,8 +87,8 @@ def cpu_count(name: str) -> int | None:
     match = _CPU.fullmatch(name)
     if match is None:
         return None
-    if (count := int(match[1])) > _MOST_CPUS:
-        raise ConfigError(f"target {name} has {count} virtual devices; wanted at most {_MOST_CPUS}.")
+    if (count := int(match[1])) > _MAX_CPUS:
+        raise ConfigError(f"target {name} has {count} virtual devices; wanted at most {_MAX_CPUS}.")
     return count
 
 

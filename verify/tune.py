@@ -23,7 +23,7 @@ from .gpu.gpu_mesh import has_cuda_plugin
 from .gpu.sass import disassembler
 from .gpu_clock import compiled_kernels, gpu_cost, same_splits
 from .local_call import LocalProblem
-from .search import MOST, Progress, Scheduled, Search, Todo, TuneReport, run_search
+from .search import MAX_CANDIDATES, Progress, Scheduled, Search, Todo, TuneReport, run_search
 from .tile_counts import kernel_cycles
 
 __all__ = ["measured_by", "readable_kernels", "tune_plan", "tune_problem"]
@@ -90,14 +90,14 @@ def tune_problem(
 ) -> Choice:
     """Search with the defaults, for a plan with tuning='tune'. Errors: ConfigError if nothing can be measured."""
     search = _CallSearch(operation, method, problem, placement)
-    search_result = run_search(search, measured_by(problem, None), MOST, None)[1]
+    search_result = run_search(search, measured_by(problem, None), MAX_CANDIDATES, None)[1]
     if search_result.choice is None:
         raise ConfigError(f"{problem.describe()}: no candidate compiles or runs; `attnops tune` shows why.")
     return search_result.choice
 
 
 def tune_plan(
-    decided: Plan, *, how: str | None = None, most: int = MOST, progress: Progress | None = None
+    decided: Plan, *, how: str | None = None, most: int = MAX_CANDIDATES, progress: Progress | None = None
 ) -> TuneReport:
     """Search the sizes of a planned call.
 
@@ -120,14 +120,14 @@ def tune_plan(
 
 def measured_by(problem: AttentionProblem | PagedProblem, how: str | None) -> str:
     """'device' or 'static', as asked or by what is here. Errors: ConfigError where neither is possible."""
-    ours = current_device(())
-    kinds = ("", problem.platform, ours.device_kind)
-    here = ours.serves(problem.platform) and problem.device_kind in kinds
+    device = current_device(())
+    kinds = ("", problem.platform, device.device_kind)
+    here = device.serves(problem.platform) and problem.device_kind in kinds
     if how not in (None, "static", "device"):
         raise ConfigError(f"how={shown(how)}; wanted 'static' or 'device'.")
     if how == "device" and not here:
         raise ConfigError(
-            f"planned for {problem.device}, and this machine has {ours.device_kind}; run it there, or search by "
+            f"planned for {problem.device}, and this machine has {device.device_kind}; run it there, or search by "
             "static clock."
         )
     if how == "device" or (how is None and here):

@@ -19,7 +19,7 @@ from ..planning.tuning import config_with
 from .drawn_step import draw_step
 from .paged_clock import LocalStep, kernels_of_step, step_visits
 from .paged_step import plan_declared
-from .search import MOST, Progress, Scheduled, Search, TuneReport, run_search
+from .search import MAX_CANDIDATES, Progress, Scheduled, Search, TuneReport, run_search
 from .tune import measured_by
 
 __all__ = ["tune_step"]
@@ -76,7 +76,7 @@ def tune_step(
     step: DeclaredStep,
     *,
     how: str | None = None,
-    most: int = MOST,
+    most: int = MAX_CANDIDATES,
     progress: Progress | None = None,
 ) -> TuneReport:
     """Measure each candidate for the declared batch. Each measurement is stored as it is made and isn't repeated.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Attention"]
 
-_KEPT_PLANS = 64
+_MAX_PLANS = 64
 
 
 class Attention:
@@ -111,7 +111,7 @@ class Attention:
         decided = output.plan
         assert decided is not None  # the call itself sets it
         with self._lock:
-            new = decided not in self._plans and len(self._plans) < _KEPT_PLANS
+            new = decided not in self._plans and len(self._plans) < _MAX_PLANS
         if new:  # with array masks, plan again: plan() also looks at their values
             again = not self._in_pages and decided.problem.leaves
             noted = self.operation.plan(query, key, value, **options) if again else decided

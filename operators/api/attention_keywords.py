@@ -114,7 +114,7 @@ def _named(name: str, keywords: Mapping[str, Any]) -> ParsedAttention:
     declared = {request: parts[request]} if parts[request] else {}
     declaration = Declaration.from_dict({"operation": name} | declared, f"Attention({name!r}, ...)")
     return ParsedAttention(
-        declaration.checked(), metadata, frozenset(parts["metadata"]) | _said(keywords.get("metadata"))
+        declaration.checked(), metadata, frozenset(parts["metadata"]) | _stated_fields(keywords.get("metadata"))
     )
 
 
@@ -136,7 +136,7 @@ def _metadata(name: str, fields: dict[str, Any], config: dict[str, Any], whole: 
     return metadata.replace(operation_configs={**metadata.operation_configs, name: config})
 
 
-def _said(whole: OperationMetadata | None) -> frozenset[str]:
+def _stated_fields(whole: OperationMetadata | None) -> frozenset[str]:
     """The fields of a whole metadata that differ from their defaults."""
     if whole is None:
         return frozenset()

@@ -44,11 +44,11 @@ def _with_kernels(
         return config
     set_fields = _set_fields(kernels)
     for field in set_fields:
-        ours, theirs = getattr(config, field), getattr(kernels, field)
-        if config.is_set(field) and ours != theirs:
+        declared, of_kernels = getattr(config, field), getattr(kernels, field)
+        if config.is_set(field) and declared != of_kernels:
             raise ConfigError(
-                f"operation_configs: {operation.name!r} has {field}={ours!r} and {kernels.operation!r}, whose kernel it runs, "
-                f"{field}={theirs!r}; make them agree, or leave {field} out of one."
+                f"operation_configs: {operation.name!r} has {field}={declared!r} and {kernels.operation!r}, whose kernel it "
+                f"runs, {field}={of_kernels!r}; make them agree, or leave {field} out of one."
             )
     try:
         return config.with_fields({field: getattr(kernels, field) for field in set_fields})

@@ -13,7 +13,7 @@ from .arrays import Arrays
 
 __all__ = ["explain_devices"]
 
-_MOST = 8  # the most devices to name
+_MAX_NAMES = 8  # the most devices to name
 
 
 def explain_devices(arrays: Arrays, error: ValueError) -> None:
@@ -43,4 +43,4 @@ def _named(arrays: Arrays) -> Iterator[tuple[str, Any]]:
 
 def _devices_text(devices: frozenset[jax.Device]) -> str:
     names = [device_name(device) for device in sorted(devices, key=lambda device: device.id)]
-    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")

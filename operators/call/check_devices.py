@@ -30,15 +30,15 @@ def check_devices(leaves: Sequence[Any], mesh: AnyMesh | None, devices: int, pla
         )
     context = get_abstract_mesh()
     if mesh is not None and not context.empty and not context.manual_axes and devices > 1:
-        ours = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-        if (ours.axis_names, ours.axis_sizes) != (context.axis_names, context.axis_sizes):
+        planned_mesh = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+        if (planned_mesh.axis_names, planned_mesh.axis_sizes) != (context.axis_names, context.axis_sizes):
             raise InputError(
                 f"declared mesh {describe_mesh(mesh)}, but the context's (jax.set_mesh) is {describe_mesh(context)}, and "
                 "jax takes no other inside it; declare none, or the same."
             )
-    here = current_device(leaves)
-    if not tracing and mesh is None and not here.serves(platform):
+    running = current_device(leaves)
+    if not tracing and mesh is None and not running.serves(platform):
         raise InputError(
-            f"planned for {platform} (from {source}), but this call runs on {here.platform} (from {here.source}); leave that "
-            f"out to run here, or plan() it and lower it for {platform}."
+            f"planned for {platform} (from {source}), but this call runs on {running.platform} (from {running.source}); leave "
+            f"that out to run here, or plan() it and lower it for {platform}."
         )

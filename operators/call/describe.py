@@ -79,9 +79,9 @@ def describe(
     shapes = packed(shapes, layout)
 
     mask = join_mask(shapes, options, metadata.causal)
-    offset_given = options.query_offset is not None or shapes.query_offset is not None
+    has_offset = options.query_offset is not None or shapes.query_offset is not None
     if not any(by_caller):
-        _check_manual_sequence(metadata, axes, q_len, mask, offset_given)
+        _check_manual_sequence(metadata, axes, q_len, mask, has_offset)
     mask, offset, dynamic = bound_mask(mask, shapes, options, mode, q_len, kv_len)
     structure, leaves = mask.split()
     mask = with_query_heads(structure, sizes)

@@ -30,8 +30,8 @@ class LocalOutput(NamedTuple):
 class Ring:
     """axis: the mesh axes that split the sequence, as one. steps: how many shards the keys have moved at each step in which any
     device has visible keys; the first is 0. scan: one compiled step for all, else one for each. zigzag: this device's
-    rows and keys are the k-th of 2 * size pieces and the k-th from the end; otherwise they are the k-th of size.
-    whole_pairs: with zigzag, a piece of the rows sees all of each earlier piece of the keys, so that no mask is needed.
+    rows and keys are the k-th of 2 * size chunks and the k-th from the end; otherwise they are the k-th of size.
+    full_chunk_pairs: with zigzag, a chunk of the rows sees all of each earlier chunk of the keys, so that no mask is needed.
     """
 
     axes: tuple[str, ...]
@@ -39,11 +39,11 @@ class Ring:
     steps: tuple[int, ...]
     scan: bool
     zigzag: bool = False
-    whole_pairs: bool = False
+    full_chunk_pairs: bool = False
 
     @property
-    def pieces(self) -> int:
-        """How many pieces of the sequence a device's rows and keys form."""
+    def chunks(self) -> int:
+        """How many chunks of the sequence a device's rows and keys form."""
         return 2 if self.zigzag else 1
 
 

@@ -51,8 +51,8 @@ def _call_arrays(plan: Plan, arrays: Arrays, mesh: AnyMesh) -> Iterator[_CallArr
     for name, tensor, x in named:
         sharding = _place(x)
         if sharding is not None and not any(map(is_symbolic, x.shape)):  # the bytes would be unknown
-            apart = isinstance(mesh, Mesh) and not _abstract(sharding) and not same_devices(mesh, x)
-            yield _CallArray(name, tensor, x.shape, x.dtype.itemsize, sharding, apart)
+            elsewhere = isinstance(mesh, Mesh) and not _abstract(sharding) and not same_devices(mesh, x)
+            yield _CallArray(name, tensor, x.shape, x.dtype.itemsize, sharding, elsewhere)
 
 
 def _place(x: Any) -> Sharding | None:

@@ -53,7 +53,7 @@ def describe_step(
     update = str(step.update or getattr(config, "update", "before"))
     query, key, value = (None if x is None else shaped(n, x) for n, x in zip(_NAMES, tokens, strict=True))
     known_sizes(query=query, key=key, value=value)
-    _check_given(step, update, query, key, value)
+    _check_arrays(step, update, query, key, value)
     first = query if query is not None else key
     assert first is not None
     count, heads = first.shape[0], cache.kv_heads if query is None else query.shape[1]
@@ -140,7 +140,7 @@ def describe_step(
 _NAMES = ("query", "key", "value")
 
 
-def _check_given(step: Step, update: str, query: Any, key: Any, value: Any) -> None:
+def _check_arrays(step: Step, update: str, query: Any, key: Any, value: Any) -> None:
     check_written(update, key, value)
     if query is None and step.mode != "insert":
         raise InputError(f"query is None in mode {step.mode!r}; pass it, or mode='insert' to only write.")

@@ -133,8 +133,8 @@ def _writable(
 ) -> bool:
     """Whether a method can hand back a layer's own arrays: not if they are taken apart by shards here, nor if the queries, but
     not the pages, differ on the devices of a caller's shard_map."""
-    apart = batch.shards is not None and (mesh is None or mesh.size == 1)
-    return not apart and varying((query, sinks)) <= varying((state.layers[0], batch, key, value))
+    split_here = batch.shards is not None and (mesh is None or mesh.size == 1)
+    return not split_here and varying((query, sinks)) <= varying((state.layers[0], batch, key, value))
 
 
 def check_operands(state: CacheState, layer: Any, query: Any, key: Any, value: Any, update: str) -> None:
@@ -258,13 +258,15 @@ def _specs_like(query: jax.Array, pages: LayerPages, rows: LayerPages | None) ->
 def _all_shards(shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any) -> Attended:
     """Without a mesh: one shard of the pages after the other."""
     if batch.shards is None:
-        return _one_by_one(shard, query, pages, batch, sinks, rows)
+        return _merged_over_shards(shard, query, pages, batch, sinks, rows)
     parts = [_part(batch.shards, n, query, pages, batch, rows) for n in range(batch.shards)]
-    results = [_one_by_one(shard, *part, sinks=sinks, rows=shard_rows) for part, shard_rows in parts]
+    results = [_merged_over_shards(shard, *part, sinks=sinks, rows=shard_rows) for part, shard_rows in parts]
     return jax.tree.map(lambda *of_shards: jnp.concatenate(of_shards), *results)
 
 
-def _one_by_one(shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any) -> Attended:
+def _merged_over_shards(
+    shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any
+) -> Attended:
     """Without a mesh: one sequence shard after the other, if there are several, with their outputs merged."""
     if (n := batch.sequence_shards) == 1:
         return shard(query, pages, batch, sinks, rows)

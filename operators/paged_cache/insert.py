@@ -74,12 +74,12 @@ def write(
         _check_tokens(name, tokens, scale, pages.key, shape.kv_heads, dim, state)
     if key.shape[0] != value.shape[0]:
         raise InputError(f"key has {key.shape[0]} tokens and value {value.shape[0]}; wanted the same number.")
-    own_pages, own_tokens = check_step(state, layer, batch, key, debug=debug)
+    shard_pages, shard_tokens = check_step(state, layer, batch, key, debug=debug)
     along = state.sequence_shards
-    slots: Any = partial(token_slots, tokens=own_tokens, pages=own_pages // along, page_size=cache.page_size)
+    slots: Any = partial(token_slots, tokens=shard_tokens, pages=shard_pages // along, page_size=cache.page_size)
     slots = partial(slots, singles=which == "all")
     if along > 1:
-        slots = _on_each(partial(slots, stride=along), along)
+        slots = _on_each_shard(partial(slots, stride=along), along)
 
     def put_in(stored: jax.Array, page: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:
         return put(stored, LAYOUTS[cache.layout].places(page, row), tokens)
@@ -102,12 +102,12 @@ def write(
     def specs() -> tuple[Any, Any]:
         stored = jax.tree.map(spec_of, pages)
         heads = axes_at(stored.key, cache.heads_at)
-        apart = tuple(axis for axis in axes_at(spec_of(key), 0) if axis not in heads)
+        token_axes = tuple(axis for axis in axes_at(spec_of(key), 0) if axis not in heads)
         by_token = (
             pages.value is not None,
             *[cache.quantised is not None and cache.quantised.scale == "token_head"] * 2,
         )
-        rows = PartitionSpec(apart or None, heads or None)
+        rows = PartitionSpec(token_axes or None, heads or None)
         return stored, LayerPages(rows, *(rows if has_rows else None for has_rows in by_token))  # type: ignore[arg-type]
 
     arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
@@ -144,7 +144,9 @@ def check_shards(state: CacheState, batch: RaggedBatch) -> None:
         )
 
 
-def _on_each(slots: Callable[..., tuple[jax.Array, jax.Array]], n: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _on_each_shard(
+    slots: Callable[..., tuple[jax.Array, jax.Array]], n: int
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """token_slots of each of n sequence shards, [n, tokens]; each has its own table."""
 
     def of_all(starts: jax.Array, lens: jax.Array, tables: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -56,7 +56,7 @@ def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int])
         for group, part in enumerate(parts):
             whole = whole.with_group(group, replace(state.group(group), layers=part.layers))
         return SavedSequence(whole.layers, parts[0].length)
-    batch = _one(batch)
+    batch = _single_batch(batch)
     table, length, first, count = _row(state, batch, sequence)
     size = state.cache.page_size
     known, known_length = known_values(table), known_values(length)
@@ -103,7 +103,7 @@ def restore(state: CacheState, saved: SavedSequence, batch: _Batches, sequence: 
             layers = tuple(saved.layers[number] for number in of_groups[group])
             state = state.with_group(group, restore(group_state, replace(saved, layers=layers), group_batch, sequence))
         return state
-    batch = _one(batch)
+    batch = _single_batch(batch)
     table, length, first, count = _row(state, batch, sequence)
     size, total = state.cache.page_size, state.pages
     _check_same(state, saved)
@@ -189,7 +189,7 @@ def _by_group(state: CacheState, batches: _Batches) -> list[tuple[CacheState, Ra
     return [(state.group(number), group_batch) for number, group_batch in enumerate(group_batches)]
 
 
-def _one(batches: _Batches) -> RaggedBatch:
+def _single_batch(batches: _Batches) -> RaggedBatch:
     """The batch of the only group."""
     if isinstance(batches, RaggedBatch):
         return batches

@@ -36,7 +36,7 @@ def copy(state: CacheState, pairs: Int32[Array, "*shards pairs 2"], *, group: in
     pairs = _ids(state, "pairs", pairs, (2,))
     known = known_values(pairs)
     if known is not None:
-        _check_pairs(known, _own_pages(state, _shards(pairs, 3)), state.sequence_shards)
+        _check_pairs(known, _pages_per_shard(state, _shards(pairs, 3)), state.sequence_shards)
 
     def change(pages: jax.Array, page_pairs: jax.Array) -> jax.Array:
         count = pages.shape[0]
@@ -89,7 +89,7 @@ def _shards(ids: Any, rank: int) -> int | None:
     return ids.shape[0] if len(ids.shape) == rank else None
 
 
-def _own_pages(state: CacheState, shards: int | None) -> int:
+def _pages_per_shard(state: CacheState, shards: int | None) -> int:
     return rows_by_shard(shards, state.layers[0].key, "pages").shape[0 if shards is None else 1]
 
 
@@ -107,7 +107,7 @@ def _ids(state: CacheState, name: str, value: Any, last: tuple[int, ...]) -> Any
     if problem := beyond_int32(array, name):
         raise InputError(f"{problem}.")
     shards = array.shape[0] if rank == 2 else None
-    count = _own_pages(state, shards)
+    count = _pages_per_shard(state, shards)
     known = known_values(array)
     if known is not None and ((known < 0) | (known > count)).any():
         wrong = np.argwhere((known < 0) | (known > count))[0]
@@ -126,8 +126,8 @@ def _check_pairs(pairs: np.ndarray, count: int, n: int) -> None:
             raise InputError(f"pairs: page {pages[times > 1][0]} is written twice; wanted each page once.")
         if (source == count).any():
             raise InputError(f"pairs: {count}, the id of padding, is copied to page {target[source == count][0]}.")
-        if (apart := source % n != target % n).any():
+        if (crossing := source % n != target % n).any():
             raise InputError(
-                f"pairs: page {source[apart][0]} is copied to page {target[apart][0]}, which lies on another of {n} sequence "
-                f"shards; wanted two ids that are equal modulo {n}."
+                f"pairs: page {source[crossing][0]} is copied to page {target[crossing][0]}, which lies on another of {n} "
+                f"sequence shards; wanted two ids that are equal modulo {n}."
             )

@@ -120,9 +120,9 @@ def _forward(around: _Around, whole: StaticPart, operands: Operands, traced: Tra
         return more(found, _pairs(ring, distance), keys, distance)
 
     keys, first = (operands.key, operands.value), _first_pairs(ring)
-    begun = [attend(pair, keys, 0) for pair in first[: ring.pieces]]
+    begun = [attend(pair, keys, 0) for pair in first[: ring.chunks]]
     output, lse = (jnp.concatenate(x, axis) for x, axis in zip(zip(*begun, strict=True), (rows, 2), strict=True))
-    found = more((output, lse), first[ring.pieces :], keys, 0)
+    found = more((output, lse), first[ring.chunks :], keys, 0)
     output, lse = _along(ring, ring.steps, work, keys, found)
     return output.astype(operands.query.dtype), lse
 
@@ -198,13 +198,13 @@ def _seen(around: _Around, whole: StaticPart, traced: Traced, pair: _Pair, dista
     """The places of a pair for keys that have moved `distance` shards, and its traced values."""
     ring = around.ring
     here = lax.axis_index(ring.axes)
-    q_len, kv_len = (n // ring.pieces for n in (whole.q_len, whole.kv_len))
+    q_len, kv_len = (n // ring.chunks for n in (whole.q_len, whole.kv_len))
     start = (_place(ring, (here - distance) % ring.size, pair.keys) * kv_len).astype(jnp.int32)
     leaves = tuple(
         _cut(x, dims, start, kv_len, pair.query, ring) for x, dims in zip(traced.leaves, around.dims, strict=True)
     )
     static_part = replace(whole, q_len=q_len, kv_len=kv_len, k_start=None)
-    if pair.behind and ring.whole_pairs:
+    if pair.behind and ring.full_chunk_pairs:
         static_part, leaves = replace(static_part, mask=Full()), ()
     traced = traced._replace(leaves=leaves, k_start=start)
     if ring.zigzag:

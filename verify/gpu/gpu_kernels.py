@@ -59,14 +59,14 @@ def gpu_kernels(compiled: Any, text: str, spec: GpuSpec | None) -> tuple[GpuKern
     """The Pallas kernels of a compiled program, in program order. spec: the GPU's; without it there is no occupancy."""
     names = triton_names(text)
     launched = launches(compiled) if names else ()
-    ours = [launch for launch in launched or () if launch.name in names]
-    if len(ours) != len(names):  # the file has another form: use only the text
+    named_launches = [launch for launch in launched or () if launch.name in names]
+    if len(named_launches) != len(names):  # the file has another form: use only the text
         return tuple(GpuKernelUse(name) for name in names)
     seen: dict[Launch, GpuKernelUse] = {}
-    for launch in ours:
+    for launch in named_launches:
         if launch not in seen:
             seen[launch] = _use(launch, spec)
-    return tuple(seen[launch] for launch in ours)
+    return tuple(seen[launch] for launch in named_launches)
 
 
 def triton_names(text: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from ...errors import ConfigError, nearest, shown
 __all__ = ["GpuTarget", "gpu_target", "is_gpu_target"]
 
 _FORM = re.compile(r"(?P<name>[a-z0-9]+)(?::(?:(?P<hosts>[1-9]\d{0,5})x)?(?P<gpus>[1-9]\d{0,5}))?")
-_MOST = 2**16  # each GPU is an object
+_MAX_GPUS = 2**16  # each GPU is an object
 
 
 class GpuTarget(NamedTuple):
@@ -36,6 +36,6 @@ def gpu_target(target: str) -> GpuTarget:
             f"{', '.join(known)}.{nearest(target.partition(':')[0], known)}"
         )
     hosts, gpus = int(match["hosts"] or 1), int(match["gpus"] or 1)
-    if hosts * gpus > _MOST:
-        raise ConfigError(f"target {shown(target)} has {hosts * gpus} GPUs; at most {_MOST} can be described.")
+    if hosts * gpus > _MAX_GPUS:
+        raise ConfigError(f"target {shown(target)} has {hosts * gpus} GPUs; at most {_MAX_GPUS} can be described.")
     return GpuTarget(match["name"], hosts, gpus)
