@@ -35,13 +35,13 @@ def partition_axis_from_rules(
     missing or None isn't split. Exceptions: a decode_* field follows its training field, and decode_query_sequence_axis is None.
     Errors: ConfigError for an unknown field or logical name, and for a name here whose rules differ.
     """
-    known: dict[str, list[tuple[str, ...] | None]] = {}
+    axes_by_rule: dict[str, list[tuple[str, ...] | None]] = {}
     for rule in rules.items() if isinstance(rules, Mapping) else rules:
         if not isinstance(rule, tuple | list) or len(rule) != 2:
             raise ConfigError(f"rule {shown(rule)}; wanted (logical name, mesh axis, a tuple of them, or None).")
         axes = _axes(*rule)
-        if axes not in known.setdefault(rule[0], []):
-            known[rule[0]].append(axes)
+        if axes not in axes_by_rule.setdefault(rule[0], []):
+            axes_by_rule[rule[0]].append(axes)
     mesh_axes: dict[str, Any] = dict.fromkeys((*_TRAINING, "bias_head_sequence_axis", "bias_key_sequence_axis"))
     for field, name in names.items():
         if field not in _FIELDS:
@@ -49,18 +49,18 @@ def partition_axis_from_rules(
                 f"{shown(field)} isn't a PartitionAxis field that attention reads; wanted {', '.join(_FIELDS)}."
                 + nearest(field, _FIELDS)
             )
-        if name is not None and name not in known:
+        if name is not None and name not in axes_by_rule:
             raise ConfigError(
-                f"{field}={shown(name)}, but no rule has that name; wanted one of {', '.join(map(str, known))}."
-                + nearest(name, known)
+                f"{field}={shown(name)}, but no rule has that name; wanted one of {', '.join(map(str, axes_by_rule))}."
+                + nearest(name, axes_by_rule)
             )
-        if name is not None and len(known[name]) > 1:
-            several = ", ".join(map(shown, known[name]))
+        if name is not None and len(axes_by_rule[name]) > 1:
+            several = ", ".join(map(shown, axes_by_rule[name]))
             raise ConfigError(
-                f"{field}={shown(name)} has {len(known[name])} rules, {several}; which one applies would "
+                f"{field}={shown(name)} has {len(axes_by_rule[name])} rules, {several}; which one applies would "
                 "depend on the other dimensions of a tensor. Hint: keep one of them."
             )
-        mesh_axes[field] = None if name is None else known[name][0]
+        mesh_axes[field] = None if name is None else axes_by_rule[name][0]
     for field in _TRAINING:
         if field != "query_sequence_axis":
             mesh_axes.setdefault(f"decode_{field}", mesh_axes[field])

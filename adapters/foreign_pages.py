@@ -70,14 +70,14 @@ class PagedFunction(Generic[_Params, _Returned]):
             )
         if max_length is not None and not is_whole(max_length, 1):
             raise ConfigError(f"max_length={shown(max_length)}; wanted a number of tokens, or None.")
-        known = parse_attention(operation, keywords)
-        step = known.declaration.step
-        if options := sorted(known.declaration.call.model_fields_set | (step.model_fields_set if step else set())):
+        parsed = parse_attention(operation, keywords)
+        step = parsed.declaration.step
+        if options := sorted(parsed.declaration.call.model_fields_set | (step.model_fields_set if step else set())):
             raise ConfigError(f"{', '.join(options)}: an argument of each call, not of the declaration; leave it out.")
         operation_class: Any = OperationRegistry.get(operation)
         if not issubclass(operation_class, PagedOperation):
             raise ConfigError(f"operation={shown(operation)} has calls and no steps over pages; wanted 'paged'.")
-        return PagedFunction(self._read, self._returned, operation_class(known.metadata), kv_head_axis, max_length)
+        return PagedFunction(self._read, self._returned, operation_class(parsed.metadata), kv_head_axis, max_length)
 
     @property
     def plans(self) -> tuple[PagedPlan, ...]:
@@ -118,9 +118,9 @@ class PagedFunction(Generic[_Params, _Returned]):
         """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs."""
         step = self._read(*args, **kwargs)
         ready = prepare(step, self._kv_head_axis, self._max_length)
-        more, tokens = ready.query_padding(step.query.shape[1]), step.query.shape[0]
+        padding, tokens = ready.query_padding(step.query.shape[1]), step.query.shape[0]
         shape = jax.ShapeDtypeStruct
-        query = shape((tokens, step.query.shape[1] + more, step.query.shape[2]), ready.dtype)
+        query = shape((tokens, step.query.shape[1] + padding, step.query.shape[2]), ready.dtype)
         key, value = (
             None if x is None else shape((tokens, x.shape[1] + ready.padding, x.shape[2]), x.dtype)
             for x in (step.key, step.value)

@@ -232,10 +232,10 @@ def _has(x: Any, axis: Any) -> bool:
 def _cells(x: Any, axes: _Axes, name: str) -> jax.Array:
     """A mask or bias as an array that broadcasts to [batch ..., heads, q, kv]. Absent axes get length 1 if that is possible."""
     groups = [*((axis,) for axis in axes.batch), axes.query_heads, (axes.queries,), (axes.keys,)]
-    known = {axis.name for group in groups for axis in group}
-    unknown = [axis for axis in x.axes if axis.name not in known]
+    axis_names = {axis.name for group in groups for axis in group}
+    unknown = [axis for axis in x.axes if axis.name not in axis_names]
     if unknown:
-        raise InputError(f"{name} has axes {_text(x.axes)}; wanted some of {', '.join(sorted(known))}.")
+        raise InputError(f"{name} has axes {_text(x.axes)}; wanted some of {', '.join(sorted(axis_names))}.")
     shape: list[int] = []
     ordered: list[Any] = []
     for group in groups:

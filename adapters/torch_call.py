@@ -69,13 +69,13 @@ class TorchCall:
         # A file that declares lengths, or a segment for each key, requires them from the call.
         if not (self.round_lengths and grows) or is_torchax(tensors["query"]) or self._declares_keys():
             return {}, None
-        more = max(_MIN_KEYS, 1 << (keys - 1).bit_length()) - keys
+        padding_keys = max(_MIN_KEYS, 1 << (keys - 1).bit_length()) - keys
         padding = {}
-        if more:
-            padding = {"key": (-2, more), "value": (-2, more)}
+        if padding_keys:
+            padding = {"key": (-2, padding_keys), "value": (-2, padding_keys)}
             for name in ("mask", "bias"):
                 if name in tensors and tensors[name].shape[-1] == keys:  # else 1, which covers all keys
-                    padding[name] = -1, more
+                    padding[name] = -1, padding_keys
         return padding, np.full((1,), keys, np.int32)
 
     def _declares_keys(self) -> bool:
@@ -147,9 +147,9 @@ class _Differentiable(torch.autograd.Function):
         arrays, home = to_jax(ctx.attention, {"gradient": gradient})
         (gradients,) = _backward(ctx.pull, arrays["gradient"])
         tensors = {name: to_torch(x, home) for name, x in gradients.items()}
-        for name, (dim, more) in ctx.padding.items():
+        for name, (dim, padded) in ctx.padding.items():
             if name in tensors:
-                tensors[name] = tensors[name].narrow(dim, 0, tensors[name].shape[dim] - more)
+                tensors[name] = tensors[name].narrow(dim, 0, tensors[name].shape[dim] - padded)
         return (None, None, None, None, None, *map(tensors.get, ctx.names))
 
 

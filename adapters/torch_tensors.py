@@ -87,8 +87,8 @@ def _array(x: torch.Tensor, padding: tuple[int, int] | None) -> Any:
     x = x.detach()
     few = x.device.type == "cpu" and x.numel() * x.element_size() <= _FEW_BYTES
     if padding is not None and not few:
-        dim, more = padding
-        x, padding = torch.nn.functional.pad(x, (*[0] * (-2 * dim - 1), more)), None
+        dim, padded = padding
+        x, padding = torch.nn.functional.pad(x, (*[0] * (-2 * dim - 1), padded)), None
     x = x.contiguous()
     if x.device.type != "cpu":
         return jnp.from_dlpack(x)

@@ -41,8 +41,8 @@ def assign_axes(physical: tuple[PhysicalAxis, ...], sizes: Mapping[str, int]) ->
     own. If none do, devices are counted row by row, and a mesh axis may get a part of a physical one: it
     is then no ring, and neighbours may be several hops apart.
     """
-    whole = _whole(physical, sizes)
-    return _row_by_row(physical, sizes) if whole is None else whole
+    segments = _whole(physical, sizes)
+    return _row_by_row(physical, sizes) if segments is None else segments
 
 
 def _whole(physical: tuple[PhysicalAxis, ...], sizes: Mapping[str, int]) -> dict[str, tuple[AxisSegment, ...]] | None:
@@ -66,24 +66,24 @@ def _row_by_row(physical: tuple[PhysicalAxis, ...], sizes: Mapping[str, int]) ->
     for name, size in reversed([*sizes.items()]):
         segments: list[AxisSegment] = []
         while size > 1 and rest:
-            axis, taken = rest[-1]
+            axis, used = rest[-1]
             assert isinstance(axis, PhysicalAxis)
-            assert isinstance(taken, int)
-            part = math.gcd(size, axis.size // taken) if taken < axis.size else 1
+            assert isinstance(used, int)
+            part = math.gcd(size, axis.size // used) if used < axis.size else 1
             if part == 1:
                 # The rest of this axis has no common factor: the neighbours are on the next one, or further along this one.
-                if taken < axis.size and len(rest) == 1:
+                if used < axis.size and len(rest) == 1:
                     part = size
                 else:
                     rest.pop()
                     continue
-            whole = part == axis.size
+            is_whole = part == axis.size
             segments.insert(
-                0, AxisSegment(part, axis.link, 1 if axis.switched else taken, axis.closed and whole, axis.switched)
+                0, AxisSegment(part, axis.link, 1 if axis.switched else used, axis.closed and is_whole, axis.switched)
             )
-            rest[-1][1] = taken * part
+            rest[-1][1] = used * part
             size //= part
-            if taken * part >= axis.size:
+            if used * part >= axis.size:
                 rest.pop()
         if size > 1:  # sizes that no physical axis has a factor of
             segments.insert(0, AxisSegment(size, physical[0].link, physical[-1].size, False, physical[0].switched))

@@ -110,13 +110,13 @@ def candidates(space: SearchSpace, batch: int, devices: int, target: str) -> Ite
 def _indivisible(problem: AttentionProblem, sizes: Mapping[str, int], generating: bool) -> tuple[str, str] | None:
     """Why a mesh would make some devices repeat others' work."""
     sequence = math.prod(sizes.get(name, 1) for name in SEQUENCE_AXES)
-    length, what = (problem.kv_len, "keys") if generating else (problem.q_len, "queries")
+    length, tokens = (problem.kv_len, "keys") if generating else (problem.q_len, "queries")
     if problem.layout == "thd" and "fsdp" in sizes:
         return "fsdp", "packed tensors have no batch to split"
     for name, size, number, thing in (
         ("fsdp", sizes.get("fsdp", 1), problem.batch, "batch rows"),
         ("tp", sizes.get("tp", 1), problem.q_heads, "query heads"),
-        ("sp", sequence, length, what),
+        ("sp", sequence, length, tokens),
         ("sp", sequence, problem.kv_len, "keys"),
     ):
         if number % size:

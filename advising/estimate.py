@@ -173,24 +173,24 @@ def _pass_costs(plan: Plan, machine: Machine) -> _PassCosts:
     return _PassCosts(tuple(passes), (*_operands(plan, backward), _strategy_bytes(plan, machine, backward)))
 
 
-def _pass(plan: Plan, machine: Machine, segments: Mapping[str, tuple[AxisSegment, ...]], known: _Pass) -> PassEstimate:
-    name, done, needs, unknown = known
+def _pass(plan: Plan, machine: Machine, segments: Mapping[str, tuple[AxisSegment, ...]], costs: _Pass) -> PassEstimate:
+    name, compute, needs, unknown = costs
     needs = tuple(need for need in needs if not need.optional)
-    work, waiting = _shared(done, machine, plan)
+    work, waiting = _shared(compute, machine, plan)
     groups: dict[tuple[str, tuple[str, ...], str], list[Need]] = {}
     for need in needs:
         word = {"ring": _AROUND, "zigzag": _ORDER}.get(need.step, "")
         groups.setdefault((need.kind, need.axes, word), []).append(need)
     sends = [
-        _send(plan, machine, done, key, members, _along(segments, key[1]), name == "backward")
+        _send(plan, machine, compute, key, members, _along(segments, key[1]), name == "backward")
         for key, members in groups.items()
     ]
-    return PassEstimate(name, work, waiting, done.bound, tuple(sends), unknown)
+    return PassEstimate(name, work, waiting, compute.bound, tuple(sends), unknown)
 
 
-def _shared(done: ComputeTime, machine: Machine, plan: Plan) -> tuple[float, float]:
+def _shared(compute: ComputeTime, machine: Machine, plan: Plan) -> tuple[float, float]:
     """(work of the mean device, the wait beyond it: at each hop the busiest device counts)."""
-    mean, lockstep = float(done.seconds.sum(1).mean()), float(done.seconds.max(0).sum())
+    mean, lockstep = float(compute.seconds.sum(1).mean()), float(compute.seconds.max(0).sum())
     if machine.cpu is not None:
         steps = len(plan.placement.sequence.steps) or 1
         return (mean + steps * machine.cpu.step_seconds) * plan.problem.devices, 0.0
@@ -204,7 +204,7 @@ def _along(segments: Mapping[str, tuple[AxisSegment, ...]], axes: tuple[str, ...
 def _send(
     plan: Plan,
     machine: Machine,
-    done: ComputeTime,
+    compute: ComputeTime,
     key: tuple[str, tuple[str, ...], str],
     needs: list[Need],
     segments: tuple[AxisSegment, ...],
@@ -228,13 +228,17 @@ def _send(
         return Send(kind, what, axes, sent, 0.0, 0.0)
     home = [split.ring_size - split.steps[-1]] if backward else []
     per_move = sent / len([*moves, *home])
-    taken = [
+    hop_seconds = [
         ring_hop_seconds(per_move, segments, by) + machine.hop_seconds * min(by, split.ring_size - by)
         for by in (*moves, *home)
     ]
-    seconds = sum(taken)
-    beside = [float(column.max()) for column in done.seconds.T]  # the work done meanwhile
-    hidden = sum(min(a, b) for a, b in zip(taken[: len(moves)], beside, strict=False)) if machine.overlaps else 0.0
+    seconds = sum(hop_seconds)
+    work_seconds = [float(column.max()) for column in compute.seconds.T]  # the work done meanwhile
+    hidden = (
+        sum(min(a, b) for a, b in zip(hop_seconds[: len(moves)], work_seconds, strict=False))
+        if machine.overlaps
+        else 0.0
+    )
     return Send(kind, what, axes, sent, seconds, seconds - hidden)
 
 

@@ -88,11 +88,11 @@ def cpu_machine(count: int, rates: CpuRates) -> Machine:
 def with_devices(target: str, count: int) -> str | None:
     """The name of a part of a target with so many devices: its shape divided by primes, the longest axis first; None
     if it has no such part."""
-    whole = machine_of(target)
-    if count == whole.count:
+    machine = machine_of(target)
+    if count == machine.count:
         return target
-    if whole.cpu is not None:
-        return f"cpu:{count}" if whole.count % count == 0 else None
+    if machine.cpu is not None:
+        return f"cpu:{count}" if machine.count % count == 0 else None
     if is_gpu_target(target):
         gpus = gpu_target(target)
         if count <= gpus.gpus:
@@ -100,7 +100,7 @@ def with_devices(target: str, count: int) -> str | None:
         hosts, rest = divmod(count, gpus.gpus)
         return None if rest or gpus.hosts % hosts else f"{gpus.name}:{hosts}x{gpus.gpus}"
     torus = torus_of(target)
-    shape, left = list(torus.shape), whole.count // count if whole.count % count == 0 else 0
+    shape, left = list(torus.shape), machine.count // count if machine.count % count == 0 else 0
     while left > 1:
         prime = next(n for n in range(2, left + 1) if left % n == 0)
         longest = max((i for i, n in enumerate(shape) if n % prime == 0), key=lambda i: shape[i], default=None)

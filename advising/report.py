@@ -71,8 +71,8 @@ def term_rows(entry: Entry) -> list[tuple[str, str]]:
         rows.append((estimated.name, f"~{time_text(estimated.seconds)} = {' + '.join(parts)}"))
         for send in estimated.sends:
             hidden = send.seconds - send.waited
-            beside = f", {time_text(hidden)} of it beside the work" if hidden else ""
-            cost = f"{bytes_text(send.sent_bytes)}, {time_text(send.seconds)}{beside}: {send.what}"
+            overlap = f", {time_text(hidden)} of it beside the work" if hidden else ""
+            cost = f"{bytes_text(send.sent_bytes)}, {time_text(send.seconds)}{overlap}: {send.what}"
             rows.append(("sends", f"{send.kind} over {'+'.join(send.axes)}: {cost}"))
     guess = entry.estimate
     parts = [f"operands {bytes_text(guess.argument_bytes)}", f"results {bytes_text(guess.output_bytes)}"]
@@ -96,10 +96,10 @@ def loses(entry: Entry, winner: Entry) -> str:
         return "its program doesn't send exactly what is needed"
     if entry.estimate.unknown and not winner.estimate.unknown:
         return f"its traffic isn't known: {entry.estimate.unknown[0]}"
-    mine, theirs = _by_term(entry.estimate), _by_term(winner.estimate)
+    candidate, best = _by_term(entry.estimate), _by_term(winner.estimate)
     per_row = winner.candidate.batch, entry.candidate.batch
-    more = {name: seconds / per_row[1] - theirs.get(name, 0.0) / per_row[0] for name, seconds in mine.items()}
-    longest = sorted((item for item in more.items() if item[1] > 0), key=lambda item: -item[1])[:2]
+    longer = {name: seconds / per_row[1] - best.get(name, 0.0) / per_row[0] for name, seconds in candidate.items()}
+    longest = sorted((item for item in longer.items() if item[1] > 0), key=lambda item: -item[1])[:2]
     gap = entry.seconds_a_row - winner.seconds_a_row
     causes = [f"{name} +{time_text(seconds * per_row[1])}" for name, seconds in longest if seconds > 0.1 * gap]
     if entry.ranked_seconds == winner.ranked_seconds:
@@ -128,7 +128,7 @@ def _order(entry: Entry) -> str | None:
 
 def _tie(entry: Entry, winner: Entry) -> str:
     """What decides between equal times."""
-    if (more := entry.estimate.about_bytes - winner.estimate.about_bytes) > 0:
-        return f"{bytes_text(more)} more memory"
+    if (extra_bytes := entry.estimate.about_bytes - winner.estimate.about_bytes) > 0:
+        return f"{bytes_text(extra_bytes)} more memory"
     tp, best = (candidate.candidate.mesh.get("tp", 1) for candidate in (entry, winner))
     return f"tp={tp} splits heads more" if tp > best else "searched later"

@@ -112,9 +112,9 @@ def _declaration(declaration: Declaration | Mapping[str, Any] | str | Path) -> D
 
 
 def _check_axes(fixed: Mapping[str, int]) -> None:
-    odd = next((name for name in fixed if name not in AXES), None)
-    if odd is not None:
-        raise ConfigError(f"mesh axis {shown(odd)} isn't searched; wanted one of {', '.join(AXES)}.")
+    unknown = next((name for name in fixed if name not in AXES), None)
+    if unknown is not None:
+        raise ConfigError(f"mesh axis {shown(unknown)} isn't searched; wanted one of {', '.join(AXES)}.")
     for name, size in fixed.items():
         if not is_whole(size, 1):
             raise ConfigError(f"mesh {name}={shown(size)}; wanted a number of devices, from 1 on.")
@@ -167,14 +167,14 @@ def _plan(candidate: Candidate, declaration: Declaration, machine: Machine) -> P
 
 def _best_order(plan: Plan, machine: Machine) -> tuple[tuple[tuple[str, int], ...], Estimate]:
     """The mesh's axes in the order that lies best on the links."""
-    seen: dict[Any, tuple[tuple[tuple[str, int], ...], Estimate]] = {}
+    by_segments: dict[Any, tuple[tuple[tuple[str, int], ...], Estimate]] = {}
     axes = [(axis.name, axis.size) for axis in plan.problem.mesh]
     for order in itertools.permutations(axes):
         segments = assign_axes(machine.physical, dict(order))
         key = tuple(sorted(segments.items()))
-        if key not in seen:
-            seen[key] = order, estimate(plan, machine, dict(order))
-    return min(seen.values(), key=lambda ordered: ordered[1].seconds)
+        if key not in by_segments:
+            by_segments[key] = order, estimate(plan, machine, dict(order))
+    return min(by_segments.values(), key=lambda ordered: ordered[1].seconds)
 
 
 def _distinct(entries: Iterable[Entry]) -> list[Entry]:

@@ -34,11 +34,11 @@ def seconds_of(kind: str, sent: float, segments: tuple[AxisSegment, ...]) -> flo
 
 def hops(kind: str, segments: tuple[AxisSegment, ...]) -> int:
     """Sequential messages of a collective: the distance to the farthest device, twice for an all-reduce."""
-    far = sum(
+    distance = sum(
         1 if segment.switched else (segment.size // 2 if segment.closed else segment.size - 1) * segment.stride
         for segment in segments
     )
-    return far * (2 if kind == "all-reduce" else 1)
+    return distance * (2 if kind == "all-reduce" else 1)
 
 
 def ring_hop_seconds(sent: float, segments: tuple[AxisSegment, ...], by: int) -> float:

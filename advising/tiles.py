@@ -41,8 +41,10 @@ def kernels_of_pass(plan: Plan, backward: bool) -> tuple[PassSizes, ...]:
         if backward
         else (getattr(route, "block_q", None), getattr(route, "block_kv", None))
     )
-    whole = route.name == "plain"
-    q, kv = (local.q_len, local.kv_len) if whole else (n or length for n, length in zip(sizes, local[1:3], strict=True))
+    is_plain = route.name == "plain"
+    q, kv = (
+        (local.q_len, local.kv_len) if is_plain else (n or length for n, length in zip(sizes, local[1:3], strict=True))
+    )
     return (PassSizes("backward" if backward else "forward", q, kv),)
 
 
@@ -111,9 +113,9 @@ def _bounds(length: int, block: int, chunks: int) -> list[int]:
 
 def _around(pairs: np.ndarray, devices: int, steps: tuple[int, ...], zigzag: bool) -> np.ndarray:
     """By device and hop. In zigzag order device k has the k-th chunk from the start and the k-th from the end."""
-    mine = np.arange(devices)[:, None]
-    theirs = (mine - np.array(steps)) % devices
+    devices_of_rows = np.arange(devices)[:, None]
+    sources = (devices_of_rows - np.array(steps)) % devices
     if not zigzag:
-        return pairs[mine, theirs]
+        return pairs[devices_of_rows, sources]
     last = 2 * devices - 1
-    return sum(pairs[i, j] for i in (mine, last - mine) for j in (theirs, last - theirs))
+    return sum(pairs[i, j] for i in (devices_of_rows, last - devices_of_rows) for j in (sources, last - sources))

@@ -79,8 +79,8 @@ def print_advice(advice: Advice, options: AdviseOptions, notes: tuple[str, ...])
             if row[-1]:
                 losing.append(("why not", f"{' '.join(w for w in (row[0], row[2]) if w)}: {row[-1]}"))
         console.print(ranked)
-        if (more := len(advice.entries) - options.rows) > 0:
-            console.print(f"and {more} more; --rows shows them, --json has all")
+        if (hidden := len(advice.entries) - options.rows) > 0:
+            console.print(f"and {hidden} more; --rows shows them, --json has all")
         rows_of_best: list[tuple[str, str | Text]] = [
             *term_rows(best),
             *(("note", note) for note in best.notes),
@@ -88,8 +88,8 @@ def print_advice(advice: Advice, options: AdviseOptions, notes: tuple[str, ...])
         ]
         console.print("", fields(rows_of_best), sep="\n")
     refused: list[tuple[str, str | Text]] = [("refused", str(refusal)) for refusal in advice.refused[:_REFUSED]]
-    if (more := len(advice.refused) - _REFUSED) > 0:
-        refused.append(("refused", f"{more} more kinds; --json has all"))
+    if (hidden := len(advice.refused) - _REFUSED) > 0:
+        refused.append(("refused", f"{hidden} more kinds; --json has all"))
     shown = [entry.ranked_seconds for entry in advice.entries[: options.rows]]
     ties = (TIES,) if len({*shown}) < len(shown) else ()
     refused += [("note", note) for note in (*advice.notes, *ties, *notes)]

@@ -92,11 +92,11 @@ def check(
         rows = slice(start, min(start + step, problem.q_len))
         if progress is not None:
             progress(start, problem.q_len, "queries")
-        seen = tensors.visible(rows)
+        visible = tensors.visible(rows)
         for row in range(problem.batch):
             for kv_head in range(problem.kv_heads):
                 heads = slice(kv_head * problem.group, (kv_head + 1) * problem.group)
-                reference = _piece(problem, tensors, seen, arrays, row, kv_head, heads, rows)
+                reference = _piece(problem, tensors, visible, arrays, row, kv_head, heads, rows)
                 terms, output_rows = output_size(reference.dropped, reference.value)[0], got[row, rows, heads]
                 want = np.einsum("bhqk,bkhd->bqhd", reference.dropped, reference.value)[0]
                 worst["output"].add(output_rows, want, row_sizes(want, terms))
@@ -106,8 +106,10 @@ def check(
                     weights = reference.weights[0]
                     worst["weights"].add(others["weights"][row, heads, rows], weights, row_sizes(weights))
                 if expected_values is not None:
-                    here, known = real[row, rows], expected_values[row, rows, heads]
-                    worst["expected"].add(output_rows[here], known[here], row_sizes(known, terms)[here])
+                    real_rows, expected_rows = real[row, rows], expected_values[row, rows, heads]
+                    worst["expected"].add(
+                        output_rows[real_rows], expected_rows[real_rows], row_sizes(expected_rows, terms)[real_rows]
+                    )
     tolerance = tolerance_of(plan)
     remark = "" if tolerance is not None else f"no tolerance is published for {problem.runtime_dtype}"
     checks = [worst[name].compared(name, "float64 reference", tolerance, remark) for name in ("output", *others)]
@@ -139,7 +141,7 @@ def _real_queries(problem: AttentionProblem, arrays: Mapping[str, Any]) -> np.nd
 
 
 def _piece(
-    problem: AttentionProblem, tensors: Materials, seen: np.ndarray, arrays: Mapping[str, Any], row: int, kv_head: int,
+    problem: AttentionProblem, tensors: Materials, visible: np.ndarray, arrays: Mapping[str, Any], row: int, kv_head: int,
     heads: slice, rows: slice,
 ) -> Forward:  # fmt: skip
     batch_row, count = slice(row, row + 1), problem.group
@@ -153,7 +155,7 @@ def _piece(
         tensors.key[batch_row, :, kv_head : kv_head + 1],
         tensors.value[batch_row, :, kv_head : kv_head + 1],
         scale=problem.softmax_scale,
-        mask=_cut(seen, batch_row, heads, slice(None)),
+        mask=_cut(visible, batch_row, heads, slice(None)),
         bias=None if tensors.bias is None else _cut(tensors.bias, batch_row, heads, rows),
         soft_cap=problem.logits_soft_cap,
         sinks=None if tensors.sinks is None else tensors.sinks[heads],
@@ -164,7 +166,9 @@ def _piece(
 
 def _cut(x: np.ndarray, batch: slice, heads: slice, rows: slice) -> np.ndarray:
     """Cut [batch, heads, q, kv]; a dimension of 1 stands for all."""
-    whole = slice(None)
+    full = slice(None)
     return x[
-        whole if x.shape[0] == 1 else batch, whole if x.shape[1] == 1 else heads, whole if x.shape[2] == 1 else rows
+        full if x.shape[0] == 1 else batch,
+        full if x.shape[1] == 1 else heads,
+        full if x.shape[2] == 1 else rows,
     ]

@@ -109,9 +109,9 @@ def _without_end(line: list[Segment]) -> list[Segment]:
 
 def _wrapped(value: str | Text, width: int) -> list[Text]:
     """Lines of at most this width, broken between words. A longer word gets a line of its own."""
-    whole = value if isinstance(value, Text) else Text(value)
+    text = value if isinstance(value, Text) else Text(value)
     lines: list[Text] = []
-    for line in whole.split("\n", allow_blank=True):
+    for line in text.split("\n", allow_blank=True):
         starts, used = [], 0
         for word in _WORD.finditer(line.plain):
             if used and used + cell_len(word[0].rstrip()) > max(width, _MIN_WIDTH):
@@ -123,11 +123,11 @@ def _wrapped(value: str | Text, width: int) -> list[Text]:
 
 
 def _line(head: Text, line: Text, console: Console, style: str = "") -> Iterator[Segment]:
-    whole = head + line
-    whole.rstrip()
+    segments = head + line
+    segments.rstrip()
     if style:
-        whole.stylize(style)
-    yield from whole.render(console)
+        segments.stylize(style)
+    yield from segments.render(console)
     yield Segment.line()
 
 
@@ -164,5 +164,5 @@ def seconds_text(seconds: float) -> str:
 
 def _console(*, stderr: bool, width: int) -> Console:
     stream = sys.stderr if stderr else sys.stdout
-    known = stream.isatty() or "COLUMNS" in os.environ
-    return _Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if known else width)
+    has_width = stream.isatty() or "COLUMNS" in os.environ
+    return _Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if has_width else width)

@@ -130,8 +130,8 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
         # safetensors.numpy.load supports neither bfloat16 nor fp8, so the bytes are read here.
         for name, tensor in deserialize(path.read_bytes()):
             if tensor["dtype"] not in _SAFETENSORS:
-                known = ", ".join(_SAFETENSORS)
-                raise InputError(f"{path}: {name} has dtype {tensor['dtype']}; wanted one of {known}.")
+                dtypes = ", ".join(_SAFETENSORS)
+                raise InputError(f"{path}: {name} has dtype {tensor['dtype']}; wanted one of {dtypes}.")
             dtype = jnp.dtype(_SAFETENSORS[tensor["dtype"]])
             tensors[name] = np.frombuffer(tensor["data"], dtype).reshape(tensor["shape"])
     except (SafetensorError, OSError) as error:

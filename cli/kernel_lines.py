@@ -82,8 +82,8 @@ def _loop(gpu_loop: GpuLoop) -> str:
     if gpu_loop.bound is None:
         return text
     cycles = ", ".join(f"{unit} {count:.0f}" for unit, count in gpu_loop.bound.cycles.items() if count is not None)
-    known = ", as far as is known" if None in gpu_loop.bound.cycles.values() else ""
-    return f"{text}; bound by {gpu_loop.bound.bound}{known} (cycles: {cycles})"
+    qualifier = ", as far as is known" if None in gpu_loop.bound.cycles.values() else ""
+    return f"{text}; bound by {gpu_loop.bound.bound}{qualifier} (cycles: {cycles})"
 
 
 def _missing(kernel: GpuKernelUse) -> Iterator[str]:

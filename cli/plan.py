@@ -52,14 +52,18 @@ def print_plan(
         ]
         console.print(fields(rows), "", sep="\n")
         # On one device specs split nothing, so the table is left out.
-        whole = verbose or math.prod(axis.size for axis in plan.problem.mesh) > 1
-        if whole:
+        shows_arrays = verbose or math.prod(axis.size for axis in plan.problem.mesh) > 1
+        if shows_arrays:
             console.print(_step_tensors(plan), "", sep="\n")
-        print_cache(plan.cache if cache is None else cache, arrays=whole)
+        print_cache(plan.cache if cache is None else cache, arrays=shows_arrays)
         if not verbose:
             asides = len(plan.notes) + len(notes) - len(printed)
-            more = ["defaults of the config", *([] if whole else ["arrays"]), *([f"{asides} notes"] if asides else [])]
-            console.print("", fields([("more", f"--verbose adds {', '.join(more)}")]), sep="\n")
+            left_out = [
+                "defaults of the config",
+                *([] if shows_arrays else ["arrays"]),
+                *([f"{asides} notes"] if asides else []),
+            ]
+            console.print("", fields([("more", f"--verbose adds {', '.join(left_out)}")]), sep="\n")
         return
     if verbose:
         rows += rejected_rows(plan)

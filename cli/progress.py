@@ -62,8 +62,8 @@ def _slow(console: Console, title: str) -> Iterator[Callable[[str], None]]:
         while not ended.wait(EVERY / 10):
             if now[0] is not doing:
                 doing, lines = now[0], 0
-            taken = time.monotonic() - doing[1]
-            if taken >= EVERY * (lines + 1):
+            elapsed = time.monotonic() - doing[1]
+            if elapsed >= EVERY * (lines + 1):
                 lines += 1
                 what = f"{title}: {doing[0]}" if doing[0] else title
                 console.print(f"attnops: {what}: {EVERY * lines:g} s so far", soft_wrap=True)

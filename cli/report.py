@@ -92,13 +92,13 @@ def _searches(name: str, plan: AnyPlan) -> list[Searched]:
         offered = runs.candidates(plan.problem, plan.placement) if measured else {}
     searched: list[Searched] = []
     for part, how in dict.fromkeys((measurement.part, measurement.how) for measurement in measured):
-        ones = [measurement for measurement in measured if (measurement.part, measurement.how) == (part, how)]
-        good = sorted(
-            (measurement for measurement in ones if measurement.seconds),
+        same_search = [measurement for measurement in measured if (measurement.part, measurement.how) == (part, how)]
+        successful = sorted(
+            (measurement for measurement in same_search if measurement.seconds),
             key=lambda measurement: measurement.seconds or 0.0,
         )
         first = next(iter(offered.get(part, ())), None)
-        heuristic = next((i for i, measurement in enumerate(good) if measurement.fields == first), None)
-        if good:
-            searched.append(Searched(name, part, how, tuple(good), heuristic, len(ones) - len(good)))
+        heuristic = next((i for i, measurement in enumerate(successful) if measurement.fields == first), None)
+        if successful:
+            searched.append(Searched(name, part, how, tuple(successful), heuristic, len(same_search) - len(successful)))
     return searched

@@ -132,15 +132,15 @@ def _sent(report: TargetReport, pass_report: PassReport) -> Iterator[Bar]:
 
 def _roofline(report: TargetReport) -> Iterator[str]:
     """Each pass on the roofline of the device's published rates."""
-    done = [pass_report for pass_report in report.passes if pass_report.roofline_seconds and pass_report.intensity]
+    rated = [pass_report for pass_report in report.passes if pass_report.roofline_seconds and pass_report.intensity]
     device, plan = report.device, report.plan
-    if device is None or not done:
+    if device is None or not rated:
         return
     exact = isinstance(plan, Plan) and exact_products(plan)
     arithmetic, traffic = device.roofline(1.0, 1.0, plan.problem.runtime_dtype, exact)
     points = [
         Point(pass_report.name, pass_report.intensity, pass_report.flops / pass_report.roofline_seconds)
-        for pass_report in done
+        for pass_report in rated
     ]
     yield subsection("Roofline")
     yield pictures([roofline(1 / arithmetic, 1 / traffic, points, device.kind)])

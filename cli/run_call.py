@@ -67,11 +67,11 @@ def time_calls(calls: Sequence[Compiled], repeats: int, progress: ReportProgress
     for turn in range(repeats):
         if progress is not None:
             progress(turn, repeats, "")
-        for taken, call in zip(times, calls, strict=True):
+        for durations, call in zip(times, calls, strict=True):
             start = time.perf_counter()
             jax.block_until_ready(call.call(*call.arguments))
-            taken.append(time.perf_counter() - start)
-    return [statistics.median(taken) for taken in times]
+            durations.append(time.perf_counter() - start)
+    return [statistics.median(durations) for durations in times]
 
 
 def on_devices(arrays: Mapping[str, Any], plan: Plan, mesh: Mesh | None) -> dict[str, jax.Array]:

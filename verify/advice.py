@@ -46,8 +46,8 @@ def advice(lowered: Callable[[OperationConfig], Any], plan: Plan, out_of_memory:
     for changes in _stages(plan.config) if out_of_memory.memory == "shared" else _smaller(plan.config, _OF_TPU):
         if any(getattr(plan.config, n) != v for n, v in changes.items()) and not isinstance(compiled(changes), Failure):
             return "compiles with " + ", ".join(f"{n}={v}" for n, v in changes.items())
-    what = "fewer stages" if out_of_memory.memory == "shared" else "more VMEM"
-    return f"neither {what} nor smaller blocks make it compile"
+    change = "fewer stages" if out_of_memory.memory == "shared" else "more VMEM"
+    return f"neither {change} nor smaller blocks make it compile"
 
 
 def min_limit(compiled: Callable[[int], int | Failure], failure: Failure, max_limit: int) -> int | None:

@@ -132,9 +132,11 @@ def compile_one(
         devices = described_mesh(topology_of(kind)).devices.reshape(-1)[:1]
         mesh = Mesh(np.asarray(devices), ("device",))
         function, shapes = problem.program(fields, part, mesh)
-        there = NamedSharding(mesh, PartitionSpec())
+        replicated = NamedSharding(mesh, PartitionSpec())
         compiled = (
-            jax.jit(function).lower([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in shapes]).compile()
+            jax.jit(function)
+            .lower([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for x in shapes])
+            .compile()
         )
         dumps = kernels_in(folder).get(kernel)
         if dumps is None:

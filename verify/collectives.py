@@ -105,8 +105,8 @@ def collectives(text: str, sizes: Mapping[str, int] | None = None) -> tuple[Coll
 
 def _trips(line: str, computations: dict[str, tuple[bool, list[str]]]) -> int:
     """How often a loop runs: its stated trip count, else the limit of its counter; 1 if neither is known."""
-    if known := _TRIPS.search(line):
-        return int(known[1])
+    if trip_count := _TRIPS.search(line):
+        return int(trip_count[1])
     condition = _CONDITION.search(line)
     lines = computations[condition[1]][1] if condition and condition[1] in computations else []
     for condition_line in lines:

@@ -48,11 +48,13 @@ def draw_step(operation: PagedOperation, step: DeclaredStep, seed: int) -> Drawn
     return DrawnStep(run, (state, batch, tokens, arrays["sinks"]), arrays)
 
 
-def step_program(operation: PagedOperation, step: DeclaredStep, layer: int, **more: Any) -> Callable[..., StepOutput]:
+def step_program(
+    operation: PagedOperation, step: DeclaredStep, layer: int, **options: Any
+) -> Callable[..., StepOutput]:
     """The step as a function of state, batch, (query, key, value) and sinks; `more` are options besides the declared ones."""
 
     def run(state: CacheState, batch: RaggedBatch, tokens: tuple[Any, Any, Any], sinks: Any) -> StepOutput:
-        call = step.options | {"softmax_aux": sinks} | more
+        call = step.options | {"softmax_aux": sinks} | options
         return operation(*tokens, state=state, layer=layer, batch=batch, **call)
 
     return run

@@ -193,8 +193,8 @@ def matrix_depth(kind: str) -> int:
 def _of_kind(kind: str) -> _Generation:
     generation = next((g for g in _GENERATIONS.values() if g.kind == kind), None)
     if generation is None:
-        known = ", ".join(g.kind for g in _GENERATIONS.values())
-        raise ConfigError(f"device kind {shown(kind)} is no TPU that can be described; known: {known}.")
+        kinds = ", ".join(g.kind for g in _GENERATIONS.values())
+        raise ConfigError(f"device kind {shown(kind)} is no TPU that can be described; known: {kinds}.")
     return generation
 
 

@@ -91,11 +91,11 @@ def compiled_kernels(kind: str, local: LocalProblem, part: str, fields: Mapping[
     spec = spec_of_kind(kind)
     assert spec is not None
     mesh = described_gpus(spec.name)
-    there = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
     function, shapes = local.program(fields, part, mesh)
-    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in shapes]
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for x in shapes]
     with tracing_on(mesh, "cuda"):
-        lowered = lowered_for(jax.jit(function, out_shardings=there).trace(arrays), "cuda")
+        lowered = lowered_for(jax.jit(function, out_shardings=replicated).trace(arrays), "cuda")
     compiled = lowered.compile()
     return gpu_kernels(compiled, compiled.as_text(), spec)
 

@@ -169,14 +169,14 @@ def _chunk(row: SequenceReads, geometry: Geometry, options: Options) -> Iterator
         begin = 0 if options.left is None else max(position - options.left, 0)
         end = row.length if options.reach is None else min(row.length, last + options.reach + 1)
         first, stop = begin // page, -(-end // page)
-        whole = 0
+        unmasked = 0
         for start in range(first, stop, many):
             place = start * page
             full = start + many <= stop and place + size <= row.length
             full &= options.reach is None or place + size - 1 <= position + options.reach
             full &= options.left is None or place >= position + block - 1 - options.left
-            whole += full
-        yield Visits(whole, -(-(stop - first) // many) - whole, 1)
+            unmasked += full
+        yield Visits(unmasked, -(-(stop - first) // many) - unmasked, 1)
 
 
 def _outermost(region: Region) -> list[Region]:

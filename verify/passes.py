@@ -94,10 +94,10 @@ def target_reports(planned: Planned, target: str, *, lower_only: bool = False) -
     for name in names:
         passes = (*report.passes, _compiled(planned, device, name, max_vmem, lower_only))
         reported = (*warnings, *planned.warnings(passes))
-        peak = max(done.peak_bytes for done in passes)
+        peak = max(pass_report.peak_bytes for pass_report in passes)
         if tpu and device is not None and peak > device.hbm_bytes:
-            more = f"{bytes_text(peak)} at the peak is more than the device's {bytes_text(device.hbm_bytes)} of HBM"
-            reported = (*reported, more)
+            warning = f"{bytes_text(peak)} at the peak is more than the device's {bytes_text(device.hbm_bytes)} of HBM"
+            reported = (*reported, warning)
         report = replace(report, passes=passes, warnings=reported)
         yield report
 
@@ -105,11 +105,11 @@ def target_reports(planned: Planned, target: str, *, lower_only: bool = False) -
 def _compiled(planned: Planned, device: DeviceLimits | None, name: str, vmem_most: int, lower_only: bool) -> PassReport:
     """One pass, compiled, or lowered where it can't be or needn't be compiled."""
     problem = planned.plan.problem
-    here = compiles_here(planned.mesh, problem.platform) and not lower_only
+    can_compile = compiles_here(planned.mesh, problem.platform) and not lower_only
     start = time.perf_counter()
     try:
         lowered = planned.lowered(name)
-        if not here:
+        if not can_compile:
             why = "only lowering was asked for" if lower_only else not_compiled(problem.platform)
             return PassReport(name, False, None, seconds=time.perf_counter() - start, uncompiled=why)
         compiled = lowered.compile()
@@ -118,7 +118,7 @@ def _compiled(planned: Planned, device: DeviceLimits | None, name: str, vmem_mos
     except Exception as error:  # the compiler's error, of whatever class
         failed = failure(error)
         better, breakdown = planned.advice(name, failed, vmem_most)
-        return PassReport(name, here, failed, better, breakdown, time.perf_counter() - start)
+        return PassReport(name, can_compile, failed, better, breakdown, time.perf_counter() - start)
     seconds = time.perf_counter() - start
     text, memory, counted = program_text(compiled), compiled.memory_analysis(), compiled.cost_analysis()
     parts = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes

@@ -164,9 +164,9 @@ def _in_turn(todo: Todo) -> Todo:
 
 def _median(run: Callable[[], Any]) -> float:
     jax.block_until_ready(run())
-    taken: list[float] = []
-    while len(taken) < _REPEATS or sum(taken) < _MIN_SECONDS:
+    durations: list[float] = []
+    while len(durations) < _REPEATS or sum(durations) < _MIN_SECONDS:
         start = time.perf_counter()
         jax.block_until_ready(run())
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+        durations.append(time.perf_counter() - start)
+    return statistics.median(durations)

@@ -124,8 +124,8 @@ def regions(bundles: str, utilization: str) -> Region:
     for number, line in enumerate(lines):
         for target in _BRANCH.findall(line):
             if int(target) in starts:
-                there = starts[int(target)]
-                inner_regions.append(region(min(number, there), max(number, there), there <= number))
+                target_line = starts[int(target)]
+                inner_regions.append(region(min(number, target_line), max(number, target_line), target_line <= number))
     for inner in sorted(inner_regions, key=lambda r: (r.start, -r.end)):
         _insert(root, inner)
     return root

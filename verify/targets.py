@@ -71,11 +71,11 @@ def target_of(name: str) -> Target:
     if name.partition(":")[0] in generations():
         kind, count = abstract_target(name)
         return Target(name, "tpu", kind, described_cores(kind), count)
-    prefix, known = name.partition(":")[0], (*METHODS, *device_names())
+    prefix, names = name.partition(":")[0], (*METHODS, *device_names())
     raise ConfigError(
         f"target {shown(name)}; wanted a TPU generation and a shape, such as v5e:2x2, or a GPU and how many, such as h100:8; "
         f"generations: {', '.join(generations())}; GPUs: {', '.join(gpu_specs())}. `attnops plan` also takes a generation alone, "
-        f"{', '.join(METHODS)}, or cpu:8." + (near_target(name) or _near_gpus(name) or nearest(prefix, known))
+        f"{', '.join(METHODS)}, or cpu:8." + (near_target(name) or _near_gpus(name) or nearest(prefix, names))
         if prefix not in METHODS
         else f"target {shown(name)} names no devices to compile for; wanted a TPU topology or GPUs, such as v5e:2x2, h100:8. "
         "Hint: `attnops plan` takes a platform; without a target, this machine's devices are compiled for."

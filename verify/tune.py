@@ -122,15 +122,15 @@ def measured_by(problem: AttentionProblem | PagedProblem, how: str | None) -> st
     """'device' or 'static', as asked or by what is here. Errors: ConfigError where neither is possible."""
     device = current_device(())
     kinds = ("", problem.platform, device.device_kind)
-    here = device.serves(problem.platform) and problem.device_kind in kinds
+    is_planned_device = device.serves(problem.platform) and problem.device_kind in kinds
     if how not in (None, "static", "device"):
         raise ConfigError(f"how={shown(how)}; wanted 'static' or 'device'.")
-    if how == "device" and not here:
+    if how == "device" and not is_planned_device:
         raise ConfigError(
             f"planned for {problem.device}, and this machine has {device.device_kind}; run it there, or search by "
             "static clock."
         )
-    if how == "device" or (how is None and here):
+    if how == "device" or (how is None and is_planned_device):
         return "device"
     if problem.platform == "cuda" and isinstance(problem, AttentionProblem):
         _require_gpu_compiler(problem)

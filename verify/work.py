@@ -39,10 +39,10 @@ def _weights(plan: Plan, kernel: PassSizes) -> int:
     """Weights per head, in tiles that may be live."""
     problem = plan.problem
     q_len, kv_len, offset = problem.q_len, problem.kv_len, problem.query_offset or 0
-    known = problem.mask.is_static and not problem.dynamic_query_offset
-    if kernel.compute_q is not None and kernel.compute_kv is not None and known:
-        whole = (kernel.block_q, kernel.block_kv), (kernel.compute_q, kernel.compute_kv)
-        bodies, counts, _ = tiles_of(problem.mask, *whole, q_len, kv_len, offset, tables=problem.kv_heads)
+    is_static = problem.mask.is_static and not problem.dynamic_query_offset
+    if kernel.compute_q is not None and kernel.compute_kv is not None and is_static:
+        block_sizes = (kernel.block_q, kernel.block_kv), (kernel.compute_q, kernel.compute_kv)
+        bodies, counts, _ = tiles_of(problem.mask, *block_sizes, q_len, kv_len, offset, tables=problem.kv_heads)
         return round(
             sum(n * body.live for n, body in zip(counts, bodies, strict=True)) * kernel.block_q * kernel.block_kv
         )

@@ -95,8 +95,8 @@ def _named(name: str, keywords: Mapping[str, Any]) -> ParsedAttention:
         if key == "metadata":
             continue
         # What both the call and the metadata have goes to the call: it applies to every call, even with a Mask object.
-        known = {request: options, "metadata": METADATA_ARGUMENTS, "config": fields}
-        part = next((part for part, names in known.items() if key in names), None)
+        groups_of_names = {request: options, "metadata": METADATA_ARGUMENTS, "config": fields}
+        part = next((part for part, names in groups_of_names.items() if key in names), None)
         if part is None:
             every = sorted({*options, *METADATA_ARGUMENTS, *fields, "metadata"})
             groups = {
@@ -136,9 +136,9 @@ def _metadata(name: str, fields: dict[str, Any], config: dict[str, Any], whole: 
     return metadata.replace(operation_configs={**metadata.operation_configs, name: config})
 
 
-def _stated_fields(whole: OperationMetadata | None) -> frozenset[str]:
+def _stated_fields(metadata: OperationMetadata | None) -> frozenset[str]:
     """The fields of a whole metadata that differ from their defaults."""
-    if whole is None:
+    if metadata is None:
         return frozenset()
     unsaid = OperationMetadata().to_dict()
-    return frozenset(name for name, value in whole.to_dict().items() if value != unsaid[name])
+    return frozenset(name for name, value in metadata.to_dict().items() if value != unsaid[name])

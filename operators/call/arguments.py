@@ -51,12 +51,12 @@ _STATIC_OR_ARRAY = "query_offset"
 
 def takes_call_arguments(function: Function) -> Function:
     """Show the `**call` of a method as its actual keywords, for help() and inspect.signature."""
-    whole = inspect.signature(function)
-    shown_as = [p for p in whole.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    signature = inspect.signature(function)
+    shown_as = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     for name, kind in CallArguments.__annotations__.items():
         written, default = getattr(kind, "__forward_arg__", kind), Options._field_defaults.get(name)
         shown_as.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=written))
-    function.__signature__ = whole.replace(parameters=shown_as)  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=shown_as)  # type: ignore[attr-defined]
     return function
 
 
@@ -98,11 +98,11 @@ def _structure(mask: Any) -> tuple[Mask, bool, tuple[Any, ...]]:
             f"mask is {a_type(mask)}; wanted a Mask (such as Causal()) or a boolean array that broadcasts "
             "to [batch, heads, q, kv]."
         )
-    whole = mask if isinstance(mask, Mask) else Dense(mask)
-    if whole.is_static:
-        return whole, False, ()
-    structure, leaves = whole.split()
-    return structure, whole is not mask, tuple(leaf.array for leaf in leaves)
+    joined = mask if isinstance(mask, Mask) else Dense(mask)
+    if joined.is_static:
+        return joined, False, ()
+    structure, leaves = joined.split()
+    return structure, joined is not mask, tuple(leaf.array for leaf in leaves)
 
 
 def join_mask(arrays: Arrays, options: Options, default_causal: bool) -> Mask:

@@ -124,8 +124,8 @@ def _prepare(
             operands[operand.name] = _scale(array, kv_len, problem, placement, mesh)
         else:
             operands[operand.name] = _as_inside(operand.operand, jnp.asarray(array), problem, placement, mesh)
-    whole = packed(_paired_segments(arrays), problem.layout)
-    joined = join_mask(whole, options, default_causal)
+    packed_arrays = packed(_paired_segments(arrays), problem.layout)
+    joined = join_mask(packed_arrays, options, default_causal)
     _, leaves = joined.split()
     offset = (
         run_time_offset(joined, arrays, options, problem.batch, problem.q_len, problem.kv_len)
@@ -155,8 +155,8 @@ def _as_inside(
         x = x[None]
     if placement.kv_repeat > 1 and "kv_heads" in inside and x.shape[inside.index("kv_heads")] > 1:
         at = inside.index("kv_heads")
-        whole = PartitionSpec(*(None if i == at else axes for i, axes in enumerate(placement.spec(operand.name))))
-        x = jnp.repeat(pin(x, whole, mesh), placement.kv_repeat, axis=at)
+        spec = PartitionSpec(*(None if i == at else axes for i, axes in enumerate(placement.spec(operand.name))))
+        x = jnp.repeat(pin(x, spec, mesh), placement.kv_repeat, axis=at)
     return x
 
 
@@ -226,8 +226,8 @@ def _hides_keys(problem: AttentionProblem, arrays: Arrays) -> bool:
         rest = And([part for part in parts if part is not segment_slots[0]])
         places = np.arange(problem.kv_len, dtype=np.int32)
         return not (rest.is_static and np.all(rest.test(places, places + np.int32(offset), places)))
-    seen = certainly_seen(mask, problem.q_len, problem.kv_len, query_offset=offset)
-    return seen is None or not seen.all()
+    visible = certainly_seen(mask, problem.q_len, problem.kv_len, query_offset=offset)
+    return visible is None or not visible.all()
 
 
 def _of_heads(mask: Mask, shard: int | jax.Array, count: int) -> Mask:

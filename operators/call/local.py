@@ -106,11 +106,11 @@ class LocalCall:
 
         assert self.ring is None
         tensors = self.key, self.value, self.key_scale, self.value_scale
-        seen = seen_keys(self.mask, self.key.shape[self.layout.index("h")], tensors)
-        if seen is None:
+        visible = seen_keys(self.mask, self.key.shape[self.layout.index("h")], tensors)
+        if visible is None:
             return self
         key, value, key_scale, value_scale = (
-            x if x is None else zero_where_hidden(x, seen, self.layout) for x in tensors
+            x if x is None else zero_where_hidden(x, visible, self.layout) for x in tensors
         )
         assert key is not None
         assert value is not None

@@ -21,7 +21,7 @@ def planned_platform(metadata: OperationMetadata, mesh: AnyMesh | None, arrays: 
     `arrays` is a tree of the call's arrays. Errors: InputError if metadata.platform differs.
     """
     of_mesh = devices_platform(mesh)
-    here = current_device(jax.tree.leaves(arrays))
+    device = current_device(jax.tree.leaves(arrays))
     if of_mesh is not None:
         platform, kind, source = *of_mesh, "the mesh's devices"
     elif metadata.backend is not None:
@@ -29,12 +29,12 @@ def planned_platform(metadata: OperationMetadata, mesh: AnyMesh | None, arrays: 
     elif metadata.platform is not None:
         platform, kind, source = metadata.platform, "", "metadata.platform"
     else:
-        platform, kind, source = here
-    if platform == "gpu" and here.platform in ("cuda", "rocm"):
+        platform, kind, source = device
+    if platform == "gpu" and device.platform in ("cuda", "rocm"):
         # jax calls every vendor's GPUs 'gpu'; the process's own GPUs tell the vendor.
-        platform, kind = here.platform, here.device_kind
-    elif platform in ("cuda", "rocm") and not kind and here.platform == platform:
-        kind = here.device_kind
+        platform, kind = device.platform, device.device_kind
+    elif platform in ("cuda", "rocm") and not kind and device.platform == platform:
+        kind = device.device_kind
     elif platform == "gpu" and kind.startswith("NVIDIA"):  # described GPUs that aren't here
         platform = "cuda"
     declared = metadata.platform

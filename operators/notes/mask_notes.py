@@ -76,20 +76,20 @@ def _is_of(text: str, code: str, shape: Sequence[int]) -> bool:
 def _cells(array: Any, q_len: int) -> tuple[np.ndarray, np.ndarray]:
     """The rows to read, and their cells [batch, heads, rows, kv]. Of a large mask these are the first row, the last and some in
     between, of the first plane."""
-    whole = array.size <= _ALL_CELLS
-    rows = np.arange(q_len) if whole else np.unique(np.linspace(0, q_len - 1, _ROWS).astype(int))
+    is_complete = array.size <= _ALL_CELLS
+    rows = np.arange(q_len) if is_complete else np.unique(np.linspace(0, q_len - 1, _ROWS).astype(int))
     with jax.ensure_compile_time_eval():
-        return rows, np.asarray(array) if whole else np.asarray(array[:1, :1, rows])
+        return rows, np.asarray(array) if is_complete else np.asarray(array[:1, :1, rows])
 
 
 def _known(array: Any, mask: Mask, q_len: int, kv_len: int) -> Note:
-    planes, whole = array.shape[0] * array.shape[1], array.size <= _ALL_CELLS
+    planes, is_complete = array.shape[0] * array.shape[1], array.size <= _ALL_CELLS
     rows, cells = _cells(array, q_len)
     recognised = recognise(cells.reshape(-1, len(rows), kv_len), rows, q_len, kv_len)
     if recognised is None:
         return note("mask.array_unstructured", shape=list(array.shape))
     name = f"mask: the array {list(array.shape)} is {recognised.describe()}"
-    if not whole:
+    if not is_complete:
         name += f" in the {len(rows)} rows" + (f" of the first of {planes} planes" if planes > 1 else "") + " looked at"
     if recognised.bind(0) in [part for part in mask.conjuncts() if part.is_static]:
         return note("mask.array_declared", array=name)

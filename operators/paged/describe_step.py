@@ -37,7 +37,7 @@ def describe_step(
     cache: KVCache,
     group: int,
     tokens: tuple[Any, Any, Any],
-    more: StepArrays,
+    step_arrays: StepArrays,
     step: Step,
     mesh: AnyMesh | None,
     arrays: Any,
@@ -66,7 +66,7 @@ def describe_step(
             "kv_head_axis or page_sequence_axis for them, or another mesh."
         )
     stored = []
-    for name, x, token_scale in (("key", key, more.key_scale), ("value", value, more.value_scale)):
+    for name, x, token_scale in (("key", key, step_arrays.key_scale), ("value", value, step_arrays.value_scale)):
         if x is not None:
             check_token_scale(cache, name, x, token_scale)
             stored += [name] if x.dtype != jnp.dtype(cache.dtype) else []
@@ -74,7 +74,7 @@ def describe_step(
             raise InputError(f"{name}_scale is given without {name}; wanted both, or neither.")
     if stored:
         notes.append(note("paged.stored_as_given", names=" and ".join(stored), dtype=cache.stored_dtype))
-    if more.sinks is not None and (s := shaped("softmax_aux", more.sinks)).shape != (heads,):
+    if step_arrays.sinks is not None and (s := shaped("softmax_aux", step_arrays.sinks)).shape != (heads,):
         raise InputError(f"softmax_aux has shape {s.shape}; wanted [heads] = ({heads},): merge several with logsumexp.")
     scale = metadata.softmax_scale if step.softmax_scale is None else step.softmax_scale
     scale = cache.head_dim**-0.5 if scale is None else scale
@@ -96,7 +96,7 @@ def describe_step(
         notes.append(note("paged.axes_unread"))
     required = {
         "logits_soft_cap": cap is not None,
-        "sinks": more.sinks is not None,
+        "sinks": step_arrays.sinks is not None,
         "return_lse": step.return_lse,
         "gqa": heads != cache.kv_heads,
         "value_dim": cache.value_size != cache.head_dim,
@@ -123,9 +123,9 @@ def describe_step(
         operands=tuple(
             OperandShape(STEP_OPERANDS[name], tuple(x.shape), x.dtype.name)
             for name, x in (
-                ("key_scale", more.key_scale),
-                ("value_scale", more.value_scale),
-                ("softmax_aux", more.sinks),
+                ("key_scale", step_arrays.key_scale),
+                ("value_scale", step_arrays.value_scale),
+                ("softmax_aux", step_arrays.sinks),
             )
             if x is not None
         ),

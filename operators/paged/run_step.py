@@ -28,7 +28,7 @@ class StepInputs(NamedTuple):
     query: Any
     key: Any
     value: Any
-    more: StepArrays
+    step_arrays: StepArrays
 
 
 def written_when(operation: type[PlannedOperation], plan: Any) -> Literal["before", "fused", "none"]:

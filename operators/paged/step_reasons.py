@@ -45,10 +45,10 @@ def step_reasons(problem: PagedProblem, method: str, consumes: Set[str], name: s
 
 def _window_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
     """The reason against a window larger than the one for which the layer's pages are kept."""
-    seen, stored = causal_window(problem.mask), problem.cache.window_tokens
-    if seen is None or stored is None or problem.mode == "insert":
+    window, stored = causal_window(problem.mask), problem.cache.window_tokens
+    if window is None or stored is None or problem.mode == "insert":
         return ()
-    left = seen.left
+    left = window.left
     if left is not None and left < stored:
         return ()
     text = (

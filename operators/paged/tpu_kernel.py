@@ -53,11 +53,11 @@ def tpu_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
         Reason(f"paged.{code}", _FIELDS.get(code, code), message, _sentence(hint))
         for code, message, hint in kernel_reasons
     ]
-    taken = most_vmem(geometry, sized)
-    if taken > room:
+    vmem_bytes = most_vmem(geometry, sized)
+    if vmem_bytes > room:
         text = (
-            f"blocks of {sized.pages_per_block} pages and {sized.queries_per_block} queries take {bytes_text(taken)} of VMEM, "
-            f"but a kernel may take {bytes_text(room)}"
+            f"blocks of {sized.pages_per_block} pages and {sized.queries_per_block} queries take {bytes_text(vmem_bytes)} of "
+            f"VMEM, but a kernel may take {bytes_text(room)}"
         )
         hint = "Declare smaller blocks, or a larger vmem_limit_bytes where the device has it."
         reasons.append(Reason("paged.vmem", "vmem_limit_bytes", text, hint))

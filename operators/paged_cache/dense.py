@@ -68,14 +68,14 @@ def _starts(start: Any, batch: int, length: int, q_len: int) -> jax.Array:
         raise InputTypeError(f"start has dtype {array.dtype}; wanted whole numbers, [batch].")
     if tuple(array.shape) not in ((), (batch,)):
         raise InputError(f"start has shape {tuple(array.shape)}; wanted [{batch}], one per row, or one number.")
-    known = known_values(array)
-    if known is not None:
-        wrong = np.atleast_1d((known < 0) | (known > length - q_len))
+    values = known_values(array)
+    if values is not None:
+        wrong = np.atleast_1d((values < 0) | (values > length - q_len))
         if wrong.any():
             row = int(wrong.argmax())
             raise InputError(
-                f"row {row}: {q_len} tokens from {np.atleast_1d(known)[row]} on in a cache of {length}; wanted a start from 0 to "
-                f"{length - q_len}."
+                f"row {row}: {q_len} tokens from {np.atleast_1d(values)[row]} on in a cache of {length}; wanted a start from 0 "
+                f"to {length - q_len}."
             )
     elif problem := beyond_int32(array, "start"):
         raise InputError(f"{problem}.")

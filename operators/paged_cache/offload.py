@@ -52,16 +52,16 @@ def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int])
     """
     if len(state.cache.groups) > 1:
         parts = [extract(group_state, group_batch, sequence) for group_state, group_batch in _by_group(state, batch)]
-        whole = state
+        restored = state
         for group, part in enumerate(parts):
-            whole = whole.with_group(group, replace(state.group(group), layers=part.layers))
-        return SavedSequence(whole.layers, parts[0].length)
+            restored = restored.with_group(group, replace(state.group(group), layers=part.layers))
+        return SavedSequence(restored.layers, parts[0].length)
     batch = _single_batch(batch)
     table, length, first, count = _row(state, batch, sequence)
     size = state.cache.page_size
-    known, known_length = known_values(table), known_values(length)
-    if known is not None and known_length is not None:
-        table = _needed(known, int(known_length), state, count, sequence)
+    table_values, known_length = known_values(table), known_values(length)
+    if table_values is not None and known_length is not None:
+        table = _needed(table_values, int(known_length), state, count, sequence)
     by_head = state.cache.heads_at == 1
 
     def run(stored: tuple[LayerPages, ...], table: jax.Array, length: jax.Array) -> tuple[LayerPages, ...]:
@@ -73,9 +73,9 @@ def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int])
             if array is None or array.ndim < 3:
                 return array
             gathered = array[jnp.where(inside, ids + first, 0)]
-            there = written[:, None] if by_head else written
-            there = there.reshape(*there.shape, *(1,) * (array.ndim - there.ndim))
-            return jnp.where(there, gathered, jnp.zeros((), array.dtype))
+            mask = written[:, None] if by_head else written
+            mask = mask.reshape(*mask.shape, *(1,) * (array.ndim - mask.ndim))
+            return jnp.where(mask, gathered, jnp.zeros((), array.dtype))
 
         return tuple(LayerPages(*map(take, pages)) for pages in stored)  # type: ignore[arg-type]
 
@@ -107,9 +107,9 @@ def restore(state: CacheState, saved: SavedSequence, batch: _Batches, sequence: 
     table, length, first, count = _row(state, batch, sequence)
     size, total = state.cache.page_size, state.pages
     _check_same(state, saved)
-    known, saved_length = known_values(table), known_values(saved.length)
-    if known is not None and saved_length is not None:
-        needed = _needed(known, int(saved_length), state, count, sequence)
+    table_values, saved_length = known_values(table), known_values(saved.length)
+    if table_values is not None and saved_length is not None:
+        needed = _needed(table_values, int(saved_length), state, count, sequence)
         _check_alone(_tables(batch, count), batch.kv_lens, needed[needed < count], sequence, size)
         known_length = known_values(length)
         if known_length is not None and int(known_length) < int(saved_length):

@@ -34,9 +34,9 @@ def copy(state: CacheState, pairs: Int32[Array, "*shards pairs 2"], *, group: in
         return state.with_group(number, copy(state.group(number), pairs))
     state.group_number(group)
     pairs = _ids(state, "pairs", pairs, (2,))
-    known = known_values(pairs)
-    if known is not None:
-        _check_pairs(known, _pages_per_shard(state, _shards(pairs, 3)), state.sequence_shards)
+    values = known_values(pairs)
+    if values is not None:
+        _check_pairs(values, _pages_per_shard(state, _shards(pairs, 3)), state.sequence_shards)
 
     def change(pages: jax.Array, page_pairs: jax.Array) -> jax.Array:
         count = pages.shape[0]
@@ -73,11 +73,11 @@ def _every_shard(state: CacheState, change: Callable[..., jax.Array], ids: Any, 
     def on_all(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
         return by_sequence_shard(n, on_one, (None, 0))(pages, page_ids, jnp.arange(n, dtype=jnp.int32))
 
-    whole = change if n == 1 else on_all
+    on_pages = change if n == 1 else on_all
 
     def run(layers: tuple[LayerPages, ...], ids: jax.Array) -> tuple[LayerPages, ...]:
         def changed(array: jax.Array | None) -> jax.Array | None:
-            return array if array is None or array.ndim < 3 else by_shard(shards, whole, array, ids)
+            return array if array is None or array.ndim < 3 else by_shard(shards, on_pages, array, ids)
 
         return tuple(LayerPages(*map(changed, pages)) for pages in layers)  # type: ignore[arg-type]
 
@@ -108,11 +108,11 @@ def _ids(state: CacheState, name: str, value: Any, last: tuple[int, ...]) -> Any
         raise InputError(f"{problem}.")
     shards = array.shape[0] if rank == 2 else None
     count = _pages_per_shard(state, shards)
-    known = known_values(array)
-    if known is not None and ((known < 0) | (known > count)).any():
-        wrong = np.argwhere((known < 0) | (known > count))[0]
+    values = known_values(array)
+    if values is not None and ((values < 0) | (values > count)).any():
+        wrong = np.argwhere((values < 0) | (values > count))[0]
         raise InputError(
-            f"{name}[{', '.join(map(str, wrong))}] is {known[tuple(wrong)]}; wanted 0 to {count - 1}, or {count} for padding."
+            f"{name}[{', '.join(map(str, wrong))}] is {values[tuple(wrong)]}; wanted 0 to {count - 1}, or {count} for padding."
         )
     return array.astype(np.int32)
 

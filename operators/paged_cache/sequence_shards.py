@@ -30,12 +30,12 @@ def split_table(table: np.ndarray, n: int, pages: int) -> np.ndarray:
 def whole_table(table: Any, pages: int) -> Any:
     """The host's table [..., rows, width] from [..., n, rows, width / n]; `pages` counts those of all n. Invalid ids stay
     invalid in a known table, and become padding in a traced one."""
-    known = isinstance(table, np.ndarray)
-    numpy: Any = np if known else jnp
+    is_static = isinstance(table, np.ndarray)
+    numpy: Any = np if is_static else jnp
     n = table.shape[-3]
-    ids = (table.astype(np.int64) if known else table) * n + np.arange(n, dtype=np.int32)[:, None, None]
+    ids = (table.astype(np.int64) if is_static else table) * n + np.arange(n, dtype=np.int32)[:, None, None]
     padding = table == pages // n
-    if not known:  # ids out of range might overflow
+    if not is_static:  # ids out of range might overflow
         padding = (table < 0) | (table >= pages // n)
     ids = numpy.where(padding, np.int32(pages), ids)
     return numpy.moveaxis(ids, -3, -1).reshape(*table.shape[:-3], table.shape[-2], -1)

@@ -102,5 +102,5 @@ def quantised_tokens(
     if scale is None:
         largest = jnp.abs(wide).max(axis=-1)
         scale = jnp.where(largest == 0, 1, largest / max_value)
-    whole = jnp.clip(wide / jnp.broadcast_to(scale, wide.shape[:-1])[..., None], -max_value, max_value)
-    return (jnp.round(whole) if dtype == "int8" else whole).astype(kind), scale
+    quantised = jnp.clip(wide / jnp.broadcast_to(scale, wide.shape[:-1])[..., None], -max_value, max_value)
+    return (jnp.round(quantised) if dtype == "int8" else quantised).astype(kind), scale

@@ -62,11 +62,11 @@ def gpu_kernels(compiled: Any, text: str, spec: GpuSpec | None) -> tuple[GpuKern
     named_launches = [launch for launch in launched or () if launch.name in names]
     if len(named_launches) != len(names):  # the file has another form: use only the text
         return tuple(GpuKernelUse(name) for name in names)
-    seen: dict[Launch, GpuKernelUse] = {}
+    uses: dict[Launch, GpuKernelUse] = {}
     for launch in named_launches:
-        if launch not in seen:
-            seen[launch] = _use(launch, spec)
-    return tuple(seen[launch] for launch in named_launches)
+        if launch not in uses:
+            uses[launch] = _use(launch, spec)
+    return tuple(uses[launch] for launch in named_launches)
 
 
 def triton_names(text: str) -> tuple[str, ...]:

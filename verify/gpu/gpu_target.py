@@ -29,11 +29,11 @@ def is_gpu_target(target: str) -> bool:
 
 def gpu_target(target: str) -> GpuTarget:
     """Read `h100`, `h100:8` or `h100:2x8` (hosts x GPUs per host). Errors: ConfigError for any other form."""
-    known, match = gpu_specs(), _FORM.fullmatch(target)
-    if match is None or match["name"] not in known:
+    specs, match = gpu_specs(), _FORM.fullmatch(target)
+    if match is None or match["name"] not in specs:
         raise ConfigError(
             f"target {shown(target)}; wanted a GPU and how many, such as h100, h100:8 or h100:2x8 (hosts x GPUs of each); GPUs: "
-            f"{', '.join(known)}.{nearest(target.partition(':')[0], known)}"
+            f"{', '.join(specs)}.{nearest(target.partition(':')[0], specs)}"
         )
     hosts, gpus = int(match["hosts"] or 1), int(match["gpus"] or 1)
     if hosts * gpus > _MAX_GPUS:

@@ -115,11 +115,11 @@ def _loop(body: list[_Instruction]) -> TileLoop:
     names = collections.Counter(instruction.name for instruction in body)
     tensor = {name: times for name, times in names.items() if _TENSOR.match(name)}
     flops = [(_product(name), times) for name, times in tensor.items()]
-    known = all(count is not None for count, _ in flops)
+    has_flops = all(count is not None for count, _ in flops)
     return TileLoop(
         len(body),
         sum(tensor.values()),
-        sum((count or 0.0) * times for count, times in flops) if known else None,
+        sum((count or 0.0) * times for count, times in flops) if has_flops else None,
         names["MUFU.EX2"] + names["MUFU.EX2.F16"],
         sum(_FLOAT32.get(name.split(".")[0], 0) * times for name, times in names.items()),
         sum(instruction.stall for instruction in body),
