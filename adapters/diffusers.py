@@ -25,7 +25,7 @@ with extra("diffusers"):
 
 __all__ = ["DiffusersAttention", "attention_for", "register"]
 
-_OURS = (
+_SUPPORTED_ARGUMENTS = (
     "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "return_lse", "_parallel_config",
 )  # fmt: skip
 _HINTS = {
@@ -51,13 +51,13 @@ def register(
         name = f"attnops:{declared}".lower() if of_file else "attnops"
     names = attention_dispatch.AttentionBackendName
     registry = attention_dispatch._AttentionBackendRegistry
-    held = {x.value: x for x in names}
-    theirs = name in held and not isinstance(registry._backends.get(held[name]), DiffusersAttention)
-    if not isinstance(name, str) or not name or name != name.lower() or theirs:
+    members = {x.value: x for x in names}
+    is_foreign = name in members and not isinstance(registry._backends.get(members[name]), DiffusersAttention)
+    if not isinstance(name, str) or not name or name != name.lower() or is_foreign:
         raise ConfigError(
             f"name={shown(name)}; wanted a lower-case name that diffusers doesn't use, such as 'attnops'."
         )
-    member = held.get(name)
+    member = members.get(name)
     if member is None:  # its names are an Enum, which set_attention_backend and attention_backend look up
         member = str.__new__(names, name)
         member._name_, member._value_ = name.upper(), name
@@ -81,8 +81,8 @@ class DiffusersAttention(TorchCall):
     @property
     def __signature__(self) -> inspect.Signature:
         """The parameters of all backends: the dispatcher drops any argument that isn't in this signature."""
-        taken = attention_dispatch._AttentionBackendRegistry._supported_arg_names.values()
-        names = dict.fromkeys((*_OURS, *sorted(set().union(*taken))))
+        supported = attention_dispatch._AttentionBackendRegistry._supported_arg_names.values()
+        names = dict.fromkeys((*_SUPPORTED_ARGUMENTS, *sorted(set().union(*supported))))
         return inspect.Signature([inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY) for x in names])
 
     def __call__(
@@ -109,12 +109,12 @@ class DiffusersAttention(TorchCall):
                     f"{name} ({a_type(x)}) is passed to attnops' backend, which doesn't support it: "
                     f"{_HINTS.get(name, 'it belongs to other backends; remove it from attention_kwargs')}."
                 )
-        given = {"query": query, "key": key, "value": value}
-        for name, x in given.items():
+        tensors = {"query": query, "key": key, "value": value}
+        for name, x in tensors.items():
             check_tensor(name, x, DTYPES)
             if x.ndim != 4:
                 raise InputError(f"{name} has shape {tuple(x.shape)}; wanted [batch, length, heads, dim].")
-        if len({x.dtype for x in given.values()}) > 1:
+        if len({x.dtype for x in tensors.values()}) > 1:
             raise InputTypeError(
                 f"query, key and value are {query.dtype}, {key.dtype}, {value.dtype}; wanted one dtype."
             )
@@ -122,7 +122,7 @@ class DiffusersAttention(TorchCall):
             raise InputError(
                 f"query has {query.shape[2]} heads, key has {key.shape[2]}; grouped heads require enable_gqa=True, as in torch."
             )
-        given = {name: x.transpose(1, 2) for name, x in given.items()}
+        tensors = {name: x.transpose(1, 2) for name, x in tensors.items()}
         if attn_mask is not None:
             check_tensor("attn_mask", attn_mask, (torch.bool, *DTYPES))
             if is_causal:
@@ -131,10 +131,10 @@ class DiffusersAttention(TorchCall):
                 )
             if attn_mask.shape == (key.shape[0], key.shape[1]):
                 attn_mask = attn_mask[:, None, None]
-            given["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
+            tensors["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         options = CallOptions(bool(is_causal), scale, float(dropout_p), shape)
-        return self.run(given, options, compiled=True).transpose(1, 2)
+        return self.run(tensors, options, compiled=True).transpose(1, 2)
 
     def __repr__(self) -> str:
         return f"{__name__}.attention_for({self.attention.declared().to_json(indent=None)})"

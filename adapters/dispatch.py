@@ -35,37 +35,37 @@ def partition_axis_from_rules(
     missing or None isn't split. Exceptions: a decode_* field follows its training field, and decode_query_sequence_axis is None.
     Errors: ConfigError for an unknown field or logical name, and for a name here whose rules differ.
     """
-    known: dict[str, list[tuple[str, ...] | None]] = {}
+    axes_by_rule: dict[str, list[tuple[str, ...] | None]] = {}
     for rule in rules.items() if isinstance(rules, Mapping) else rules:
         if not isinstance(rule, tuple | list) or len(rule) != 2:
             raise ConfigError(f"rule {shown(rule)}; wanted (logical name, mesh axis, a tuple of them, or None).")
         axes = _axes(*rule)
-        if axes not in known.setdefault(rule[0], []):
-            known[rule[0]].append(axes)
-    found: dict[str, Any] = dict.fromkeys((*_TRAINING, "bias_head_sequence_axis", "bias_key_sequence_axis"))
+        if axes not in axes_by_rule.setdefault(rule[0], []):
+            axes_by_rule[rule[0]].append(axes)
+    mesh_axes: dict[str, Any] = dict.fromkeys((*_TRAINING, "bias_head_sequence_axis", "bias_key_sequence_axis"))
     for field, name in names.items():
         if field not in _FIELDS:
             raise ConfigError(
                 f"{shown(field)} isn't a PartitionAxis field that attention reads; wanted {', '.join(_FIELDS)}."
                 + nearest(field, _FIELDS)
             )
-        if name is not None and name not in known:
+        if name is not None and name not in axes_by_rule:
             raise ConfigError(
-                f"{field}={shown(name)}, but no rule has that name; wanted one of {', '.join(map(str, known))}."
-                + nearest(name, known)
+                f"{field}={shown(name)}, but no rule has that name; wanted one of {', '.join(map(str, axes_by_rule))}."
+                + nearest(name, axes_by_rule)
             )
-        if name is not None and len(known[name]) > 1:
-            several = ", ".join(map(shown, known[name]))
+        if name is not None and len(axes_by_rule[name]) > 1:
+            several = ", ".join(map(shown, axes_by_rule[name]))
             raise ConfigError(
-                f"{field}={shown(name)} has {len(known[name])} rules, {several}; which one applies would "
+                f"{field}={shown(name)} has {len(axes_by_rule[name])} rules, {several}; which one applies would "
                 "depend on the other dimensions of a tensor. Hint: keep one of them."
             )
-        found[field] = None if name is None else known[name][0]
+        mesh_axes[field] = None if name is None else axes_by_rule[name][0]
     for field in _TRAINING:
         if field != "query_sequence_axis":
-            found.setdefault(f"decode_{field}", found[field])
-    found.setdefault("decode_query_sequence_axis", None)
-    return PartitionAxis(**found)
+            mesh_axes.setdefault(f"decode_{field}", mesh_axes[field])
+    mesh_axes.setdefault("decode_query_sequence_axis", None)
+    return PartitionAxis(**mesh_axes)
 
 
 def _axes(logical: Any, axes: Any) -> tuple[str, ...] | None:
@@ -96,10 +96,10 @@ def max_and_sum(
         )
     if layout not in ("bthd", "bhtd"):
         raise InputError(f"layout={shown(layout)}; wanted 'bthd' or 'bhtd'.")
-    least = jnp.asarray(max(_NOTHING, 0.7 * float(jnp.finfo(lse.dtype).min)), lse.dtype)
-    most = jnp.maximum(lse, jax.lax.stop_gradient(least))
-    most = (most.swapaxes(1, 2) if layout == "bthd" else most)[..., None]
-    return most, jnp.ones_like(most)
+    lowest = jnp.asarray(max(_NOTHING, 0.7 * float(jnp.finfo(lse.dtype).min)), lse.dtype)
+    row_max = jnp.maximum(lse, jax.lax.stop_gradient(lowest))
+    row_max = (row_max.swapaxes(1, 2) if layout == "bthd" else row_max)[..., None]
+    return row_max, jnp.ones_like(row_max)
 
 
 def splash_config_from(blocks: Any, *, prefix: str = "", ignore: Collection[str] = (), **fields: Any) -> SplashConfig:
@@ -111,24 +111,24 @@ def splash_config_from(blocks: Any, *, prefix: str = "", ignore: Collection[str]
     in ignore that don't occur or that it has, and if nothing has the prefix.
     """
     if isinstance(blocks, Mapping):
-        held = dict(blocks)
+        block_fields = dict(blocks)
     elif isinstance(blocks, SplashConfig):
         return blocks.with_fields(fields)
     else:
         names = getattr(blocks, "__dataclass_fields__", None) or getattr(blocks, "_fields", None) or vars(blocks)
-        held = {name: getattr(blocks, name) for name in names if not name.startswith("_")}
-    found = {n.removeprefix(prefix): _plain(value) for n, value in held.items() if n.startswith(prefix)}
+        block_fields = {name: getattr(blocks, name) for name in names if not name.startswith("_")}
+    config = {n.removeprefix(prefix): _plain(value) for n, value in block_fields.items() if n.startswith(prefix)}
     for name in ignore:
-        if name not in found or name in SplashConfig.model_fields:
-            why = "is a field of SplashConfig" if name in found else f"isn't among {', '.join(found) or 'no names'}"
+        if name not in config or name in SplashConfig.model_fields:
+            why = "is a field of SplashConfig" if name in config else f"isn't among {', '.join(config) or 'no names'}"
             raise ConfigError(f"ignore={shown(name)}, which {why}; remove it from ignore.")
-        del found[name]
-    if prefix and not found:
-        raise ConfigError(f"no name begins with {shown(prefix)}; got {', '.join(map(str, held)) or 'nothing'}.")
-    twice = [name for name in fields if name in found]
+        del config[name]
+    if prefix and not config:
+        raise ConfigError(f"no name begins with {shown(prefix)}; got {', '.join(map(str, block_fields)) or 'nothing'}.")
+    twice = [name for name in fields if name in config]
     if twice:
         raise ConfigError(f"{', '.join(twice)}: specified in the block sizes and as fields; specify it once.")
-    return SplashConfig.coerce(found | fields)
+    return SplashConfig.coerce(config | fields)
 
 
 def _plain(value: Any) -> Any:

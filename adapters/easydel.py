@@ -25,7 +25,7 @@ with extra("easydel"):
 __all__ = ["attentions", "register"]
 
 # What both EasyDeL's metadata and a declaration can specify; the declaration wins.
-_TAKEN = ("mesh", "partition_axis", "runtime_dtype", "runtime_softmax_dtype")
+_RUNTIME_FIELDS = ("mesh", "partition_axis", "runtime_dtype", "runtime_softmax_dtype")
 # What FlexibleAttentionModule passes to each implementation, for its own kernels, with the defaults.
 _OF_KERNELS = {
     "prevent_cse": True, "cum_seqlens_q": None, "cum_seqlens_k": None, "normalize_output": True, "fused_backward": False,
@@ -52,18 +52,22 @@ def register(declared: Declared = "vanilla", *, name: str | None = None, **keywo
     if name is None:
         of_file = isinstance(declared, Path) or (isinstance(declared, str) and not is_operation_name(declared))
         name = f"attnops:{declared}" if of_file else "attnops"
-    held = OperationRegistry._registry.get(name) if isinstance(name, str) else None
-    if not isinstance(name, str) or not name or (held is not None and not issubclass(held, _Implementation)):
+    registered = OperationRegistry._registry.get(name) if isinstance(name, str) else None
+    if (
+        not isinstance(name, str)
+        or not name
+        or (registered is not None and not issubclass(registered, _Implementation))
+    ):
         raise ConfigError(f"name={shown(name)}; wanted one that EasyDeL doesn't use, such as 'attnops'.")
     OperationRegistry._registry.pop(name, None)
-    kind = type("DeclaredAttention", (_Implementation,), {"registered": name, "declared": attention, "made": {}})
+    kind = type("DeclaredAttention", (_Implementation,), {"registered": name, "declared": attention, "built": {}})
     OperationRegistry.register(kind)
     return name
 
 
 def attentions(name: str = "attnops") -> tuple[Attention, ...]:
     """The Attentions that models run under a registered name, one for each mesh, axes and dtypes; they hold the plans."""
-    return tuple(OperationRegistry.get(name).made)
+    return tuple(OperationRegistry.get(name).built)
 
 
 class _Implementation(OperationImpl):
@@ -71,7 +75,7 @@ class _Implementation(OperationImpl):
 
     registered = ""
     declared: Attention
-    made: dict[Attention, Attention]
+    built: dict[Attention, Attention]
 
     def __init__(self, metadata: OperationMetadata) -> None:
         super().__init__(metadata)
@@ -79,10 +83,10 @@ class _Implementation(OperationImpl):
             raise ConfigError(
                 "operation_configs of the configuration are for ejkernel's kernels; remove them, and declare attnops' own."
             )
-        given = {name: getattr(metadata, name) for name in _TAKEN if not self.declared.states(name)}
-        given = {name: x for name, x in given.items() if x is not None}
-        attention = Attention(self.declared.declared(), **given)
-        self.attention = self.made.setdefault(
+        runtime_fields = {name: getattr(metadata, name) for name in _RUNTIME_FIELDS if not self.declared.states(name)}
+        runtime_fields = {name: x for name, x in runtime_fields.items() if x is not None}
+        attention = Attention(self.declared.declared(), **runtime_fields)
+        self.attention = self.built.setdefault(
             attention, attention
         )  # layers share one attention and its compiled programs
 
@@ -147,8 +151,8 @@ class _Implementation(OperationImpl):
         if causal and query.shape[1] == 1:
             causal = False
             remarks.append(_CACHED)
-        said = self.attention.declaration.call.query_offset
-        found = attend(
+        declared_offset = self.attention.declaration.call.query_offset
+        result = attend(
             self.attention,
             query,
             key,
@@ -158,7 +162,7 @@ class _Implementation(OperationImpl):
             bias=bias,
             causal=causal,
             sliding_window=sliding_window,
-            query_offset=0 if said is None and (causal or sliding_window is not None) else None,
+            query_offset=0 if declared_offset is None and (causal or sliding_window is not None) else None,
             softmax_aux=None if softmax_aux is None else _sinks(softmax_aux, heads, kv_heads),
             softmax_scale=softmax_scale,
             logits_soft_cap=logits_soft_cap,
@@ -167,7 +171,7 @@ class _Implementation(OperationImpl):
             deterministic=deterministic,
             remarks=tuple(remarks),
         )
-        return AttentionOutput(attention_weights=None, attention_outputs=found.output)
+        return AttentionOutput(attention_weights=None, attention_outputs=result.output)
 
     forward_native = __call__
 

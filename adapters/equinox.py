@@ -82,10 +82,10 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         q_len, kv_len = query.shape[0], key_.shape[0]
         if value.shape[0] != kv_len:
             raise InputError(f"key_ has {kv_len} rows, value has {value.shape[0]}; wanted the same.")
-        wanted = ((q_len, kv_len), (self.num_heads, q_len, kv_len))
-        if mask is not None and tuple(mask.shape) not in wanted:
+        accepted_shapes = ((q_len, kv_len), (self.num_heads, q_len, kv_len))
+        if mask is not None and tuple(mask.shape) not in accepted_shapes:
             raise InputError(
-                f"mask has shape {tuple(mask.shape)}; wanted {wanted[0]} or, with one per head, {wanted[1]}."
+                f"mask has shape {tuple(mask.shape)}; wanted {accepted_shapes[0]} or, with one per head, {accepted_shapes[1]}."
             )
         projections = ((self.query_proj, query), (self.key_proj, key_), (self.value_proj, value))
         heads = tuple(jax.vmap(layer)(x).reshape(x.shape[0], self.num_heads, -1) for layer, x in projections)
@@ -100,7 +100,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             raise InputError(f"inference is {a_type(inference)}; wanted True or False: it is a compile-time constant.")
         if self.dropout.p > 0 and not inference and key is None:
             raise InputError(f"dropout of {self.dropout.p} requires key=jax.random.key(...), or inference=True.")
-        found = attend(
+        result = attend(
             self.attention,
             *heads,
             layout="bthd",
@@ -109,4 +109,4 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             dropout_rng=key,
             deterministic=inference,
         )
-        return jax.vmap(self.output_proj)(found.output.reshape(q_len, -1))
+        return jax.vmap(self.output_proj)(result.output.reshape(q_len, -1))

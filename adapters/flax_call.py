@@ -25,11 +25,11 @@ class FlaxAttention:
 
     def check_dtype(self, dtype: Any) -> None:
         """Refuse a module's dtype that differs from the file's runtime_dtype, if both are given."""
-        said = self.attention.operation.metadata.runtime_dtype
-        if dtype is not None and said is not None and jnp.dtype(dtype) != said:
+        declared = self.attention.operation.metadata.runtime_dtype
+        if dtype is not None and declared is not None and jnp.dtype(dtype) != declared:
             raise ConfigError(
-                f"dtype: the file's metadata declares runtime_dtype={said.name!r}, but the module has {jnp.dtype(dtype).name!r}; "
-                "remove one of them."
+                f"dtype: the file's metadata declares runtime_dtype={declared.name!r}, but the module has "
+                f"{jnp.dtype(dtype).name!r}; remove one of them."
             )
 
     def attend(
@@ -49,7 +49,9 @@ class FlaxAttention:
         weights: bool,
     ) -> Attended:
         """Attend to arrays of one dtype, [..., length, heads, dim]. Errors: ConfigError and InputError name what is refused."""
-        if not all(one in DEFAULT_PRECISIONS for one in (precision if isinstance(precision, tuple) else (precision,))):
+        if not all(
+            name in DEFAULT_PRECISIONS for name in (precision if isinstance(precision, tuple) else (precision,))
+        ):
             raise ConfigError(
                 f"precision={precision!r}: attnops' products keep the full precision of their dtype, so runtime_dtype decides "
                 "how exact they are; remove precision from the module. For its other layers, run the step under "
@@ -82,14 +84,14 @@ class FlaxAttention:
         q_len, kv_len = query.shape[-3], key.shape[-3]
         if q_len == kv_len:
             return 0
-        said = self.attention.declaration.call.query_offset
-        if said is None:
+        declared_offset = self.attention.declaration.call.query_offset
+        if declared_offset is None:
             raise InputError(
                 f"is_causal=True with {q_len} queries and {kv_len} keys: flax's own would let the first query see the first "
                 "key alone. Leave out is_causal if a cache's mask marks the written keys (decode=True), or declare in the "
                 f"file call.query_offset: 0 for flax's behaviour, {kv_len - q_len} if the queries are the last tokens."
             )
-        return said
+        return declared_offset
 
     def __eq__(self, other: object) -> bool:
         return self.attention == other.attention if type(other) is type(self) else NotImplemented

@@ -78,13 +78,13 @@ class LinenAttention(FlaxAttention):
             )
         self.check_dtype(dtype)
         query, key, value = dtypes.promote_dtype(query, key, value, dtype=dtype)
-        found = self.attend(
+        result = self.attend(
             query, key, value, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng,
             dropout_rate=dropout_rate, deterministic=deterministic, precision=precision, is_causal=False,
             weights=module is not None,
         )  # fmt: skip
         # linen then keeps float32 weights, and so its output is float32.
-        dtype = jnp.float32 if force_fp32_for_softmax else found.output.dtype
-        if module is not None and found.weights is not None:
-            module.sow("intermediates", "attention_weights", found.weights.astype(dtype))
-        return found.output.astype(dtype)
+        dtype = jnp.float32 if force_fp32_for_softmax else result.output.dtype
+        if module is not None and result.weights is not None:
+            module.sow("intermediates", "attention_weights", result.weights.astype(dtype))
+        return result.output.astype(dtype)

@@ -55,11 +55,11 @@ class NnxAttention(FlaxAttention):
         """
         self.check_dtype(dtype)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
-        found = self.attend(
+        result = self.attend(
             query, key, value, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng,
             dropout_rate=dropout_rate, deterministic=deterministic, precision=precision, is_causal=is_causal,
             weights=module is not None,
         )  # fmt: skip
-        if module is not None and found.weights is not None:
-            module.sow(nnx.Intermediate, "attention_weights", found.weights.astype(found.output.dtype))
-        return found.output
+        if module is not None and result.weights is not None:
+            module.sow(nnx.Intermediate, "attention_weights", result.weights.astype(result.output.dtype))
+        return result.output

@@ -137,9 +137,9 @@ def check_debug(debug_mode: Any) -> None:
         raise ConfigError("debug_mode=True: their kernel then prints and attends to nothing; leave it out.")
 
 
-def unread(**told: Any) -> tuple[str, ...]:
+def unread(**arguments: Any) -> tuple[str, ...]:
     """A note on arguments that were passed but change nothing here."""
-    named = [f"{name}={shown(value)}" for name, value in told.items() if value is not None]
+    named = [f"{name}={shown(value)}" for name, value in arguments.items() if value is not None]
     if not named:
         return ()
     return (note("foreign.unread", arguments=named),)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ConfigError, is_whole, shown
-from ..operators.api.attention_keywords import given, is_operation_name
+from ..operators.api.attention_keywords import is_operation_name, parse_attention
 from ..operators.paged import PagedOperation
 from ..operators.paged_cache import CacheState, LayerPages
 from ..planning.paged.paged_plan import PagedPlan
@@ -23,12 +23,12 @@ from .foreign_step import ForeignStep, batch_of, prepare, scaled_query, with_mor
 
 __all__ = ["PagedFunction"]
 
-_Given = ParamSpec("_Given")
+_Params = ParamSpec("_Params")
 _Returned = TypeVar("_Returned")
-_KEPT_PLANS = 64
+_MAX_PLANS = 64
 
 
-class PagedFunction(Generic[_Given, _Returned]):
+class PagedFunction(Generic[_Params, _Returned]):
     """A declared attention over pages, with another library's signature. `plans` holds the plans of the calls so far.
 
     `plan` and `explain` take the same arguments, and shapes in place of arrays. `declare` returns the same function for another
@@ -37,7 +37,7 @@ class PagedFunction(Generic[_Given, _Returned]):
 
     def __init__(
         self,
-        read: Callable[_Given, ForeignStep],
+        read: Callable[_Params, ForeignStep],
         returned: Callable[[jax.Array, jax.Array], _Returned],
         operation: PagedOperation,
         kv_head_axis: str | tuple[str, ...] | None = "tp",
@@ -57,7 +57,7 @@ class PagedFunction(Generic[_Given, _Returned]):
         kv_head_axis: str | tuple[str, ...] | None = "tp",
         max_length: int | None = None,
         **keywords: Any,
-    ) -> PagedFunction[_Given, _Returned]:
+    ) -> PagedFunction[_Params, _Returned]:
         """The same function for an operation over pages, by name, with fields of OperationMetadata, such as mesh, or its config.
 
         kv_head_axis: the mesh axes that split the kv heads of the pages. max_length: the most tokens of a sequence; by default
@@ -70,14 +70,14 @@ class PagedFunction(Generic[_Given, _Returned]):
             )
         if max_length is not None and not is_whole(max_length, 1):
             raise ConfigError(f"max_length={shown(max_length)}; wanted a number of tokens, or None.")
-        known = given(operation, keywords)
-        step = known.declaration.step
-        if options := sorted(known.declaration.call.model_fields_set | (step.model_fields_set if step else set())):
+        parsed = parse_attention(operation, keywords)
+        step = parsed.declaration.step
+        if options := sorted(parsed.declaration.call.model_fields_set | (step.model_fields_set if step else set())):
             raise ConfigError(f"{', '.join(options)}: an argument of each call, not of the declaration; leave it out.")
-        found: Any = OperationRegistry.get(operation)
-        if not issubclass(found, PagedOperation):
+        operation_class: Any = OperationRegistry.get(operation)
+        if not issubclass(operation_class, PagedOperation):
             raise ConfigError(f"operation={shown(operation)} has calls and no steps over pages; wanted 'paged'.")
-        return PagedFunction(self._read, self._returned, found(known.metadata), kv_head_axis, max_length)
+        return PagedFunction(self._read, self._returned, operation_class(parsed.metadata), kv_head_axis, max_length)
 
     @property
     def plans(self) -> tuple[PagedPlan, ...]:
@@ -85,7 +85,7 @@ class PagedFunction(Generic[_Given, _Returned]):
         with self._lock:
             return tuple(self._plans.values())
 
-    def __call__(self, *args: _Given.args, **kwargs: _Given.kwargs) -> _Returned:
+    def __call__(self, *args: _Params.args, **kwargs: _Params.kwargs) -> _Returned:
         step = self._read(*args, **kwargs)
         ready = prepare(step, self._kv_head_axis, self._max_length)
         query = step.query if step.q_scale is None else scaled_query(step)
@@ -96,7 +96,7 @@ class PagedFunction(Generic[_Given, _Returned]):
         if ready.cache.quantised is not None:
             scales = tuple(np.float32(1 if x is None else x) for x in (step.k_scale, step.v_scale))  # type: ignore[assignment]
         state = CacheState((LayerPages(step.pages, None, *map(_array, scales)),), ready.cache)
-        made = self.operation(
+        result = self.operation(
             query,
             key,
             value,
@@ -106,28 +106,28 @@ class PagedFunction(Generic[_Given, _Returned]):
             softmax_aux=sinks,
             **ready.options,
         )
-        self._keep(made.plan, ready.remarks)
-        output = made.attention_outputs
+        self._keep(result.plan, ready.remarks)
+        output = result.attention_outputs
         assert output is not None  # the mode isn't 'insert'
         output = output[:, : step.query.shape[1]]
         if ready.cache.quantised is None and step.v_scale is not None:
             output = output.astype(jnp.float32) * np.float32(step.v_scale)
-        return self._returned(output.astype(ready.returned), made.state.layers[0].key)
+        return self._returned(output.astype(ready.returned), result.state.layers[0].key)
 
-    def plan(self, *args: _Given.args, **kwargs: _Given.kwargs) -> PagedPlan:
+    def plan(self, *args: _Params.args, **kwargs: _Params.kwargs) -> PagedPlan:
         """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs."""
         step = self._read(*args, **kwargs)
         ready = prepare(step, self._kv_head_axis, self._max_length)
-        more, tokens = ready.query_padding(step.query.shape[1]), step.query.shape[0]
+        padding, tokens = ready.query_padding(step.query.shape[1]), step.query.shape[0]
         shape = jax.ShapeDtypeStruct
-        query = shape((tokens, step.query.shape[1] + more, step.query.shape[2]), ready.dtype)
+        query = shape((tokens, step.query.shape[1] + padding, step.query.shape[2]), ready.dtype)
         key, value = (
             None if x is None else shape((tokens, x.shape[1] + ready.padding, x.shape[2]), x.dtype)
             for x in (step.key, step.value)
         )
         sinks = None if step.sinks is None else shape((query.shape[1],), jnp.float32)
         real = not any(isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer) for x in step.arrays)
-        made = self.operation.plan(
+        plan = self.operation.plan(
             query,
             key,
             value,
@@ -136,9 +136,9 @@ class PagedFunction(Generic[_Given, _Returned]):
             softmax_aux=sinks,
             **ready.options,
         )
-        return replace(made, notes=(*made.notes, *ready.remarks))
+        return replace(plan, notes=(*plan.notes, *ready.remarks))
 
-    def explain(self, *args: _Given.args, **kwargs: _Given.kwargs) -> str:
+    def explain(self, *args: _Params.args, **kwargs: _Params.kwargs) -> str:
         """The plan of the same call as text."""
         return self.plan(*args, **kwargs).explain()
 
@@ -148,7 +148,7 @@ class PagedFunction(Generic[_Given, _Returned]):
     def _keep(self, plan: PagedPlan | None, remarks: tuple[str, ...]) -> None:
         assert plan is not None  # the call itself sets it
         with self._lock:
-            if plan not in self._plans and len(self._plans) < _KEPT_PLANS:
+            if plan not in self._plans and len(self._plans) < _MAX_PLANS:
                 self._plans[plan] = replace(plan, notes=(*plan.notes, *remarks))
 
 

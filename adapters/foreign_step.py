@@ -159,10 +159,10 @@ def _kv_heads(step: ForeignStep, shape: tuple[int, ...]) -> int:
     else:
         pack = 4 // jnp.dtype(step.pages.dtype).itemsize
         heads = step.kv_heads if step.kv_heads is not None else math.prod(shape[2:4]) // 2
-        wanted = (-(-2 * heads // pack), pack, -(-dim // _LANES) * _LANES)
-        if len(shape) != 5 or shape[2:] != wanted or 0 in shape:
+        expected = (-(-2 * heads // pack), pack, -(-dim // _LANES) * _LANES)
+        if len(shape) != 5 or shape[2:] != expected or 0 in shape:
             raise InputError(
-                f"the pages have shape {shape}; wanted [pages, page_size, {', '.join(map(str, wanted))}] for {heads} kv heads "
+                f"the pages have shape {shape}; wanted [pages, page_size, {', '.join(map(str, expected))}] for {heads} kv heads "
                 f"of {dim} in {step.pages.dtype}: keys and values alternate, {pack} to a word of 32 bits, in lanes of {_LANES}."
             )
     if step.kv_heads not in (None, heads):
@@ -185,16 +185,16 @@ def scaled_query(step: ForeignStep) -> jax.Array:
     query, dtype = jnp.asarray(step.query), jnp.dtype(step.pages.dtype)
     query = query / jnp.asarray(step.q_scale, query.dtype)
     info: Any = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
-    most = min(float(info.max), float(jnp.finfo(query.dtype).max))
-    return jnp.clip(query, -most, most).astype(dtype)
+    limit = min(float(info.max), float(jnp.finfo(query.dtype).max))
+    return jnp.clip(query, -limit, limit).astype(dtype)
 
 
 def batch_of(step: ForeignStep, cache: KVCache) -> RaggedBatch:
     """The batch, with the id of padding behind each sequence's pages, where other libraries have any ids."""
     kv_lens, table, starts, count = step.batch()
-    own: Any = np if all(isinstance(x, np.ndarray | np.generic) for x in (kv_lens, table)) else jnp
+    numpy: Any = np if all(isinstance(x, np.ndarray | np.generic) for x in (kv_lens, table)) else jnp
     table = table[:, : cache.table_width]
-    held = (kv_lens + (cache.page_size - 1)) // cache.page_size
-    used = own.arange(table.shape[1], dtype=np.int32)[None] < held[:, None]
-    table = own.where(used, table, np.int32(cache.pages or 0))
+    page_counts = (kv_lens + (cache.page_size - 1)) // cache.page_size
+    used = numpy.arange(table.shape[1], dtype=np.int32)[None] < page_counts[:, None]
+    table = numpy.where(used, table, np.int32(cache.pages or 0))
     return RaggedBatch(cast(Any, starts), cast(Any, kv_lens), table, count)

@@ -97,8 +97,8 @@ def attend(
     if structure is not None and call["causal"] is None and attention.declaration.call.causal is None:
         call["causal"] = attention.operation.metadata.causal  # it isn't a default for mask objects, but it is declared
     arrays = (jnp.reshape(x, (math.prod(batch), *x.shape[-_TRAILING:])) for x in (query, key, value))
-    found = attention.run(remarks, *arrays, **call)
-    output, weights, lse = (None if x is None else x.reshape(*batch, *x.shape[1:]) for x in found)
+    result = attention.run(remarks, *arrays, **call)
+    output, weights, lse = (None if x is None else x.reshape(*batch, *x.shape[1:]) for x in result)
     assert output is not None  # always requested
     return Attended(output, weights, lse)
 
@@ -108,15 +108,15 @@ def _causal(attention: Attention, causal: bool) -> bool | None:
 
     The metadata's own default, True, is for direct calls of attnops.
     """
-    said = attention.declaration.call.causal is not None or attention.states("causal")
-    return True if causal else None if said else False
+    is_declared = attention.declaration.call.causal is not None or attention.states("causal")
+    return True if causal else None if is_declared else False
 
 
 def _check_dropout(attention: Attention, probability: float) -> None:
-    said = attention.operation.metadata.dropout_prob
-    if attention.states("dropout_prob") and said != probability:
+    declared = attention.operation.metadata.dropout_prob
+    if attention.states("dropout_prob") and declared != probability:
         raise ConfigError(
-            f"dropout_prob: the file's metadata declares {said}, the framework's call has {probability}; remove it from the "
+            f"dropout_prob: the file's metadata declares {declared}, the framework's call has {probability}; remove it from the "
             "file: the framework has the key and the flag for it."
         )
 
@@ -130,12 +130,12 @@ def _four(name: str, x: Any, cells: tuple[int, ...]) -> Any:
             f"[batch, key length] pass {name}[:, None, None, :]."
         )
     shape = (1,) * (len(cells) - len(shape)) + shape
-    batch, own = cells[:-_TRAILING], shape[:-_TRAILING]
+    batch, batch_shape = cells[:-_TRAILING], shape[:-_TRAILING]
     x = x.reshape(shape)
-    if any(n != 1 for n in own) and own != batch:
+    if any(n != 1 for n in batch_shape) and batch_shape != batch:
         x = jnp.broadcast_to(x, (*batch, *shape[-_TRAILING:]))
-        own = batch
-    return x.reshape(math.prod(own), *shape[-_TRAILING:])
+        batch_shape = batch
+    return x.reshape(math.prod(batch_shape), *shape[-_TRAILING:])
 
 
 def _boolean(mask: Any) -> Any:

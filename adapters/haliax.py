@@ -104,7 +104,7 @@ class NamedAttention:
             (value, (axes.keys,), axes.heads, (axes.value_dim,)),
         )]  # fmt: skip
         call = _masked(mask, axes)
-        found = attend(
+        result = attend(
             self.attention,
             *raw,
             layout="bthd",
@@ -116,7 +116,7 @@ class NamedAttention:
             deterministic=inference,
             **call,
         )
-        output = found.output.reshape(
+        output = result.output.reshape(
             *(axis.size for axis in (*axes.batch, axes.queries, *axes.query_heads, axes.value_dim))
         )
         named = hax.named(output, (*axes.batch, axes.queries, *axes.query_heads, axes.value_dim))
@@ -148,14 +148,14 @@ def _axes(QPos: Any, KPos: Any, Key: Any, query: Any, key: Any, value: Any) -> _
             f"QPos and KPos are both {shown(keys.name)}; wanted two names. Hint: rename the axis of key and value."
         )
     names = [{axis.name for axis in x.axes} for x in (query, key, value)]
-    own = [axis for axis in value.axes if axis.name not in names[0] | {keys.name}]
+    value_axes = [axis for axis in value.axes if axis.name not in names[0] | {keys.name}]
     if key_dim.name in names[2]:
-        own.append(_axis("Key", key_dim.name, value))
-    if len(own) != 1:
+        value_axes.append(_axis("Key", key_dim.name, value))
+    if len(value_axes) != 1:
         raise InputError(
             f"value has axes {_text(value.axes)}; wanted one beside {_text((keys,))} and those of the query."
         )
-    (value_dim,) = own
+    (value_dim,) = value_axes
     last = {queries.name, keys.name, key_dim.name, value_dim.name}
     shared = [axis for axis in query.axes if axis.name in names[1] & names[2] - last]
     at = query.axes.index(queries)
@@ -181,11 +181,11 @@ def _axis(name: str, selector: Any, x: Any) -> Any:
         if len(selector) != 1:
             raise InputError(f"{name} is {len(selector)} axes; wanted one. Hint: flatten them with flatten_axes.")
         (selector,) = selector
-    wanted = getattr(selector, "name", selector)
-    found = next((axis for axis in x.axes if axis.name == wanted), None)
-    if found is None:
-        raise InputError(f"{name}={shown(wanted)} isn't among the axes {_text(x.axes)}.")
-    return found
+    axis_name = getattr(selector, "name", selector)
+    selected = next((axis for axis in x.axes if axis.name == axis_name), None)
+    if selected is None:
+        raise InputError(f"{name}={shown(axis_name)} isn't among the axes {_text(x.axes)}.")
+    return selected
 
 
 def _raw(x: Any, *groups: Sequence[Any]) -> jax.Array:
@@ -226,35 +226,35 @@ def _masked(mask: Any, axes: _Axes) -> dict[str, Any]:
 
 
 def _has(x: Any, axis: Any) -> bool:
-    return axis.name in {own.name for own in x.axes}
+    return axis.name in {other.name for other in x.axes}
 
 
 def _cells(x: Any, axes: _Axes, name: str) -> jax.Array:
     """A mask or bias as an array that broadcasts to [batch ..., heads, q, kv]. Absent axes get length 1 if that is possible."""
     groups = [*((axis,) for axis in axes.batch), axes.query_heads, (axes.queries,), (axes.keys,)]
-    known = {axis.name for group in groups for axis in group}
-    unknown = [axis for axis in x.axes if axis.name not in known]
+    axis_names = {axis.name for group in groups for axis in group}
+    unknown = [axis for axis in x.axes if axis.name not in axis_names]
     if unknown:
-        raise InputError(f"{name} has axes {_text(x.axes)}; wanted some of {', '.join(sorted(known))}.")
+        raise InputError(f"{name} has axes {_text(x.axes)}; wanted some of {', '.join(sorted(axis_names))}.")
     shape: list[int] = []
-    wanted: list[Any] = []
+    ordered: list[Any] = []
     for group in groups:
         present = [axis for axis in group if _has(x, axis)]
         for axis in group if present else ():
-            wanted.append(axis)
+            ordered.append(axis)
             x = x if _has(x, axis) else x.broadcast_axis(axis)
         shape.append(math.prod(axis.size for axis in group) if present else 1)
-    return x.rearrange(tuple(axis.name for axis in wanted)).array.reshape(shape)
+    return x.rearrange(tuple(axis.name for axis in ordered)).array.reshape(shape)
 
 
-def _rows(x: Any, batch: tuple[Any, ...], own: tuple[Any, ...]) -> jax.Array:
+def _rows(x: Any, batch: tuple[Any, ...], trailing: tuple[Any, ...]) -> jax.Array:
     """Integers for each row, [batch, ...], with the batch axes merged as a call's are."""
     if not isinstance(x, hax.NamedArray):
         x = hax.named(jnp.asarray(x), ())
-    for axis in (*batch, *own):
+    for axis in (*batch, *trailing):
         x = x if _has(x, axis) else x.broadcast_axis(axis)
-    ordered = x.rearrange(tuple(axis.name for axis in (*batch, *own))).array
-    return ordered.reshape(math.prod(axis.size for axis in batch), *(axis.size for axis in own))
+    ordered = x.rearrange(tuple(axis.name for axis in (*batch, *trailing))).array
+    return ordered.reshape(math.prod(axis.size for axis in batch), *(axis.size for axis in trailing))
 
 
 def _text(axes: Sequence[Any]) -> str:

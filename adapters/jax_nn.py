@@ -58,14 +58,14 @@ def dot_product_attention(
     """
     attention = attention_named(implementation, "jax.nn", _JAXS)
     if not attention.enabled:
-        own: Any = jax.nn.dot_product_attention
-        return own(
+        original: Any = jax.nn.dot_product_attention
+        return original(
             query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
             return_residual=return_residual,
         )  # fmt: skip
     residual = read_flag("return_residual", return_residual)
-    found = as_jax_nn(
+    result = as_jax_nn(
         attention,
         query,
         key,
@@ -79,9 +79,9 @@ def dot_product_attention(
         local_window_size=local_window_size,
         return_lse=residual,
     )
-    if found.lse is None:
-        return found.output
-    return found.output, jax.lax.stop_gradient(found.lse.swapaxes(-1, -2).astype(_array(key).dtype))
+    if result.lse is None:
+        return result.output
+    return result.output, jax.lax.stop_gradient(result.lse.swapaxes(-1, -2).astype(_array(key).dtype))
 
 
 def as_jax_nn(
@@ -107,8 +107,8 @@ def as_jax_nn(
     q_lengths = _lengths("query_seq_lengths", query_seq_lengths, batch, q_len)
     kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, key.shape[-3])
     window, scale = read_window("local_window_size", local_window_size), _scale(scale)
-    said = attention.declaration.call.query_offset
-    found = attend(
+    declared_offset = attention.declaration.call.query_offset
+    result = attend(
         attention,
         query,
         key,
@@ -118,18 +118,18 @@ def as_jax_nn(
         bias=bias,
         causal=causal,
         sliding_window=window,
-        query_offset=0 if said is None and (causal or window is not None) else None,
+        query_offset=0 if declared_offset is None and (causal or window is not None) else None,
         softmax_scale=scale,
         kv_lengths=kv_lengths,
         return_lse=return_lse,
         **call,
     )
-    output, lse = found.output, found.lse
+    output, lse = result.output, result.lse
     if q_lengths is not None:
         counts = jnp.arange(q_len, dtype=jnp.int32)[None] < jnp.asarray(q_lengths, jnp.int32)[:, None]
         output = jnp.where(counts.reshape(*batch, q_len, 1, 1), output, 0)
         lse = None if lse is None else jnp.where(counts.reshape(*batch, 1, q_len), lse, -jnp.inf)
-    return found._replace(output=output, lse=lse)
+    return result._replace(output=output, lse=lse)
 
 
 def attention_named(implementation: Any, library: str, backends: Mapping[str, str]) -> Attention:
@@ -170,19 +170,19 @@ def _mask(mask: Any) -> Any:
     return mask
 
 
-def _lengths(name: str, lengths: Any, batch: tuple[int, ...], most: int) -> Any:
+def _lengths(name: str, lengths: Any, batch: tuple[int, ...], max_length: int) -> Any:
     """Lengths of all rows, in one dimension."""
-    lengths, wanted = _array(lengths), batch or (1,)
+    lengths, expected = _array(lengths), batch or (1,)
     if lengths is None:
         return None
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise InputTypeError(f"{name} is {lengths.dtype}; wanted int32, one number per batch row.")
-    if lengths.shape != wanted:
-        raise InputError(f"{name} has shape {tuple(lengths.shape)}; wanted {wanted}, one number per batch row.")
+    if lengths.shape != expected:
+        raise InputError(f"{name} has shape {tuple(lengths.shape)}; wanted {expected}, one number per batch row.")
     values = at_hand(lengths)
     for number in () if values is None else min_and_max(values):
-        if not 0 <= number <= most:
-            raise InputError(f"{name} holds {number}; wanted 0 to {most}, the array's length.")
+        if not 0 <= number <= max_length:
+            raise InputError(f"{name} holds {number}; wanted 0 to {max_length}, the array's length.")
     return lengths.reshape(-1)
 
 

@@ -23,7 +23,7 @@ __all__ = ["KerasAttention", "attention_of"]
 
 _Layer = TypeVar("_Layer", bound="keras.Layer")
 _PLACE = "_compute_attention"  # which keras lets users override
-_MOST = 12  # classes that a message names
+_MAX_NAMES = 12  # classes that a message names
 # Compiled steps that keras keeps, the last one those of keras-hub's tasks.
 _COMPILED = ("train_function", "test_function", "predict_function", "generate_function")
 _KINDS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
@@ -114,7 +114,7 @@ class KerasAttention:
         cells = (*heads[0].shape[:-3], heads[0].shape[-2], *(x.shape[-3] for x in heads[:2]))
         spans = [[x.shape[axis] for axis in axes] for x in (query, key)]
         drops = bool(dropout and training)
-        found = attend(
+        result = attend(
             self.attention,
             *heads,
             layout="bthd",
@@ -129,10 +129,10 @@ class KerasAttention:
             deterministic=not drops,
             return_weights=bool(return_attention_scores),
         )
-        output = _back(found.output, query.shape, axes)
-        if found.weights is None:
+        output = _back(result.output, query.shape, axes)
+        if result.weights is None:
             return output, None
-        scores = found.weights.reshape(*found.weights.shape[:-2], *spans[0], *spans[1])
+        scores = result.weights.reshape(*result.weights.shape[:-2], *spans[0], *spans[1])
         return output, scores.astype(output.dtype)
 
 
@@ -140,7 +140,7 @@ def _classes(layers: Iterable[Any]) -> str:
     """The classes of layers, those that seem to attend first."""
     names = list(dict.fromkeys(type(layer).__name__ for layer in layers))
     names.sort(key=lambda name: "attention" not in name.lower())
-    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
 
 
 def _check(layer: Any) -> None:
@@ -173,17 +173,17 @@ def _back(x: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Ar
 
 def _mask(mask: jax.Array, cells: tuple[int, ...], spans: list[list[int]]) -> jax.Array:
     """The mask as keras aligns it, [..., heads, q, kv]: missing dimensions are inserted before those of queries and keys."""
-    own = 2 * len(spans[0])
+    n_trailing = 2 * len(spans[0])
     shape = tuple(mask.shape)
-    wanted = (*cells[:-2], *spans[0], *spans[1])
-    shape = (*shape[:-own], *(1,) * (len(wanted) - len(shape)), *shape[-own:])
-    if len(shape) != len(wanted) or any(n not in (1, m) for n, m in zip(shape, wanted, strict=True)):
+    expected = (*cells[:-2], *spans[0], *spans[1])
+    shape = (*shape[:-n_trailing], *(1,) * (len(expected) - len(shape)), *shape[-n_trailing:])
+    if len(shape) != len(expected) or any(n not in (1, m) for n, m in zip(shape, expected, strict=True)):
         raise InputError(
-            f"attention_mask has shape {tuple(mask.shape)}; wanted one that broadcasts to {wanted}, [batch, ..., heads, query "
+            f"attention_mask has shape {tuple(mask.shape)}; wanted one that broadcasts to {expected}, [batch, ..., heads, query "
             "axes, key axes]; dimensions before the query's may be left out, starting from the right."
         )
     mask = mask.reshape(shape)
-    if own > 2:
-        mask = jnp.broadcast_to(mask, (*shape[:-own], *spans[0], *spans[1]))
-        mask = mask.reshape(*shape[:-own], *cells[-2:])
+    if n_trailing > 2:
+        mask = jnp.broadcast_to(mask, (*shape[:-n_trailing], *spans[0], *spans[1]))
+        mask = mask.reshape(*shape[:-n_trailing], *cells[-2:])
     return mask

@@ -77,14 +77,14 @@ class DeclaredCall:
 
     layer: Any
     attention: Attention
-    own: Callable[..., Any]
+    original: Callable[..., Any]
 
     def __call__(self, *args: Any, **call: Any) -> Any:
         """What the layer's own call returns. Errors: InputError if it computed its attention without the op."""
         running = _Running(self.attention)
         token = _running.set(running)
         try:
-            found = self.own(*args, **call)
+            output = self.original(*args, **call)
         finally:
             _running.reset(token)
         if not running.calls:
@@ -93,13 +93,13 @@ class DeclaredCall:
                 'the declared attention would be ignored. Hint: declare {"enabled": false} for this model, or call '
                 "attnops.dot_product_attention in the layer."
             )
-        return found
+        return output
 
 
-_own_op = keras.ops.dot_product_attention
+_original_op = keras.ops.dot_product_attention
 
 
-@functools.wraps(_own_op)
+@functools.wraps(_original_op)
 def _dispatch(
     query: Any,
     key: Any,
@@ -113,7 +113,7 @@ def _dispatch(
 ) -> Any:
     running = _running.get()
     if running is None:
-        return _own_op(query, key, value, bias, mask, scale, is_causal, flash_attention, attn_logits_soft_cap)
+        return _original_op(query, key, value, bias, mask, scale, is_causal, flash_attention, attn_logits_soft_cap)
     running.calls += 1
     if flash_attention:
         raise ConfigError(

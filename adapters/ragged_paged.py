@@ -138,7 +138,7 @@ def _v3(
         )
     check_mask_value(mask_value)
     check_debug(debug_mode)
-    told = unread(
+    notes = unread(
         skip_kv_mask=skip_kv_mask or None,
         chunk_prefill_size=chunk_prefill_size,
         d_block_sizes=d_block_sizes,
@@ -149,7 +149,7 @@ def _v3(
         disable_semaphore_checks=None if disable_semaphore_checks else False,
     )
     if not writes:
-        told += (note("foreign.no_update"),)
+        notes += (note("foreign.no_update"),)
     return ForeignStep(
         queries,
         keys if writes else None,
@@ -169,7 +169,7 @@ def _v3(
         v_scale=read_number("v_scale", v_scale),
         out_dtype=out_dtype,
         kv_heads=heads_of(keys),
-        remarks=(*told, _SPLIT),
+        remarks=(*notes, _SPLIT),
     )
 
 
@@ -227,7 +227,7 @@ def _sglang(
     check_uncarried(causal, custom_mask, xai_temperature_len, softmax_dtype)
     check_mask_value(mask_value)
     check_debug(debug_mode)
-    told = unread(
+    notes = unread(
         custom_mask=None if custom_mask is None else "given, with causal=1",
         skip_kv_mask=skip_kv_mask or None,
         chunk_prefill_size=chunk_prefill_size,
@@ -268,7 +268,7 @@ def _sglang(
         v_scale=read_number("v_scale", v_scale),
         out_dtype=out_dtype,
         kv_heads=heads_of(keys),
-        remarks=(*told, _SPLIT),
+        remarks=(*notes, _SPLIT),
     )
 
 

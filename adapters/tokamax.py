@@ -23,7 +23,7 @@ from .jax_nn import Implementation, as_jax_nn, attention_named
 
 __all__ = ["dot_product_attention"]
 
-_OWN = {
+_TOKAMAX_NAMES = {
     "xla": "'vanilla' is attention on plain XLA",
     "xla_chunked": "'vanilla' works in blocks where that takes less memory",
     "cudnn": "'sdpa' is jax.nn's own, which takes cuDNN on CUDA",
@@ -63,12 +63,12 @@ def dot_product_attention(
             f"implementation={shown(implementation)}; wanted one: the operation is part of the declaration, and its plan says "
             "which method runs and why."
         )
-    attention = attention_named(implementation, "tokamax", _OWN)
+    attention = attention_named(implementation, "tokamax", _TOKAMAX_NAMES)
     if not attention.enabled:
         with extra("tokamax"):
             import tokamax
-        own: Any = tokamax.dot_product_attention
-        return own(
+        original: Any = tokamax.dot_product_attention
+        return original(
             query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
             logits_soft_cap=logits_soft_cap, precision=precision, q_sharding=q_sharding,
@@ -78,7 +78,7 @@ def dot_product_attention(
             "q_sharding is given; here the declaration says where arrays live: pass an implementation with mesh= and "
             "partition_axis=."
         )
-    if not all(one in DEFAULT_PRECISIONS for one in (precision if isinstance(precision, tuple) else (precision,))):
+    if not all(item in DEFAULT_PRECISIONS for item in (precision if isinstance(precision, tuple) else (precision,))):
         raise ConfigError(
             f"precision={precision!r}: attnops' products keep the full precision of their dtype, so runtime_dtype decides how "
             "exact they are; leave precision out."
@@ -139,27 +139,27 @@ def _rows(lengths: Any, batch: tuple[int, ...]) -> Any:
 def _ranges(mask: Any, batch: tuple[int, ...], q_len: int, kv_len: int) -> Mask | None:
     """The ranges of tokamax's Mask as Positions. k_start and k_end are keys that a query sees from and up to, exclusive; q_start
     and q_end are queries that see a key."""
-    found: Mask | None = None
+    ranges: Mask | None = None
     rows = math.prod(batch)
 
     def counted(n: int) -> np.ndarray:
         return np.broadcast_to(np.arange(n, dtype=np.int32), (rows, n))
 
     for name in _RANGES:
-        given = getattr(mask, name)
-        if given is None:
+        bounds = getattr(mask, name)
+        if bounds is None:
             continue
         of_query = name in ("k_start", "k_end")
-        own = _range(name, given, batch, q_len if of_query else kv_len)
+        positions = _range(name, bounds, batch, q_len if of_query else kv_len)
         first = name.endswith("start")
         if not first:
-            own = own - np.int32(1)  # the last one
+            positions = positions - np.int32(1)  # the last one
         if of_query:
-            one = Positions(own, counted(kv_len), left=0 if first else None, right=None if first else 0)
+            limit = Positions(positions, counted(kv_len), left=0 if first else None, right=None if first else 0)
         else:
-            one = Positions(counted(q_len), own, left=None if first else 0, right=0 if first else None)
-        found = one if found is None else found & one
-    return found
+            limit = Positions(counted(q_len), positions, left=None if first else 0, right=0 if first else None)
+        ranges = limit if ranges is None else ranges & limit
+    return ranges
 
 
 def _band(diagonal: Any, rows: int, q_len: int, kv_len: int) -> Mask:
@@ -170,28 +170,28 @@ def _band(diagonal: Any, rows: int, q_len: int, kv_len: int) -> Mask:
         return causal if window is None else causal & SlidingWindow(left=window - 1, right=None, offset=offset)
     last = jnp.broadcast_to(jnp.arange(q_len, dtype=jnp.int32) + jnp.asarray(offset, jnp.int32), (rows, q_len))
     columns = np.broadcast_to(np.arange(kv_len, dtype=np.int32), (rows, kv_len))
-    found: Mask = Positions(last, columns, left=None, right=0)
+    until_diagonal: Mask = Positions(last, columns, left=None, right=0)
     if window is None:
-        return found
-    return found & Positions(last - jnp.asarray(window, jnp.int32) + np.int32(1), columns, left=0, right=None)
+        return until_diagonal
+    return until_diagonal & Positions(last - jnp.asarray(window, jnp.int32) + np.int32(1), columns, left=0, right=None)
 
 
-def _range(name: str, given: Any, batch: tuple[int, ...], length: int) -> Any:
+def _range(name: str, bounds: Any, batch: tuple[int, ...], length: int) -> Any:
     """int32 [rows, length] of [*batch, 1, length], in which leading sizes may be 1 or left out. Errors: ConfigError for
     ranges of heads."""
-    if not is_array(given) or not jnp.issubdtype(given.dtype, jnp.integer):
-        raise InputTypeError(f"mask.{name} is {getattr(given, 'dtype', a_type(given))}; wanted integers.")
+    if not is_array(bounds) or not jnp.issubdtype(bounds.dtype, jnp.integer):
+        raise InputTypeError(f"mask.{name} is {getattr(bounds, 'dtype', a_type(bounds))}; wanted integers.")
     wide = (*batch, 1, length)
-    shape = (1,) * (len(wide) - given.ndim) + tuple(given.shape)
+    shape = (1,) * (len(wide) - bounds.ndim) + tuple(bounds.shape)
     if len(shape) == len(wide) and shape[-2] != 1:
         raise ConfigError(
-            f"mask.{name} has shape {tuple(given.shape)}, a range for each of {shape[-2]} heads; wanted one for all heads, "
+            f"mask.{name} has shape {tuple(bounds.shape)}, a range for each of {shape[-2]} heads; wanted one for all heads, "
             "[*batch, 1, n]: positions are those of rows. Pass a boolean mask instead."
         )
     if len(shape) != len(wide) or any(n not in (1, m) for n, m in zip(shape, wide, strict=True)):
-        raise InputError(f"mask.{name} has shape {tuple(given.shape)}; wanted one that broadcasts to {wide}.")
-    own: Any = np if isinstance(given, np.ndarray) else jnp
-    return own.broadcast_to(given.reshape(shape), wide).reshape(math.prod(batch), length).astype(np.int32)
+        raise InputError(f"mask.{name} has shape {tuple(bounds.shape)}; wanted one that broadcasts to {wide}.")
+    numpy: Any = np if isinstance(bounds, np.ndarray) else jnp
+    return numpy.broadcast_to(bounds.reshape(shape), wide).reshape(math.prod(batch), length).astype(np.int32)
 
 
 def _stored(name: str, x: Any, batch: tuple[int, ...]) -> tuple[Any, Any]:
@@ -208,8 +208,8 @@ def _stored(name: str, x: Any, batch: tuple[int, ...]) -> tuple[Any, Any]:
             f"{name} has scales of shape {tuple(scale.shape)} for {shape}; wanted one per token, per head or per both, "
             "[*batch, kv, kv_heads, 1], where any size may be 1."
         )
-    own = scale.shape[:-3]
-    if any(n != 1 for n in own):
+    scale_batch = scale.shape[:-3]
+    if any(n != 1 for n in scale_batch):
         scale = jnp.broadcast_to(scale, (*batch, *scale.shape[-3:]))
-        own = batch
-    return x.qvalue, scale.reshape(math.prod(own), *scale.shape[-3:])
+        scale_batch = batch
+    return x.qvalue, scale.reshape(math.prod(scale_batch), *scale.shape[-3:])

@@ -60,10 +60,10 @@ class ScaledDotProductAttention(TorchCall):
         bool (True = may attend) or float (added to the logits), broadcasts to [..., heads, q, kv]. is_causal lets query i
         see the keys up to i, whatever the lengths. Errors: InputError, InputTypeError and ConfigError name what is refused.
         """
-        given = {"query": query, "key": key, "value": value}
-        for name, x in given.items():
+        tensors = {"query": query, "key": key, "value": value}
+        for name, x in tensors.items():
             check_tensor(name, x, DTYPES)
-        if len({x.dtype for x in given.values()}) > 1:
+        if len({x.dtype for x in tensors.values()}) > 1:
             raise InputTypeError(
                 f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; wanted one dtype."
             )
@@ -73,11 +73,11 @@ class ScaledDotProductAttention(TorchCall):
                 raise InputError(
                     "attn_mask with is_causal=True is an error, as in torch; include the causal mask in attn_mask."
                 )
-            given["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
+            tensors["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
         shape = _output_shape(query, key, value, enable_gqa)
         if attn_mask is not None:
             _check_broadcasts(tuple(attn_mask.shape), (*shape[:-1], key.shape[-2]))
-        return self.run(given, CallOptions(is_causal, scale, float(dropout_p), shape), compiled=False)
+        return self.run(tensors, CallOptions(is_causal, scale, float(dropout_p), shape), compiled=False)
 
     def __repr__(self) -> str:
         return f"{__name__}.scaled_dot_product_attention_for({self.attention.declaration.to_json(indent=None)})"
@@ -89,24 +89,24 @@ scaled_dot_product_attention = ScaledDotProductAttention(Attention({"operation":
 def _output_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> tuple[int, ...]:
     """Torch's shape of the output. Errors: InputError for shapes that torch refuses too."""
     shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
-    said = "query {}, key {} and value {}".format(*shapes)
+    shapes_text = "query {}, key {} and value {}".format(*shapes)
     if min(map(len, shapes)) < 2 or shapes[0][-1] != shapes[1][-1] or shapes[1][-2] != shapes[2][-2]:
         raise InputError(
-            f"{said}; wanted [..., heads, q, dim], [..., kv_heads, kv, dim], [..., kv_heads, kv, value_dim]."
+            f"{shapes_text}; wanted [..., heads, q, dim], [..., kv_heads, kv, dim], [..., kv_heads, kv, value_dim]."
         )
     leading = [shape[:-2] for shape in shapes]
     if enable_gqa:
         heads = [shape[-1] if shape else 1 for shape in leading]
         if heads[1] != heads[2] or heads[0] % heads[1]:
             raise InputError(
-                f"{said}: enable_gqa requires as many key as value heads, and a multiple of them as query heads."
+                f"{shapes_text}: enable_gqa requires as many key as value heads, and a multiple of them as query heads."
             )
         leading = [(*shape[:-1], heads[0]) for shape in leading]
     try:
         return (*np.broadcast_shapes(*leading), shapes[0][-2], shapes[2][-1])
     except ValueError:
         hint = "" if enable_gqa else " Hint: grouped heads require enable_gqa=True."
-        raise InputError(f"{said}: the dimensions before the last two don't broadcast.{hint}") from None
+        raise InputError(f"{shapes_text}: the dimensions before the last two don't broadcast.{hint}") from None
 
 
 def _check_broadcasts(shape: tuple[int, ...], cells: tuple[int, ...]) -> None:

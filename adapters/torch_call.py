@@ -18,12 +18,12 @@ from .torch_tensors import Padding, dropout_key, is_torchax, to_jax, to_torch
 __all__ = ["DTYPES", "CallOptions", "TorchCall"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_KEPT = 512  # compiled calls kept per function
+_MAX_COMPILED = 512  # compiled calls kept per function
 _ROUNDED = (
     "keys are padded to {}; only the given ones count (kv_lengths), so that a growing cache compiles once for each "
     "power of 2; round_lengths=False of the adapter turns it off"
 )
-_LEAST = 32  # the fewest keys of a rounded call
+_MIN_KEYS = 32  # the fewest keys of a rounded call
 
 
 class CallOptions(NamedTuple):
@@ -49,33 +49,33 @@ class TorchCall:
         self.attention, self.round_lengths = attention, round_lengths
         self._compiled: dict[CallOptions, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
-    def run(self, given: dict[str, torch.Tensor], options: CallOptions, *, compiled: bool) -> torch.Tensor:
+    def run(self, tensors: dict[str, torch.Tensor], options: CallOptions, *, compiled: bool) -> torch.Tensor:
         """Attend to tensors by their names in a call, [..., heads, length, dim]. `compiled`: the whole call is one program, in
         which mask values aren't known; so are rounded calls and those with a gradient.
         """
-        padding, lengths = self._rounded(given)
-        rng = dropout_key(given["query"]) if options.dropout_p > 0 else None
-        if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
-            return _Differentiable.apply(self, options, padding, (rng, lengths), tuple(given), *given.values())
-        arrays, home = to_jax(self.attention, given, padding)
+        padding, lengths = self._rounded(tensors)
+        rng = dropout_key(tensors["query"]) if options.dropout_p > 0 else None
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values()):
+            return _Differentiable.apply(self, options, padding, (rng, lengths), tuple(tensors), *tensors.values())
+        arrays, home = to_jax(self.attention, tensors, padding)
         if compiled or lengths is not None:
             return to_torch(self.programs(options)[0](arrays, rng, lengths), home)
         return to_torch(_attend(self.attention, options, arrays, rng, lengths), home)
 
-    def _rounded(self, given: dict[str, torch.Tensor]) -> tuple[Padding, np.ndarray | None]:
+    def _rounded(self, tensors: dict[str, torch.Tensor]) -> tuple[Padding, np.ndarray | None]:
         """What to add to the tensors for a rounded number of keys, and how many keys count, [1]; None if it isn't rounded."""
-        q_len, keys = given["query"].shape[-2], given["key"].shape[-2]
+        q_len, keys = tensors["query"].shape[-2], tensors["key"].shape[-2]
         grows = q_len < keys or q_len == 1
         # A file that declares lengths, or a segment for each key, requires them from the call.
-        if not (self.round_lengths and grows) or is_torchax(given["query"]) or self._declares_keys():
+        if not (self.round_lengths and grows) or is_torchax(tensors["query"]) or self._declares_keys():
             return {}, None
-        more = max(_LEAST, 1 << (keys - 1).bit_length()) - keys
+        padding_keys = max(_MIN_KEYS, 1 << (keys - 1).bit_length()) - keys
         padding = {}
-        if more:
-            padding = {"key": (-2, more), "value": (-2, more)}
+        if padding_keys:
+            padding = {"key": (-2, padding_keys), "value": (-2, padding_keys)}
             for name in ("mask", "bias"):
-                if name in given and given[name].shape[-1] == keys:  # else 1, which covers all keys
-                    padding[name] = -1, more
+                if name in tensors and tensors[name].shape[-1] == keys:  # else 1, which covers all keys
+                    padding[name] = -1, padding_keys
         return padding, np.full((1,), keys, np.int32)
 
     def _declares_keys(self) -> bool:
@@ -85,9 +85,9 @@ class TorchCall:
     def programs(self, options: CallOptions) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The compiled call, and the one that also returns its pull-back; they take the arrays to differentiate, and the
         others."""
-        found = self._compiled.get(options)
-        if found is not None:
-            return found
+        compiled = self._compiled.get(options)
+        if compiled is not None:
+            return compiled
 
         def call(arrays: dict[str, Any], rng: Any, lengths: Any) -> Any:
             return _attend(self.attention, options, arrays, rng, lengths)
@@ -95,7 +95,7 @@ class TorchCall:
         def forward(inexact: dict[str, Any], rest: dict[str, Any], rng: Any, lengths: Any) -> Any:
             return jax.vjp(lambda x: call({**x, **rest}, rng, lengths), inexact)
 
-        if len(self._compiled) >= _KEPT:
+        if len(self._compiled) >= _MAX_COMPILED:
             self._compiled.clear()
         return self._compiled.setdefault(options, (jax.jit(call), jax.jit(forward)))
 
@@ -127,8 +127,8 @@ class _Differentiable(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         arrays, home = to_jax(function.attention, dict(zip(names, tensors, strict=True)), padding)
-        wanted = tuple(name for name, need in zip(names, ctx.needs_input_grad[5:], strict=True) if need)
-        inexact = {name: arrays.pop(name) for name in wanted}
+        differentiated = tuple(name for name, need in zip(names, ctx.needs_input_grad[5:], strict=True) if need)
+        inexact = {name: arrays.pop(name) for name in differentiated}
         out, ctx.pull = function.programs(options)[1](inexact, arrays, *others)
         ctx.names, ctx.attention, ctx.padding = names, function.attention, padding
         result = to_torch(out, home)
@@ -145,11 +145,11 @@ class _Differentiable(torch.autograd.Function):
             )
         _ = ctx.saved_tensors  # raises if one was changed in place
         arrays, home = to_jax(ctx.attention, {"gradient": gradient})
-        (found,) = _backward(ctx.pull, arrays["gradient"])
-        tensors = {name: to_torch(x, home) for name, x in found.items()}
-        for name, (dim, more) in ctx.padding.items():
+        (gradients,) = _backward(ctx.pull, arrays["gradient"])
+        tensors = {name: to_torch(x, home) for name, x in gradients.items()}
+        for name, (dim, padded) in ctx.padding.items():
             if name in tensors:
-                tensors[name] = tensors[name].narrow(dim, 0, tensors[name].shape[dim] - more)
+                tensors[name] = tensors[name].narrow(dim, 0, tensors[name].shape[dim] - padded)
         return (None, None, None, None, None, *map(tensors.get, ctx.names))
 
 
@@ -171,7 +171,7 @@ def _attend(attention: Attention, options: CallOptions, arrays: dict[str, Any], 
         for x, heads in ((query, q_heads), (key, kv_heads), (value, kv_heads))
     )
     positioned = options.causal or options.window is not None
-    found = attend(
+    result = attend(
         attention,
         query,
         key,
@@ -191,7 +191,7 @@ def _attend(attention: Attention, options: CallOptions, arrays: dict[str, Any], 
         kv_lengths=None if lengths is None else jnp.broadcast_to(lengths, (int(np.prod(batch)),)),
         remarks=() if lengths is None else (_ROUNDED.format(key.shape[-2]),),
     )
-    return found.output.reshape(options.shape)
+    return result.output.reshape(options.shape)
 
 
 def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:

@@ -87,23 +87,23 @@ def _array(x: torch.Tensor, padding: tuple[int, int] | None) -> Any:
     x = x.detach()
     few = x.device.type == "cpu" and x.numel() * x.element_size() <= _FEW_BYTES
     if padding is not None and not few:
-        dim, more = padding
-        x, padding = torch.nn.functional.pad(x, (*[0] * (-2 * dim - 1), more)), None
+        dim, padded = padding
+        x, padding = torch.nn.functional.pad(x, (*[0] * (-2 * dim - 1), padded)), None
     x = x.contiguous()
     if x.device.type != "cpu":
         return jnp.from_dlpack(x)
     x = x.resolve_neg()
-    found = x.view(torch.int16).numpy().view(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
-    return found if padding is None else _padded(found, *padding)
+    array = x.view(torch.int16).numpy().view(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+    return array if padding is None else _padded(array, *padding)
 
 
 def _padded(x: np.ndarray, dim: int, more: int) -> np.ndarray:
     shape = list(x.shape)
     shape[dim] += more
-    found = np.zeros(shape, x.dtype)
-    own: tuple[Any, ...] = (..., slice(x.shape[dim]), *[slice(None)] * (-dim - 1))
-    found[own] = x
-    return found
+    padded = np.zeros(shape, x.dtype)
+    inside: tuple[Any, ...] = (..., slice(x.shape[dim]), *[slice(None)] * (-dim - 1))
+    padded[inside] = x
+    return padded
 
 
 def _tensor(x: np.ndarray) -> torch.Tensor:

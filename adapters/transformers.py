@@ -93,8 +93,8 @@ def _computing_itself(config: type) -> str | None:
             source = inspect.getsource(module)
         except (OSError, TypeError):
             continue
-        own = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
-        if own and "masking_utils" in source and "ALL_ATTENTION_FUNCTIONS" not in source:
+        attention_class = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
+        if attention_class and "masking_utils" in source and "ALL_ATTENTION_FUNCTIONS" not in source:
             return module.__name__
     return None
 
@@ -137,12 +137,12 @@ class TransformersAttention(TorchCall):
         sees the last `sliding_window` keys. Errors: InputError, InputTypeError and ConfigError name what is refused.
         """
         _check_others(others)
-        given = {"query": query, "key": key, "value": value}
-        for name, x in given.items():
+        tensors = {"query": query, "key": key, "value": value}
+        for name, x in tensors.items():
             check_tensor(name, x, DTYPES)
             if x.ndim != 4:
                 raise InputError(f"{name} has shape {tuple(x.shape)}; wanted [batch, heads, length, dim].")
-        if len({x.dtype for x in given.values()}) > 1:
+        if len({x.dtype for x in tensors.values()}) > 1:
             raise InputTypeError(
                 f"query, key and value are {query.dtype}, {key.dtype}, {value.dtype}; wanted one dtype."
             )
@@ -151,12 +151,12 @@ class TransformersAttention(TorchCall):
                 continue
             check_tensor(name, added, DTYPES if name == "position_bias" else (torch.bool, *DTYPES))
             if added.dtype == torch.bool:
-                given["mask"] = added
+                tensors["mask"] = added
             else:
-                given["bias"] = given["bias"] + added if "bias" in given else added
+                tensors["bias"] = tensors["bias"] + added if "bias" in tensors else added
         if s_aux is not None:
             check_tensor("s_aux", s_aux, DTYPES)
-            given["softmax_aux"] = s_aux
+            tensors["softmax_aux"] = s_aux
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = bool(causal) and attention_mask is None and query.shape[2] > 1
         options = CallOptions(
@@ -167,7 +167,7 @@ class TransformersAttention(TorchCall):
             None if not softcap else float(softcap),
             _window(sliding_window, attention_mask, causal, key.shape[2]),
         )
-        return self.run(given, options, compiled=True).transpose(1, 2).contiguous(), None
+        return self.run(tensors, options, compiled=True).transpose(1, 2).contiguous(), None
 
     def __repr__(self) -> str:
         return f"{__name__}.attention_for({self.attention.declared().to_json(indent=None)})"

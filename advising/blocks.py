@@ -13,7 +13,7 @@ from .estimate import estimate
 __all__ = ["better_blocks"]
 
 _GAIN = 0.9  # closer estimates don't count: a tile's is up to 10 % off (docs/advise.md)
-_MOST = 8  # per pass
+_MAX_CANDIDATES = 8  # per pass
 
 
 def better_blocks(entry: Entry) -> Entry:
@@ -23,11 +23,12 @@ def better_blocks(entry: Entry) -> Entry:
         return entry
     best = entry.estimate
     machine, order = best.machine, entry.candidate.mesh
-    ways = plan.runs.candidates(plan.problem, plan.placement)
-    chosen = {part: found[0] for part, found in ways.items()}  # of all passes: those of one may depend on another's
-    for part, found in ways.items():
-        for fields in _distinct(found):
-            config = plan.problem.config.with_fields(_together(chosen | {part: fields}))
+    candidates = plan.runs.candidates(plan.problem, plan.placement)
+    # Of all passes: those of one may depend on another's.
+    chosen = {part: part_candidates[0] for part, part_candidates in candidates.items()}
+    for part, part_candidates in candidates.items():
+        for fields in _distinct(part_candidates):
+            config = plan.problem.config.with_fields(_merged(chosen | {part: fields}))
             again = decide.plan(plan.operation, replace(plan.problem, config=config), plan.policy)
             if again.implementation != plan.implementation:
                 continue
@@ -36,33 +37,33 @@ def better_blocks(entry: Entry) -> Entry:
                 best, chosen[part] = guess, fields
     if best is entry.estimate:
         return entry
-    sizes = _together(chosen)
+    sizes = _merged(chosen)
     tag = plan.problem.config.operation
-    configs = dict(entry.given.metadata.get("operation_configs") or {})
+    configs = dict(entry.base_declaration.metadata.get("operation_configs") or {})
     configs[tag] = {**(configs.get(tag) or {}), **sizes}
-    metadata = entry.given.metadata | {"operation_configs": configs}
-    given = entry.given.model_copy(update={"metadata": metadata}).checked()
+    metadata = entry.base_declaration.metadata | {"operation_configs": configs}
+    declaration = entry.base_declaration.model_copy(update={"metadata": metadata}).checked()
     problem = replace(plan.problem, config=plan.problem.config.with_fields(sizes))
     others = {name: value for name, value in sizes.items() if getattr(plan.config, name, None) != value}
-    said = ", ".join(f"{name}={value}" for name, value in others.items())
-    notes = (*entry.notes, f"{said}: estimated faster than the default sizes")
+    sizes_text = ", ".join(f"{name}={value}" for name, value in others.items())
+    notes = (*entry.notes, f"{sizes_text}: estimated faster than the default sizes")
     return replace(
         entry,
-        given=given,
+        base_declaration=declaration,
         plan=decide.plan(plan.operation, problem, plan.policy),
         estimate=best,
         notes=notes,
     )
 
 
-def _together(chosen: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _merged(chosen: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: value for fields in chosen.values() for name, value in fields.items()}
 
 
-def _distinct(ways: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _distinct(candidates: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first few with distinct tiles: options within a tile make no difference to an estimate."""
-    found: dict[Any, dict[str, Any]] = {}
-    for fields in ways:
+    distinct: dict[Any, dict[str, Any]] = {}
+    for fields in candidates:
         tiles = tuple((n, v) for n, v in fields.items() if n.startswith("block_") and "compute" not in n)
-        found.setdefault(tiles, fields)
-    return list(found.values())[:_MOST]
+        distinct.setdefault(tiles, fields)
+    return list(distinct.values())[:_MAX_CANDIDATES]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..planning import AttentionProblem, OperationConfig
 
-__all__ = ["AXES", "SEQUENCE_AXES", "Candidate", "Sought", "candidates", "meshes"]
+__all__ = ["AXES", "SEQUENCE_AXES", "Candidate", "SearchSpace", "candidates", "meshes"]
 
 AXES = ("fsdp", "cp", "sp", "tp")  # batch; the sequence, twice; heads
 SEQUENCE_AXES = ("cp", "sp")  # for ulysses_ring: keys travel around the first, heads are split over the second
@@ -42,23 +42,23 @@ class Candidate(NamedTuple):
 
     def fields(self) -> dict[str, Any]:
         """The metadata that it declares besides its mesh."""
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self.strategy is not None:
-            found["sequence_parallel"] = self.strategy
+            fields["sequence_parallel"] = self.strategy
         if self.order is not None:
-            found["ring_order"] = self.order
+            fields["ring_order"] = self.order
         if "cp" in self.mesh:
             axes = list(SEQUENCE_AXES)
-            found["partition_axis"] = {"query_sequence_axis": axes, "key_sequence_axis": axes}
-        return found
+            fields["partition_axis"] = {"query_sequence_axis": axes, "key_sequence_axis": axes}
+        return fields
 
 
-class Sought(NamedTuple):
+class SearchSpace(NamedTuple):
     """What to enumerate for one batch: the call, the fixed axes, and the open strategies and ring orders."""
 
     problem: AttentionProblem
     operations: tuple[str, ...]
-    held: Mapping[str, int]
+    fixed: Mapping[str, int]
     strategies: tuple[str, ...]
     orders: tuple[str | None, ...]
     generating: bool
@@ -74,12 +74,12 @@ def operations_for(declared: str, platform: str, config: type[OperationConfig] |
     return tuple(dict.fromkeys((declared, *others)))
 
 
-def meshes(devices: int, held: Mapping[str, int]) -> Iterator[dict[str, int]]:
+def meshes(devices: int, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Every way to factor a number of devices over the axes, without axes of 1."""
 
     def factored(left: int, names: tuple[str, ...]) -> Iterator[dict[str, int]]:
         name, *rest = names
-        choices = [held[name]] if name in held else [n for n in range(1, left + 1) if left % n == 0]
+        choices = [fixed[name]] if name in fixed else [n for n in range(1, left + 1) if left % n == 0]
         for size in choices:
             if left % size:
                 continue
@@ -94,29 +94,29 @@ def meshes(devices: int, held: Mapping[str, int]) -> Iterator[dict[str, int]]:
         yield {name: size for name, size in sizes.items() if size > 1}
 
 
-def candidates(sought: Sought, batch: int, devices: int, target: str) -> Iterator[Candidate | tuple[str, str]]:
+def candidates(space: SearchSpace, batch: int, devices: int, target: str) -> Iterator[Candidate | tuple[str, str]]:
     """Candidates, and (kind, reason) for what lengths and heads rule out before planning."""
-    problem = sought.problem
-    for sizes in meshes(devices, sought.held):
-        if reason := _indivisible(problem, sizes, sought.generating):
+    problem = space.problem
+    for sizes in meshes(devices, space.fixed):
+        if reason := _indivisible(problem, sizes, space.generating):
             yield reason
             continue
         named = tuple(sizes.items()) or (("fsdp", 1),)
-        for operation in sought.operations:
-            for strategy, order in _ways(sought, sizes):
+        for operation in space.operations:
+            for strategy, order in _ways(space, sizes):
                 yield Candidate(operation, batch, target, named, strategy, order)
 
 
 def _indivisible(problem: AttentionProblem, sizes: Mapping[str, int], generating: bool) -> tuple[str, str] | None:
     """Why a mesh would make some devices repeat others' work."""
     sequence = math.prod(sizes.get(name, 1) for name in SEQUENCE_AXES)
-    length, what = (problem.kv_len, "keys") if generating else (problem.q_len, "queries")
+    length, tokens = (problem.kv_len, "keys") if generating else (problem.q_len, "queries")
     if problem.layout == "thd" and "fsdp" in sizes:
         return "fsdp", "packed tensors have no batch to split"
     for name, size, number, thing in (
         ("fsdp", sizes.get("fsdp", 1), problem.batch, "batch rows"),
         ("tp", sizes.get("tp", 1), problem.q_heads, "query heads"),
-        ("sp", sequence, length, what),
+        ("sp", sequence, length, tokens),
         ("sp", sequence, problem.kv_len, "keys"),
     ):
         if number % size:
@@ -126,16 +126,16 @@ def _indivisible(problem: AttentionProblem, sizes: Mapping[str, int], generating
     return None
 
 
-def _ways(sought: Sought, sizes: Mapping[str, int]) -> Iterator[tuple[str | None, str | None]]:
+def _ways(space: SearchSpace, sizes: Mapping[str, int]) -> Iterator[tuple[str | None, str | None]]:
     """(strategy, ring order) pairs that a mesh has the axes for."""
     if "sp" not in sizes:
         yield None, None
-    elif sought.generating:
+    elif space.generating:
         yield "auto", None
     else:
-        for strategy in sought.strategies:
+        for strategy in space.strategies:
             if (strategy == "ulysses_ring") != ("cp" in sizes):
                 continue
             rings = strategy in ("ring", "ulysses_ring")
-            for order in sought.orders if rings else (None,):
+            for order in space.orders if rings else (None,):
                 yield strategy, order

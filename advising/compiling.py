@@ -21,17 +21,17 @@ Progress = Callable[[int, int, str], None]
 def compile_best(
     ranked: list[Entry],
     refused: Refusals,
-    most: int,
+    max_count: int,
     tell: Progress,
     notes: list[str],
 ) -> list[Entry]:
-    """The candidates in their order, of which the first `most` compile, fit and send what was estimated.
+    """The candidates in their order, of which the first `max_count` compile, fit and send what was estimated.
 
     Those before them that don't compile or fit are refused, and those that send something else come last. So however many are
     compiled, the first is the same.
     """
     described = machine_of(ranked[0].candidate.target).described if ranked else None
-    if not ranked or most < 1:
+    if not ranked or max_count < 1:
         return ranked
     if described is None:
         notes.append("nothing is compiled for virtual CPU devices; use `attnops verify` or `attnops run` for that")
@@ -40,12 +40,12 @@ def compile_best(
         notes.append(not_compiled(described.platform, "nothing was compiled"))
         return ranked
     done, differing = list[Entry](), list[Entry]()
-    while ranked and len(done) < most:
+    while ranked and len(done) < max_count:
         entry, *ranked = ranked
-        tell(len(done), most, f"compile {entry.candidate.where}")
+        tell(len(done), max_count, f"compile {entry.candidate.where}")
         entry = replace(entry, compiled=_compile(entry))
         assert entry.compiled is not None
-        failure = next((one.failure for one in entry.compiled.passes if one.failure), None)
+        failure = next((report.failure for report in entry.compiled.passes if report.failure), None)
         if failure is None:
             (differing if entry.differs else done).append(entry)
         else:
@@ -56,7 +56,7 @@ def compile_best(
                 failure.message,
                 entry.candidate.where,
             )
-    tell(most, most, "")
+    tell(max_count, max_count, "")
     return done + ranked + differing
 
 

@@ -21,23 +21,28 @@ SEARCHED = ("tune", "error")  # tuning policies under which a plan would search 
 
 
 def metadata_for(
-    given: Declaration, machine: Machine, sizes: Mapping[str, int], fields: Mapping[str, Any]
+    declaration: Declaration, machine: Machine, sizes: Mapping[str, int], fields: Mapping[str, Any]
 ) -> OperationMetadata:
     """The declared metadata on a mesh of the machine's devices. What would fall back to another path is refused, unless
     something else is declared."""
-    said = {name: value for name, value in given.metadata.items() if name not in _OF_TARGET}
-    if said.get("tuning") in SEARCHED:
-        said["tuning"] = "heuristic"
+    declared = {name: value for name, value in declaration.metadata.items() if name not in _OF_TARGET}
+    if declared.get("tuning") in SEARCHED:
+        declared["tuning"] = "heuristic"
     mesh = _mesh(machine, sizes)
-    return OperationMetadata.from_dict({"fallback": "error", **said, **fields} | {"mesh": mesh})
+    return OperationMetadata.from_dict({"fallback": "error", **declared, **fields} | {"mesh": mesh})
 
 
-def declared_as(given: Declaration, candidate: Candidate, machine: Machine) -> Declaration:
+def declared_as(declaration: Declaration, candidate: Candidate, machine: Machine) -> Declaration:
     """The declaration with the candidate's operation, mesh and strategy. Planned as it stands, it gives the candidate's plan."""
-    said = {name: value for name, value in given.metadata.items() if name not in _OF_TARGET}
-    metadata = {"fallback": "error", **said, **candidate.fields(), "mesh": mesh_to_dict(_mesh(machine, candidate.mesh))}
+    declared = {name: value for name, value in declaration.metadata.items() if name not in _OF_TARGET}
+    metadata = {
+        "fallback": "error",
+        **declared,
+        **candidate.fields(),
+        "mesh": mesh_to_dict(_mesh(machine, candidate.mesh)),
+    }
     update = {"operation": candidate.operation, "metadata": metadata}
-    return given.model_copy(update=update).checked()
+    return declaration.model_copy(update=update).checked()
 
 
 def _mesh(machine: Machine, sizes: Mapping[str, int]) -> AbstractMesh:

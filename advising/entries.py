@@ -16,11 +16,11 @@ __all__ = ["Entry", "Refusal", "Refusals"]
 
 @dataclass(frozen=True)
 class Entry:
-    """A candidate that can run: plan and estimate. given: the declaration it was made from, with any chosen block sizes.
+    """A candidate that can run: plan and estimate. base_declaration: the one it was made from, with any chosen block sizes.
     compiled: the compiler's report, if requested."""
 
     candidate: Candidate
-    given: Declaration
+    base_declaration: Declaration
     plan: Plan
     estimate: Estimate
     notes: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Entry:
     @property
     def declaration(self) -> Declaration:
         """The declaration to write. Planned as it stands, it gives this plan."""
-        return declared_as(self.given, self.candidate, self.estimate.machine)
+        return declared_as(self.base_declaration, self.candidate, self.estimate.machine)
 
     @property
     def seconds_a_row(self) -> float:
@@ -44,13 +44,13 @@ class Entry:
     @property
     def differs(self) -> bool:
         """Whether its compiled program sends something other than its strategy has to, and so takes longer than estimated."""
-        return self.compiled is not None and any(one.differences for one in self.compiled.passes)
+        return self.compiled is not None and any(report.differences for report in self.compiled.passes)
 
     @property
     def peak_bytes(self) -> int | None:
         """The peak memory of a device, by the compiler."""
         passes = () if self.compiled is None else self.compiled.passes
-        return max((one.peak_bytes for one in passes if one.compiled), default=None)
+        return max((report.peak_bytes for report in passes if report.compiled), default=None)
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,15 @@ class Refusals:
     """Refusals by kind and code, with the reason and the mesh of the first, and the operations concerned."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[str, str], Refusal] = {}
+        self.by_reason: dict[tuple[str, str], Refusal] = {}
 
     def add(self, kind: str, operation: str, code: str, reason: str, where: str) -> None:
         """Add one candidate."""
         first = Refusal(kind, (), reason, 0, where)
-        before = self.found.get((kind, code), first)
+        before = self.by_reason.get((kind, code), first)
         operations = tuple(dict.fromkeys((*before.operations, *([operation] if operation else []))))
-        self.found[kind, code] = replace(before, operations=operations, count=before.count + 1)
+        self.by_reason[kind, code] = replace(before, operations=operations, count=before.count + 1)
 
-    def told(self) -> tuple[Refusal, ...]:
+    def ranked(self) -> tuple[Refusal, ...]:
         """Those with the most candidates first."""
-        return tuple(sorted(self.found.values(), key=lambda refusal: -refusal.count))
+        return tuple(sorted(self.by_reason.values(), key=lambda refusal: -refusal.count))

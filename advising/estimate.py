@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from ..planning import Plan
 from ..planning.placed_tensors import all_axes, axes_by_dim, placed_tensors, sent_itemsize
 from ..planning.traffic import Need, min_traffic
+from .axis_segments import AxisSegment, assign_axes
+from .compute_time import ComputeTime, compute_time
 from .machine import Machine
 from .sending import hops, reordered_seconds, ring_hop_seconds, seconds_of
-from .spans import Span, lay
 from .tiles import kernels_of_pass
-from .working import Worked, worked
 
 __all__ = ["Estimate", "PassEstimate", "Send", "Term", "estimate"]
 
@@ -84,11 +84,11 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        return sum(one.seconds for one in self.passes)
+        return sum(estimated.seconds for estimated in self.passes)
 
     @property
     def sent_bytes(self) -> float:
-        return sum(one.sent_bytes for one in self.passes)
+        return sum(estimated.sent_bytes for estimated in self.passes)
 
     @property
     def least_bytes(self) -> int:
@@ -103,14 +103,17 @@ class Estimate:
     @property
     def bound(self) -> str:
         """The longest term of all passes and, if there are several, its pass; of work also what limits it."""
-        term, one = max(((term, one) for one in self.passes for term in one.terms), key=lambda found: found[0].seconds)
-        told = f"{_WORK}, by {one.bound}" if term.name == _WORK else term.name
-        return f"{one.name} {told}" if len(self.passes) > 1 else told
+        term, estimated = max(
+            ((term, estimated) for estimated in self.passes for term in estimated.terms),
+            key=lambda pair: pair[0].seconds,
+        )
+        cause = f"{_WORK}, by {estimated.bound}" if term.name == _WORK else term.name
+        return f"{estimated.name} {cause}" if len(self.passes) > 1 else cause
 
     @property
     def unknown(self) -> tuple[str, ...]:
         """Traffic that is only known after compiling; the seconds are then too few."""
-        return tuple(why for one in self.passes for why in one.unknown)
+        return tuple(why for estimated in self.passes for why in estimated.unknown)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
@@ -123,13 +126,13 @@ class Estimate:
             "held_bytes": self.held_bytes,
             "passes": [
                 {
-                    "name": one.name,
-                    "seconds": one.seconds,
-                    "terms": [vars(term) for term in one.terms],
-                    "sends": [vars(send) | {"axes": list(send.axes)} for send in one.sends],
-                    "unknown": list(one.unknown),
+                    "name": estimated.name,
+                    "seconds": estimated.seconds,
+                    "terms": [vars(term) for term in estimated.terms],
+                    "sends": [vars(send) | {"axes": list(send.axes)} for send in estimated.sends],
+                    "unknown": list(estimated.unknown),
                 }
-                for one in self.passes
+                for estimated in self.passes
             ],
         }
 
@@ -137,72 +140,74 @@ class Estimate:
 def estimate(plan: Plan, machine: Machine, sizes: Mapping[str, int] | None = None) -> Estimate:
     """Estimate a planned call that can run. sizes: the plan's mesh in another order, which decides how its axes lie."""
     sizes = {axis.name: axis.size for axis in plan.problem.mesh} if sizes is None else sizes
-    spans = lay(machine.physical, sizes)
-    known = _known(plan, machine)
-    passes = (_pass(plan, machine, spans, one) for one in known.passes)
-    return Estimate(machine, tuple(passes), *known.bytes)
+    segments = assign_axes(machine.physical, sizes)
+    pass_costs = _pass_costs(plan, machine)
+    passes = (_pass(plan, machine, segments, known_pass) for known_pass in pass_costs.passes)
+    return Estimate(machine, tuple(passes), *pass_costs.bytes)
 
 
 class _Pass(NamedTuple):
     name: str
-    done: Worked
+    done: ComputeTime
     needs: tuple[Need, ...]
     unknown: tuple[str, ...]
 
 
-class _Known(NamedTuple):
+class _PassCosts(NamedTuple):
     passes: tuple[_Pass, ...]
     bytes: tuple[int, int, int]
 
 
 @functools.lru_cache(maxsize=64)
-def _known(plan: Plan, machine: Machine) -> _Known:
+def _pass_costs(plan: Plan, machine: Machine) -> _PassCosts:
     """What doesn't depend on how the mesh lies."""
     backward = plan.problem.mode == "__train__"
     forward = min_traffic(plan, False)
-    passes = [_Pass("forward", worked(machine, plan, kernels_of_pass(plan, False)), forward.needs, forward.unknown)]
+    passes = [
+        _Pass("forward", compute_time(machine, plan, kernels_of_pass(plan, False)), forward.needs, forward.unknown)
+    ]
     if backward:
         both = min_traffic(plan, True)
         rest, unknown = both.needs[len(forward.needs) :], both.unknown[len(forward.unknown) :]
-        passes.append(_Pass("backward", worked(machine, plan, kernels_of_pass(plan, True)), rest, unknown))
-    return _Known(tuple(passes), (*_operands(plan, backward), _held(plan, machine, backward)))
+        passes.append(_Pass("backward", compute_time(machine, plan, kernels_of_pass(plan, True)), rest, unknown))
+    return _PassCosts(tuple(passes), (*_operands(plan, backward), _strategy_bytes(plan, machine, backward)))
 
 
-def _pass(plan: Plan, machine: Machine, spans: Mapping[str, tuple[Span, ...]], known: _Pass) -> PassEstimate:
-    name, done, needs, unknown = known
+def _pass(plan: Plan, machine: Machine, segments: Mapping[str, tuple[AxisSegment, ...]], costs: _Pass) -> PassEstimate:
+    name, compute, needs, unknown = costs
     needs = tuple(need for need in needs if not need.optional)
-    work, waiting = _shared(done, machine, plan)
+    work, waiting = _shared(compute, machine, plan)
     groups: dict[tuple[str, tuple[str, ...], str], list[Need]] = {}
     for need in needs:
         word = {"ring": _AROUND, "zigzag": _ORDER}.get(need.step, "")
         groups.setdefault((need.kind, need.axes, word), []).append(need)
     sends = [
-        _send(plan, machine, done, key, members, _along(spans, key[1]), name == "backward")
+        _send(plan, machine, compute, key, members, _along(segments, key[1]), name == "backward")
         for key, members in groups.items()
     ]
-    return PassEstimate(name, work, waiting, done.bound, tuple(sends), unknown)
+    return PassEstimate(name, work, waiting, compute.bound, tuple(sends), unknown)
 
 
-def _shared(done: Worked, machine: Machine, plan: Plan) -> tuple[float, float]:
+def _shared(compute: ComputeTime, machine: Machine, plan: Plan) -> tuple[float, float]:
     """(work of the mean device, the wait beyond it: at each hop the busiest device counts)."""
-    mean, lockstep = float(done.seconds.sum(1).mean()), float(done.seconds.max(0).sum())
+    mean, lockstep = float(compute.seconds.sum(1).mean()), float(compute.seconds.max(0).sum())
     if machine.cpu is not None:
         steps = len(plan.placement.sequence.steps) or 1
         return (mean + steps * machine.cpu.step_seconds) * plan.problem.devices, 0.0
     return mean, lockstep - mean
 
 
-def _along(spans: Mapping[str, tuple[Span, ...]], axes: tuple[str, ...]) -> tuple[Span, ...]:
-    return tuple(span for axis in axes for span in spans[axis])
+def _along(segments: Mapping[str, tuple[AxisSegment, ...]], axes: tuple[str, ...]) -> tuple[AxisSegment, ...]:
+    return tuple(segment for axis in axes for segment in segments[axis])
 
 
 def _send(
     plan: Plan,
     machine: Machine,
-    done: Worked,
+    compute: ComputeTime,
     key: tuple[str, tuple[str, ...], str],
     needs: list[Need],
-    spans: tuple[Span, ...],
+    segments: tuple[AxisSegment, ...],
     backward: bool,
 ) -> Send:
     kind, axes, word = key
@@ -212,24 +217,28 @@ def _send(
         seconds = sent * plan.problem.devices / machine.cpu.bytes_per_second
         return Send(kind, what, axes, sent, seconds, seconds)
     if word == _ORDER:
-        seconds = reordered_seconds(sent, spans) + len(needs) * machine.hop_seconds * hops("all-to-all", spans)
+        seconds = reordered_seconds(sent, segments) + len(needs) * machine.hop_seconds * hops("all-to-all", segments)
         return Send(kind, what, axes, sent, seconds, seconds)
     if kind != "collective-permute":
-        seconds = seconds_of(kind, sent, spans) + len(needs) * machine.hop_seconds * hops(kind, spans)
+        seconds = seconds_of(kind, sent, segments) + len(needs) * machine.hop_seconds * hops(kind, segments)
         return Send(kind, what, axes, sent, seconds, seconds)
     split = plan.placement.sequence
     moves = [after - before for before, after in itertools.pairwise(split.steps)]
     if not moves:
         return Send(kind, what, axes, sent, 0.0, 0.0)
     home = [split.ring_size - split.steps[-1]] if backward else []
-    each = sent / len([*moves, *home])
-    taken = [
-        ring_hop_seconds(each, spans, by) + machine.hop_seconds * min(by, split.ring_size - by)
+    per_move = sent / len([*moves, *home])
+    hop_seconds = [
+        ring_hop_seconds(per_move, segments, by) + machine.hop_seconds * min(by, split.ring_size - by)
         for by in (*moves, *home)
     ]
-    seconds = sum(taken)
-    beside = [float(column.max()) for column in done.seconds.T]  # the work done meanwhile
-    hidden = sum(min(a, b) for a, b in zip(taken[: len(moves)], beside, strict=False)) if machine.overlaps else 0.0
+    seconds = sum(hop_seconds)
+    work_seconds = [float(column.max()) for column in compute.seconds.T]  # the work done meanwhile
+    hidden = (
+        sum(min(a, b) for a, b in zip(hop_seconds[: len(moves)], work_seconds, strict=False))
+        if machine.overlaps
+        else 0.0
+    )
     return Send(kind, what, axes, sent, seconds, seconds - hidden)
 
 
@@ -237,10 +246,10 @@ def _operands(plan: Plan, backward: bool) -> tuple[int, int]:
     """Bytes of (arguments, results) per device; for both passes with the outputs' gradients and all others."""
     problem, placement = plan.problem, plan.placement
     sizes = {axis.name: axis.size for axis in problem.mesh}
-    given = outgoing = gradients = 0
+    inputs = outgoing = gradients = 0
     for tensor in placed_tensors(problem, placement):
         bytes_ = tensor.call_bytes(sizes)
-        given += bytes_
+        inputs += bytes_
         gradients += bytes_ if tensor.gradient else 0
     parts = math.prod(sizes[a] for a in all_axes(axes_by_dim(placement.spec("output"), 4)))
     outgoing += math.prod(problem.shape_of("output")) * problem.itemsize_of("output") // parts
@@ -248,25 +257,25 @@ def _operands(plan: Plan, backward: bool) -> tuple[int, int]:
         wide = jnp.dtype(problem.softmax_dtype).itemsize
         split = math.prod(sizes[a] for a in all_axes(axes_by_dim(placement.spec("lse"), 3)))
         outgoing += problem.batch * problem.q_heads * problem.q_len * wide // split
-    return (given + outgoing, outgoing + gradients) if backward else (given, outgoing)
+    return (inputs + outgoing, outgoing + gradients) if backward else (inputs, outgoing)
 
 
-def _held(plan: Plan, machine: Machine, backward: bool) -> int:
+def _strategy_bytes(plan: Plan, machine: Machine, backward: bool) -> int:
     """Bytes that the strategy holds besides operands and results: gathered keys, keys received around a ring, exchanged
     tensors; backward the gradients of these too, around a ring in float32."""
     problem, split, local = plan.problem, plan.placement.sequence, plan.placement.local
     item = sent_itemsize(problem.runtime_dtype, machine.platform == "cpu")
     width, rows = problem.head_dim + problem.value_dim, local.batch * local.q_heads * local.q_len * split.chunks
     keys = local.batch * local.kv_heads * local.kv_len * split.chunks * width
-    held = 0
+    size = 0
     if split.gathers:
-        held += keys * item
+        size += keys * item
     if split.head_axes:
-        held += keys * item + rows * problem.head_dim * item
+        size += keys * item + rows * problem.head_dim * item
     if split.ring_axes:
-        held += keys * item
+        size += keys * item
     if backward and split.strategy:
-        held += keys * (4 if split.ring_axes else item)
+        size += keys * (4 if split.ring_axes else item)
     if plan.route is not None and plan.route.name == "plain":
-        held += local.batch * local.q_heads * local.q_len * local.kv_len * jnp.dtype(problem.softmax_dtype).itemsize
-    return held
+        size += local.batch * local.q_heads * local.q_len * local.kv_len * jnp.dtype(problem.softmax_dtype).itemsize
+    return size

@@ -12,8 +12,8 @@ from ..verify.devices import DeviceLimits, device_limits
 from ..verify.generations import torus_of
 from ..verify.gpu.gpu_target import gpu_target, is_gpu_target
 from ..verify.targets import Target, cpu_count, target_of
+from .axis_segments import PhysicalAxis
 from .cpu_rates import CpuRates
-from .spans import Physical
 
 __all__ = ["Machine", "machine_of", "with_devices"]
 
@@ -34,7 +34,7 @@ class Machine:
     cores: int
     count: int
     limits: DeviceLimits | None
-    physical: tuple[Physical, ...]
+    physical: tuple[PhysicalAxis, ...]
     hop_seconds: float
     overlaps: bool
     cpu: CpuRates | None = None
@@ -57,46 +57,50 @@ def machine_of(target: str) -> Machine:
         return cpu_machine(count, CpuRates())
     if target.partition(":")[0] == "cpu":
         raise ConfigError(f"target {shown(target)}; wanted virtual CPU devices and how many, such as cpu:8.")
-    found = target_of(target)
+    described = target_of(target)
     if is_gpu_target(target):
-        wanted = gpu_target(target)
-        spec = gpu_specs()[wanted.name]
+        gpus = gpu_target(target)
+        spec = gpu_specs()[gpus.name]
         joined = (
-            Physical(wanted.hosts, spec.network_bytes_per_second, switched=True),
-            Physical(wanted.gpus, spec.nvlink_bytes_per_second, switched=True),
+            PhysicalAxis(gpus.hosts, spec.network_bytes_per_second, switched=True),
+            PhysicalAxis(gpus.gpus, spec.nvlink_bytes_per_second, switched=True),
         )
-        limits = device_limits("cuda", found.kind)
-        return Machine(target, "cuda", found.kind, found.cores, found.count, limits, joined, 0.0, True)
+        limits = device_limits("cuda", described.kind)
+        return Machine(target, "cuda", described.kind, described.cores, described.count, limits, joined, 0.0, True)
     torus = torus_of(target)
     # The devices of a chip send at the same time, over the same links.
-    chips = [Physical(n, torus.link / torus.devices, ring) for n, ring in zip(torus.shape, torus.rings, strict=True)]
-    physical = (*chips, Physical(torus.devices, torus.die_link))
-    limits = device_limits("tpu", found.kind, found.cores)
-    return Machine(target, "tpu", found.kind, found.cores, found.count, limits, physical, _HOP_SECONDS, True)
+    chips = [
+        PhysicalAxis(n, torus.link / torus.devices, ring) for n, ring in zip(torus.shape, torus.rings, strict=True)
+    ]
+    physical = (*chips, PhysicalAxis(torus.devices, torus.die_link))
+    limits = device_limits("tpu", described.kind, described.cores)
+    return Machine(
+        target, "tpu", described.kind, described.cores, described.count, limits, physical, _HOP_SECONDS, True
+    )
 
 
 def cpu_machine(count: int, rates: CpuRates) -> Machine:
     """Virtual devices of one machine: what one sends is copied in memory, and all share its cores."""
-    physical = (Physical(count, rates.bytes_per_second, switched=True),)
+    physical = (PhysicalAxis(count, rates.bytes_per_second, switched=True),)
     return Machine(f"cpu:{count}", "cpu", "cpu", 1, count, None, physical, 0.0, False, rates)
 
 
 def with_devices(target: str, count: int) -> str | None:
     """The name of a part of a target with so many devices: its shape divided by primes, the longest axis first; None
     if it has no such part."""
-    whole = machine_of(target)
-    if count == whole.count:
+    machine = machine_of(target)
+    if count == machine.count:
         return target
-    if whole.cpu is not None:
-        return f"cpu:{count}" if whole.count % count == 0 else None
+    if machine.cpu is not None:
+        return f"cpu:{count}" if machine.count % count == 0 else None
     if is_gpu_target(target):
-        wanted = gpu_target(target)
-        if count <= wanted.gpus:
-            return f"{wanted.name}:{count}" if wanted.gpus % count == 0 else None
-        hosts, rest = divmod(count, wanted.gpus)
-        return None if rest or wanted.hosts % hosts else f"{wanted.name}:{hosts}x{wanted.gpus}"
+        gpus = gpu_target(target)
+        if count <= gpus.gpus:
+            return f"{gpus.name}:{count}" if gpus.gpus % count == 0 else None
+        hosts, rest = divmod(count, gpus.gpus)
+        return None if rest or gpus.hosts % hosts else f"{gpus.name}:{hosts}x{gpus.gpus}"
     torus = torus_of(target)
-    shape, left = list(torus.shape), whole.count // count if whole.count % count == 0 else 0
+    shape, left = list(torus.shape), machine.count // count if machine.count % count == 0 else 0
     while left > 1:
         prime = next(n for n in range(2, left + 1) if left % n == 0)
         longest = max((i for i, n in enumerate(shape) if n % prime == 0), key=lambda i: shape[i], default=None)

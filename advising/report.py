@@ -35,17 +35,17 @@ def entries_json(entries: tuple[Entry, ...]) -> list[dict[str, Any]]:
     ]
 
 
-def rows(entries: tuple[Entry, ...], most: int = SHOWN) -> list[tuple[str, ...]]:
+def rows(entries: tuple[Entry, ...], max_rows: int = SHOWN) -> list[tuple[str, ...]]:
     """The first entries, as cells of COLUMNS."""
-    found: list[tuple[str, ...]] = []
+    table: list[tuple[str, ...]] = []
     several = len({(e.candidate.batch, e.candidate.target) for e in entries}) > 1
-    for entry in entries[:most]:
+    for entry in entries[:max_rows]:
         mesh = ",".join(f"{name}={size}" for name, size in entry.candidate.sizes)
         where = f"{mesh} batch {entry.candidate.batch} {entry.candidate.target}" if several else mesh
         split = entry.plan.placement.sequence.strategy
-        passes = [f"~{time_text(one.seconds)}" for one in entry.estimate.passes]
+        passes = [f"~{time_text(estimated.seconds)}" for estimated in entry.estimate.passes]
         first = entry is entries[0]
-        found.append(
+        table.append(
             (
                 where,
                 entry.plan.implementation or "",
@@ -59,33 +59,35 @@ def rows(entries: tuple[Entry, ...], most: int = SHOWN) -> list[tuple[str, ...]]
                 "" if first else loses(entry, entries[0]),
             )
         )
-    return found
+    return table
 
 
 def term_rows(entry: Entry) -> list[tuple[str, str]]:
     """(pass, its terms), which add up to its seconds; then the compiler's report, if requested."""
-    found = []
-    for one in entry.estimate.passes:
-        parts = [f"work {time_text(one.work)} (bound by {one.bound})"]
-        parts += [f"{term.name} {time_text(term.seconds)}" for term in one.terms[1:] if term.seconds]
-        found.append((one.name, f"~{time_text(one.seconds)} = {' + '.join(parts)}"))
-        for send in one.sends:
+    rows = []
+    for estimated in entry.estimate.passes:
+        parts = [f"work {time_text(estimated.work)} (bound by {estimated.bound})"]
+        parts += [f"{term.name} {time_text(term.seconds)}" for term in estimated.terms[1:] if term.seconds]
+        rows.append((estimated.name, f"~{time_text(estimated.seconds)} = {' + '.join(parts)}"))
+        for send in estimated.sends:
             hidden = send.seconds - send.waited
-            beside = f", {time_text(hidden)} of it beside the work" if hidden else ""
-            told = f"{bytes_text(send.sent_bytes)}, {time_text(send.seconds)}{beside}: {send.what}"
-            found.append(("sends", f"{send.kind} over {'+'.join(send.axes)}: {told}"))
+            overlap = f", {time_text(hidden)} of it beside the work" if hidden else ""
+            cost = f"{bytes_text(send.sent_bytes)}, {time_text(send.seconds)}{overlap}: {send.what}"
+            rows.append(("sends", f"{send.kind} over {'+'.join(send.axes)}: {cost}"))
     guess = entry.estimate
     parts = [f"operands {bytes_text(guess.argument_bytes)}", f"results {bytes_text(guess.output_bytes)}"]
     if guess.held_bytes:
         parts.append(f"about {bytes_text(guess.held_bytes)} that the strategy holds")
     passes = "of both passes " if len(guess.passes) > 1 else ""
-    found.append(("memory", f"~{bytes_text(guess.about_bytes)} per device = {passes}{' + '.join(parts)}"))
-    for made in () if entry.compiled is None else entry.compiled.passes:
+    rows.append(("memory", f"~{bytes_text(guess.about_bytes)} per device = {passes}{' + '.join(parts)}"))
+    for compiled in () if entry.compiled is None else entry.compiled.passes:
         sent = "sends exactly what is needed"
-        if made.differences or made.unchecked:
-            sent = "; ".join((*made.differences, *(f"what it sends isn't known: {why}" for why in made.unchecked)))
-        found.append(("compiled", f"{made.name}: {bytes_text(made.peak_bytes)} at the peak; {sent}"))
-    return found
+        if compiled.differences or compiled.unchecked:
+            sent = "; ".join(
+                (*compiled.differences, *(f"what it sends isn't known: {why}" for why in compiled.unchecked))
+            )
+        rows.append(("compiled", f"{compiled.name}: {bytes_text(compiled.peak_bytes)} at the peak; {sent}"))
+    return rows
 
 
 def loses(entry: Entry, winner: Entry) -> str:
@@ -94,15 +96,15 @@ def loses(entry: Entry, winner: Entry) -> str:
         return "its program doesn't send exactly what is needed"
     if entry.estimate.unknown and not winner.estimate.unknown:
         return f"its traffic isn't known: {entry.estimate.unknown[0]}"
-    mine, theirs = _by_term(entry.estimate), _by_term(winner.estimate)
+    candidate, best = _by_term(entry.estimate), _by_term(winner.estimate)
     per_row = winner.candidate.batch, entry.candidate.batch
-    more = {name: seconds / per_row[1] - theirs.get(name, 0.0) / per_row[0] for name, seconds in mine.items()}
-    longest = sorted((item for item in more.items() if item[1] > 0), key=lambda item: -item[1])[:2]
+    longer = {name: seconds / per_row[1] - best.get(name, 0.0) / per_row[0] for name, seconds in candidate.items()}
+    longest = sorted((item for item in longer.items() if item[1] > 0), key=lambda item: -item[1])[:2]
     gap = entry.seconds_a_row - winner.seconds_a_row
-    told = [f"{name} +{time_text(seconds * per_row[1])}" for name, seconds in longest if seconds > 0.1 * gap]
+    causes = [f"{name} +{time_text(seconds * per_row[1])}" for name, seconds in longest if seconds > 0.1 * gap]
     if entry.ranked_seconds == winner.ranked_seconds:
         return f"as fast by the estimate; {_tie(entry, winner)}"
-    return ", ".join(told) or f"+{time_text(gap * per_row[1])} in small parts"
+    return ", ".join(causes) or f"+{time_text(gap * per_row[1])} in small parts"
 
 
 def time_text(seconds: float) -> str:
@@ -112,11 +114,11 @@ def time_text(seconds: float) -> str:
 
 
 def _by_term(estimate: Estimate) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for one in estimate.passes:
-        for term in one.terms:
-            found[term.name] = found.get(term.name, 0.0) + term.seconds
-    return found
+    seconds: dict[str, float] = {}
+    for estimated in estimate.passes:
+        for term in estimated.terms:
+            seconds[term.name] = seconds.get(term.name, 0.0) + term.seconds
+    return seconds
 
 
 def _order(entry: Entry) -> str | None:
@@ -126,7 +128,7 @@ def _order(entry: Entry) -> str | None:
 
 def _tie(entry: Entry, winner: Entry) -> str:
     """What decides between equal times."""
-    if (more := entry.estimate.about_bytes - winner.estimate.about_bytes) > 0:
-        return f"{bytes_text(more)} more memory"
-    tp, best = (one.candidate.mesh.get("tp", 1) for one in (entry, winner))
+    if (extra_bytes := entry.estimate.about_bytes - winner.estimate.about_bytes) > 0:
+        return f"{bytes_text(extra_bytes)} more memory"
+    tp, best = (candidate.candidate.mesh.get("tp", 1) for candidate in (entry, winner))
     return f"tp={tp} splits heads more" if tp > best else "searched later"

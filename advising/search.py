@@ -14,15 +14,15 @@ from ..registry import OperationRegistry
 from ..registry.declaration import Declaration
 from ..sharding.modes import GENERATION
 from .advice import Advice
-from .asked import asked_devices, declared_ways, with_batch, with_mode
+from .axis_segments import assign_axes
 from .blocks import better_blocks
-from .candidates import AXES, Candidate, Sought, candidates, operations_for
+from .candidates import AXES, Candidate, SearchSpace, candidates, operations_for
 from .compiling import Progress, compile_best
 from .declared import SEARCHED, metadata_for
 from .entries import Entry, Refusals
 from .estimate import Estimate, estimate
 from .machine import Machine, machine_of, with_devices
-from .spans import lay
+from .search_scope import open_choices, requested_devices, with_batch, with_mode
 
 __all__ = ["advise"]
 
@@ -51,38 +51,38 @@ def advise(
 
     Errors: ConfigError for an unknown target, a number of devices that it has no part of, or an axis that isn't searched.
     """
-    given = with_mode(_declaration(declaration), mode)
+    declared = with_mode(_declaration(declaration), mode)
     tell = progress or (lambda done, of, what: None)
-    counts = asked_devices(machine_of(target), devices)
+    counts = requested_devices(machine_of(target), devices)
     _check_axes(mesh or {})
-    found: list[Entry] = []
+    entries: list[Entry] = []
     refused = Refusals()
-    asked: list[tuple[Candidate, Declaration]] = []
+    requests: list[tuple[Candidate, Declaration]] = []
     for batch in batches or (None,):
-        wanted = with_batch(given, batch)
+        batched = with_batch(declared, batch)
         machine = machine_of(target)
-        sought = _sought(wanted, machine, mesh or {}, operations)
+        space = _search_space(batched, machine, mesh or {}, operations)
         for count in counts:
             name = with_devices(target, count)
             assert name is not None
-            for one in candidates(sought, sought.problem.batch, count, name):
-                if isinstance(one, Candidate):
-                    asked.append((one, wanted))
+            for offered in candidates(space, space.problem.batch, count, name):
+                if isinstance(offered, Candidate):
+                    requests.append((offered, batched))
                 else:
-                    refused.add(f"mesh axis {one[0]}", "", one[1], one[1], f"{count} devices")
-    for done, (candidate, wanted) in enumerate(asked):
-        tell(done, len(asked), candidate.where)
-        outcome = _planned(candidate, wanted)
+                    refused.add(f"mesh axis {offered[0]}", "", offered[1], offered[1], f"{count} devices")
+    for done, (candidate, requested) in enumerate(requests):
+        tell(done, len(requests), candidate.where)
+        outcome = _planned(candidate, requested)
         if isinstance(outcome, Entry):
-            found.append(outcome)
+            entries.append(outcome)
         else:
             refused.add(candidate.kind, candidate.operation, *outcome, candidate.where)
-    tell(len(asked), len(asked), "")
-    ranked = sorted(_distinct(found), key=_rank)
+    tell(len(requests), len(requests), "")
+    ranked = sorted(_distinct(entries), key=_rank)
     ranked = sorted([*map(better_blocks, ranked[:_REFINED]), *ranked[_REFINED:]], key=_rank)
-    notes = list(_notes(given))
+    notes = list(_notes(declared))
     ranked = compile_best(ranked, refused, most_compiled, tell, notes)
-    return Advice(target, tuple(ranked), refused.told(), tuple(notes), len(asked))
+    return Advice(target, tuple(ranked), refused.ranked(), tuple(notes), len(requests))
 
 
 def _rank(entry: Entry) -> tuple[bool, float, int, int]:
@@ -97,95 +97,101 @@ def _rank(entry: Entry) -> tuple[bool, float, int, int]:
     )
 
 
-def _declaration(given: Declaration | Mapping[str, Any] | str | Path) -> Declaration:
-    if not isinstance(given, Declaration):
-        given = Declaration.from_dict(given) if isinstance(given, Mapping) else Declaration.load(given)
-    if given.step is not None or not given.is_set("call"):
+def _declaration(declaration: Declaration | Mapping[str, Any] | str | Path) -> Declaration:
+    if not isinstance(declaration, Declaration):
+        declaration = (
+            Declaration.from_dict(declaration) if isinstance(declaration, Mapping) else Declaration.load(declaration)
+        )
+    if declaration.step is not None or not declaration.is_set("call"):
         raise ConfigError("advise is for calls, and this declares none or a step over pages. Hint: declare `call`.")
-    if "partition_axis" in given.metadata or "partition_manager" in given.metadata:
+    if "partition_axis" in declaration.metadata or "partition_manager" in declaration.metadata:
         raise ConfigError(
             f"advise names the mesh axes itself ({', '.join(AXES)}), but metadata.partition_axis names others. Hint: remove it."
         )
-    return given
+    return declaration
 
 
-def _check_axes(held: Mapping[str, int]) -> None:
-    odd = next((name for name in held if name not in AXES), None)
-    if odd is not None:
-        raise ConfigError(f"mesh axis {shown(odd)} isn't searched; wanted one of {', '.join(AXES)}.")
-    for name, size in held.items():
+def _check_axes(fixed: Mapping[str, int]) -> None:
+    unknown = next((name for name in fixed if name not in AXES), None)
+    if unknown is not None:
+        raise ConfigError(f"mesh axis {shown(unknown)} isn't searched; wanted one of {', '.join(AXES)}.")
+    for name, size in fixed.items():
         if not is_whole(size, 1):
             raise ConfigError(f"mesh {name}={shown(size)}; wanted a number of devices, from 1 on.")
 
 
-def _sought(given: Declaration, machine: Machine, held: Mapping[str, int], operations: Sequence[str]) -> Sought:
-    kind: Any = OperationRegistry.get(given.operation)
-    metadata = metadata_for(given, machine, {"fsdp": 1}, {})
-    problem = kind(metadata).plan(**given.call_arguments(given.shapes())).problem
+def _search_space(
+    declaration: Declaration, machine: Machine, fixed: Mapping[str, int], operations: Sequence[str]
+) -> SearchSpace:
+    kind: Any = OperationRegistry.get(declaration.operation)
+    metadata = metadata_for(declaration, machine, {"fsdp": 1}, {})
+    problem = kind(metadata).plan(**declaration.call_arguments(declaration.shapes())).problem
     for name in operations:
         OperationRegistry.get(name)
     others = tuple(operations) or operations_for(
-        given.operation, machine.platform, kind.config_elsewhere(machine.platform)
+        declaration.operation, machine.platform, kind.config_elsewhere(machine.platform)
     )
-    strategies, orders = declared_ways(given, kind)
-    return Sought(problem, others, held, strategies, orders, problem.mode in GENERATION)
+    strategies, orders = open_choices(declaration, kind)
+    return SearchSpace(problem, others, fixed, strategies, orders, problem.mode in GENERATION)
 
 
-def _planned(candidate: Candidate, given: Declaration) -> Entry | tuple[str, str]:
+def _planned(candidate: Candidate, declaration: Declaration) -> Entry | tuple[str, str]:
     """The entry with the fastest order of axes, or the code and the reason why it can't run."""
     machine = machine_of(candidate.target)
     try:
-        plan = _plan(candidate, given, machine)
+        plan = _plan(candidate, declaration, machine)
     except AttnOpsError as error:
         return type(error).__name__, str(error).splitlines()[0]
     if plan.implementation is None:
-        reasons = {r.code: r.message for one in plan.rejected for r in one.reasons if r.code != "policy.fallback"}
+        reasons = {
+            r.code: r.message for rejected in plan.rejected for r in rejected.reasons if r.code != "policy.fallback"
+        }
         return "; ".join(reasons), "; ".join(reasons.values())
     if plan.placement.repeated:
         return "repeated", f"devices do the same work: {plan.placement.repeated[0].reason}"
     order, guess = _best_order(plan, machine)
     if order != candidate.sizes:
         candidate = candidate._replace(sizes=order)
-        plan = _plan(candidate, given, machine)
+        plan = _plan(candidate, declaration, machine)
     have = machine.hbm_bytes
     if have is not None and guess.least_bytes > have:
         return "memory", f"a device needs at least {bytes_text(guess.least_bytes)} and has {bytes_text(have)}"
-    return Entry(candidate, given, plan, guess)
+    return Entry(candidate, declaration, plan, guess)
 
 
-def _plan(candidate: Candidate, given: Declaration, machine: Machine) -> Plan:
+def _plan(candidate: Candidate, declaration: Declaration, machine: Machine) -> Plan:
     kind: Any = OperationRegistry.get(candidate.operation)
-    metadata = metadata_for(given, machine, candidate.mesh, candidate.fields())
-    return kind(metadata).plan(**given.call_arguments(given.shapes()))
+    metadata = metadata_for(declaration, machine, candidate.mesh, candidate.fields())
+    return kind(metadata).plan(**declaration.call_arguments(declaration.shapes()))
 
 
 def _best_order(plan: Plan, machine: Machine) -> tuple[tuple[tuple[str, int], ...], Estimate]:
     """The mesh's axes in the order that lies best on the links."""
-    seen: dict[Any, tuple[tuple[tuple[str, int], ...], Estimate]] = {}
+    by_segments: dict[Any, tuple[tuple[tuple[str, int], ...], Estimate]] = {}
     axes = [(axis.name, axis.size) for axis in plan.problem.mesh]
     for order in itertools.permutations(axes):
-        lies = lay(machine.physical, dict(order))
-        key = tuple(sorted(lies.items()))
-        if key not in seen:
-            seen[key] = order, estimate(plan, machine, dict(order))
-    return min(seen.values(), key=lambda found: found[1].seconds)
+        segments = assign_axes(machine.physical, dict(order))
+        key = tuple(sorted(segments.items()))
+        if key not in by_segments:
+            by_segments[key] = order, estimate(plan, machine, dict(order))
+    return min(by_segments.values(), key=lambda ordered: ordered[1].seconds)
 
 
 def _distinct(entries: Iterable[Entry]) -> list[Entry]:
     """Drop those that run the same as another: 'auto' where nothing is split, or a ring order equal to the plan's own."""
-    kept: dict[Any, Entry] = {}
+    best: dict[Any, Entry] = {}
     for entry in entries:
         split = entry.plan.placement.sequence
         order = str(split.zigzag) if split.ring_axes else None
         native = entry.plan.kind != "platform"  # the same code for all
         name = str(entry.plan.route) if native and entry.plan.route else entry.candidate.operation
-        kept.setdefault(entry.candidate._replace(operation=name, strategy=split.strategy, order=order), entry)
-    return list(kept.values())
+        best.setdefault(entry.candidate._replace(operation=name, strategy=split.strategy, order=order), entry)
+    return list(best.values())
 
 
-def _notes(given: Declaration) -> tuple[str, ...]:
-    said = [name for name in ("mesh", "platform", "backend") if given.metadata.get(name) is not None]
-    notes = [f"metadata.{name} is ignored: the target decides it" for name in said]
-    if (tuning := given.metadata.get("tuning")) in SEARCHED:
+def _notes(declaration: Declaration) -> tuple[str, ...]:
+    ignored = [name for name in ("mesh", "platform", "backend") if declaration.metadata.get(name) is not None]
+    notes = [f"metadata.{name} is ignored: the target decides it" for name in ignored]
+    if (tuning := declaration.metadata.get("tuning")) in SEARCHED:
         notes.append(f"metadata.tuning={tuning!r} is ignored here: stored sizes are used, otherwise the default ones")
     return tuple(notes)

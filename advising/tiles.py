@@ -11,12 +11,12 @@ import numpy as np
 from ..masks import Mask
 from ..planning import PassSizes, Plan
 
-__all__ = ["Live", "kernels_of_pass", "live_of"]
+__all__ = ["VisibleBlocks", "kernels_of_pass", "visible_blocks"]
 
-_MOST_BLOCKS = 2048  # per side; beyond that several blocks are treated as one
+_MAX_BLOCKS = 2048  # per side; beyond that several blocks are treated as one
 
 
-class Live(NamedTuple):
+class VisibleBlocks(NamedTuple):
     """Weights per head and batch row, by device of the sequence and hop: [devices, hops], in blocks of these sizes.
 
     Of blocks that the mask cuts, only the computed parts count.
@@ -41,30 +41,32 @@ def kernels_of_pass(plan: Plan, backward: bool) -> tuple[PassSizes, ...]:
         if backward
         else (getattr(route, "block_q", None), getattr(route, "block_kv", None))
     )
-    whole = route.name == "plain"
-    q, kv = (local.q_len, local.kv_len) if whole else (n or length for n, length in zip(sizes, local[1:3], strict=True))
+    is_plain = route.name == "plain"
+    q, kv = (
+        (local.q_len, local.kv_len) if is_plain else (n or length for n, length in zip(sizes, local[1:3], strict=True))
+    )
     return (PassSizes("backward" if backward else "forward", q, kv),)
 
 
-def live_of(plan: Plan, kernel: PassSizes) -> Live:
+def visible_blocks(plan: Plan, kernel: PassSizes) -> VisibleBlocks:
     """The live tiles of a planned call. If visibility is only known at run time, everything counts."""
     problem, placement = plan.problem, plan.placement
     local, split = placement.local, placement.sequence
     block_q, block_kv = _even(local.q_len, kernel.block_q), _even(local.kv_len, kernel.block_kv)
     compute_q, compute_kv = kernel.compute_q or kernel.block_q, kernel.compute_kv or kernel.block_kv
-    unit = _even(local.q_len, min(compute_q, block_q)), _even(local.kv_len, min(compute_kv, block_kv))
-    pieces_q, pieces_kv = problem.q_len // local.q_len, problem.kv_len // local.kv_len
+    sub_tile = _even(local.q_len, min(compute_q, block_q)), _even(local.kv_len, min(compute_kv, block_kv))
+    chunks_q, chunks_kv = problem.q_len // local.q_len, problem.kv_len // local.kv_len
     if problem.dynamic_query_offset or (plan.route is not None and plan.route.name == "plain"):
-        pairs = np.full((pieces_q, pieces_kv), float(local.q_len * local.kv_len))
+        pairs = np.full((chunks_q, chunks_kv), float(local.q_len * local.kv_len))
     else:
         pairs = _pairs(
             problem.mask,
             problem.q_len,
             problem.kv_len,
             problem.query_offset or 0,
-            *unit,
-            pieces_q,
-            pieces_kv,
+            *sub_tile,
+            chunks_q,
+            chunks_kv,
         )
     if split.ring_axes:
         weights = _around(pairs, split.ring_size, split.steps, split.zigzag)
@@ -72,7 +74,7 @@ def live_of(plan: Plan, kernel: PassSizes) -> Live:
         weights = pairs.sum(0)[:, None]
     else:
         weights = pairs.sum(1)[:, None]
-    return Live(weights, block_q, block_kv)
+    return VisibleBlocks(weights, block_q, block_kv)
 
 
 def _even(length: int, block: int) -> int:
@@ -82,38 +84,38 @@ def _even(length: int, block: int) -> int:
 
 @functools.lru_cache(maxsize=2048)
 def _pairs(
-    mask: Mask, q_len: int, kv_len: int, offset: int, block_q: int, block_kv: int, pieces_q: int, pieces_kv: int
+    mask: Mask, q_len: int, kv_len: int, offset: int, block_q: int, block_kv: int, chunks_q: int, chunks_kv: int
 ) -> np.ndarray:
-    """Weights in live tiles of each piece of the queries with each piece of the keys."""
-    q = _seen(q_len, block_q, pieces_q)
-    kv = _seen(kv_len, block_kv, pieces_kv)
-    live = mask.live_blocks(q, kv, q_len=q_len, kv_len=kv_len, query_offset=offset) > 0
-    rows, columns = _bounds(q_len, q, pieces_q), _bounds(kv_len, kv, pieces_kv)
+    """Weights in live tiles of each chunk of the queries with each chunk of the keys."""
+    q = _sampled_block(q_len, block_q, chunks_q)
+    kv = _sampled_block(kv_len, block_kv, chunks_kv)
+    visible = mask.live_blocks(q, kv, q_len=q_len, kv_len=kv_len, query_offset=offset) > 0
+    rows, columns = _bounds(q_len, q, chunks_q), _bounds(kv_len, kv, chunks_kv)
     padded = np.zeros((rows[-1], columns[-1]))
-    padded[: live.shape[0], : live.shape[1]] = live[: rows[-1], : columns[-1]]
+    padded[: visible.shape[0], : visible.shape[1]] = visible[: rows[-1], : columns[-1]]
     sums = np.add.reduceat(np.add.reduceat(padded, rows[:-1], 0), columns[:-1], 1)
     return sums * (q * kv)
 
 
-def _seen(length: int, block: int, pieces: int) -> int:
-    """The block size for looking at the mask: a piece at most, and no more than `_MOST_BLOCKS` blocks per side."""
-    piece = length // pieces
-    while math.ceil(length / block) > max(_MOST_BLOCKS, pieces) and block * 2 <= piece and piece % (block * 2) == 0:
+def _sampled_block(length: int, block: int, chunks: int) -> int:
+    """The block size for looking at the mask: a chunk at most, and no more than `_MAX_BLOCKS` blocks per side."""
+    chunk = length // chunks
+    while math.ceil(length / block) > max(_MAX_BLOCKS, chunks) and block * 2 <= chunk and chunk % (block * 2) == 0:
         block *= 2
     return block
 
 
-def _bounds(length: int, block: int, pieces: int) -> list[int]:
-    """Where pieces begin, in blocks, and the end of the last."""
-    each = max(1, math.ceil(length // pieces / block))
-    return [each * piece for piece in range(pieces + 1)]
+def _bounds(length: int, block: int, chunks: int) -> list[int]:
+    """Where chunks begin, in blocks, and the end of the last."""
+    blocks = max(1, math.ceil(length // chunks / block))
+    return [blocks * chunk for chunk in range(chunks + 1)]
 
 
 def _around(pairs: np.ndarray, devices: int, steps: tuple[int, ...], zigzag: bool) -> np.ndarray:
-    """By device and hop. In zigzag order device k has the k-th piece from the start and the k-th from the end."""
-    mine = np.arange(devices)[:, None]
-    theirs = (mine - np.array(steps)) % devices
+    """By device and hop. In zigzag order device k has the k-th chunk from the start and the k-th from the end."""
+    devices_of_rows = np.arange(devices)[:, None]
+    sources = (devices_of_rows - np.array(steps)) % devices
     if not zigzag:
-        return pairs[mine, theirs]
+        return pairs[devices_of_rows, sources]
     last = 2 * devices - 1
-    return sum(pairs[i, j] for i in (mine, last - mine) for j in (theirs, last - theirs))
+    return sum(pairs[i, j] for i in (devices_of_rows, last - devices_of_rows) for j in (sources, last - sources))

@@ -39,24 +39,24 @@ class AdviseOptions(NamedTuple):
 def run_advise(options: AdviseOptions) -> tuple[Advice, tuple[str, ...]]:
     """Return the advice and the command's notes. With `write`, also write the best declaration."""
     declaration = Declaration.load(options.config)
-    held = {} if options.mesh is None else parse_mesh(options.mesh)
+    sizes = {} if options.mesh is None else parse_mesh(options.mesh)
     with bar(options.target) as progress:
-        found = advise(
+        advice = advise(
             declaration,
             options.target,
             batches=options.batches,
             devices=options.devices,
-            mesh=held,
+            mesh=sizes,
             operations=options.operations,
             mode=options.mode,
             most_compiled=options.compiled,
             progress=progress,
         )
     notes = list(enabled_notes(declaration))
-    if options.write is not None and found.entries:
-        _write(found.best.declaration, options.write)
+    if options.write is not None and advice.entries:
+        _write(advice.best.declaration, options.write)
         notes.append(f"written: {options.write}")
-    return found, tuple(notes)
+    return advice, tuple(notes)
 
 
 def _write(declaration: Declaration, path: Path) -> None:
@@ -66,28 +66,32 @@ def _write(declaration: Declaration, path: Path) -> None:
         raise ConfigError(f"{path}: {error.strerror or error}; wanted a file to write to.") from None
 
 
-def print_advice(found: Advice, options: AdviseOptions, notes: tuple[str, ...]) -> None:
+def print_advice(advice: Advice, options: AdviseOptions, notes: tuple[str, ...]) -> None:
     """Print the table, the terms of the best entry, and why others are refused."""
     console = text()
-    if found.entries:
-        best = found.best
+    if advice.entries:
+        best = advice.best
         console.print(title(best.plan.problem.describe()))
         console.print(title(Text(ESTIMATES)), "", sep="\n")
         ranked, losing = table(*COLUMNS[:-1]), list[tuple[str, str | Text]]()
-        for row in rows(found.entries, options.rows):
+        for row in rows(advice.entries, options.rows):
             ranked.add_row(*row[:-1], style="bold green" if row[-1] == "" else None)
             if row[-1]:
                 losing.append(("why not", f"{' '.join(w for w in (row[0], row[2]) if w)}: {row[-1]}"))
         console.print(ranked)
-        if (more := len(found.entries) - options.rows) > 0:
-            console.print(f"and {more} more; --rows shows them, --json has all")
-        told: list[tuple[str, str | Text]] = [*term_rows(best), *(("note", note) for note in best.notes), *losing]
-        console.print("", fields(told), sep="\n")
-    refused: list[tuple[str, str | Text]] = [("refused", str(refusal)) for refusal in found.refused[:_REFUSED]]
-    if (more := len(found.refused) - _REFUSED) > 0:
-        refused.append(("refused", f"{more} more kinds; --json has all"))
-    shown = [entry.ranked_seconds for entry in found.entries[: options.rows]]
+        if (hidden := len(advice.entries) - options.rows) > 0:
+            console.print(f"and {hidden} more; --rows shows them, --json has all")
+        rows_of_best: list[tuple[str, str | Text]] = [
+            *term_rows(best),
+            *(("note", note) for note in best.notes),
+            *losing,
+        ]
+        console.print("", fields(rows_of_best), sep="\n")
+    refused: list[tuple[str, str | Text]] = [("refused", str(refusal)) for refusal in advice.refused[:_REFUSED]]
+    if (hidden := len(advice.refused) - _REFUSED) > 0:
+        refused.append(("refused", f"{hidden} more kinds; --json has all"))
+    shown = [entry.ranked_seconds for entry in advice.entries[: options.rows]]
     ties = (TIES,) if len({*shown}) < len(shown) else ()
-    refused += [("note", note) for note in (*found.notes, *ties, *notes)]
+    refused += [("note", note) for note in (*advice.notes, *ties, *notes)]
     if refused:
         console.print("", fields(refused), sep="\n")

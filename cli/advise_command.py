@@ -20,7 +20,7 @@ Batch = Annotated[
 Devices = Annotated[
     str | None, typer.Option("--devices", help="Number of devices: 8, or 8..64. Default: all.", show_default=False)
 ]
-Held = Annotated[
+FixedAxes = Annotated[
     str | None,
     typer.Option("--mesh", help="Fixed sizes of mesh axes fsdp, cp, sp, tp: tp=8.", show_default=False),
 ]
@@ -44,7 +44,7 @@ def advise(
     target: Target,
     batch: Batch = None,
     devices: Devices = None,
-    mesh: Held = None,
+    mesh: FixedAxes = None,
     operation: Operations = None,
     mode: o.Mode = None,
     compiled: Compile = 3,
@@ -59,10 +59,10 @@ def advise(
     options = AdviseOptions(
         config, target, tuple(batch or ()), devices, mesh, tuple(operation or ()), mode, compiled, rows, write
     )
-    found, notes = run_advise(options)
+    advice, notes = run_advise(options)
     if as_json:
-        print_json(found.to_dict() | {"notes": [*found.notes, *notes]})
+        print_json(advice.to_dict() | {"notes": [*advice.notes, *notes]})
     else:
-        print_advice(found, options, notes)
-    if not found.entries:
-        raise RefusedError(found.refusal())
+        print_advice(advice, options, notes)
+    if not advice.entries:
+        raise RefusedError(advice.refusal())

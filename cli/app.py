@@ -32,14 +32,14 @@ app.command()(advise)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status. Errors that attnops raises become one message on stderr."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     leave_absent_devices_alone()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # don't fail on a name that the terminal can't encode
             stream.reconfigure(errors="backslashreplace")
     with short_warnings():
         try:
-            status = app(args=given or ["--help"], prog_name="attnops", standalone_mode=False) or 0
+            status = app(args=argv or ["--help"], prog_name="attnops", standalone_mode=False) or 0
             sys.stdout.flush()
             # typer returns 130 for an interrupt and prints nothing; older versions raise Abort.
             return status if status != 130 else _fail("interrupted.", 130)

@@ -50,26 +50,26 @@ def baseline(plan: Plan, arrays: Mapping[str, Any]) -> Baseline | NotExpressible
     flags = _flags(problem)
     mask = None
     if flags is None:
-        whole = materials(problem, {name: x for name, x in arrays.items() if name != "dropout_rng"})
+        tensors = materials(problem, {name: x for name, x in arrays.items() if name != "dropout_rng"})
         heads = problem.q_heads if problem.operand("bias") else 1
         if problem.batch * heads * problem.q_len * problem.kv_len > _LARGEST_MASK:
             return NotExpressible("its mask would be an array of more than 1 GiB")
-        mask = whole.visible(slice(0, problem.q_len))
+        mask = tensors.visible(slice(0, problem.q_len))
     dtype = jnp.dtype(problem.runtime_dtype)
     q, k, v = (_bthd(arrays[name], problem.layout).astype(dtype) for name in ("query", "key", "value"))
-    told = flags or _Flags(False, None, False)
+    keyword_flags = flags or _Flags(False, None, False)
 
-    def attend(query: Any, key: Any, value: Any, bias: Any, seen: Any, lengths: Any) -> jax.Array:
+    def attend(query: Any, key: Any, value: Any, bias: Any, visible: Any, lengths: Any) -> jax.Array:
         with default_promotion():
             return jax.nn.dot_product_attention(
-                query, key, value, bias, seen, scale=problem.softmax_scale, is_causal=told.is_causal,
-                local_window_size=told.window, key_value_seq_lengths=lengths,
+                query, key, value, bias, visible, scale=problem.softmax_scale, is_causal=keyword_flags.is_causal,
+                local_window_size=keyword_flags.window, key_value_seq_lengths=lengths,
             )  # fmt: skip
 
-    lengths = arrays["kv_lengths"] if told.lengths else None
+    lengths = arrays["kv_lengths"] if keyword_flags.lengths else None
     if lengths is not None:
         lengths = jnp.asarray(lengths, jnp.int32)
-    return Baseline(attend, (q, k, v, arrays.get("bias"), mask, lengths), _words(told, mask))
+    return Baseline(attend, (q, k, v, arrays.get("bias"), mask, lengths), _words(keyword_flags, mask))
 
 
 def _why_not(problem: AttentionProblem) -> str:
@@ -89,22 +89,22 @@ def _flags(problem: AttentionProblem) -> _Flags | None:
     static, dynamic = problem.mask.split_static()
     if any(part.kind != "kv_lengths" for part in dynamic) or len(dynamic) > 1:
         return None
-    seen = causal_window(static, offset=0)
-    if seen is None:
+    window = causal_window(static, offset=0)
+    if window is None:
         return None
-    if seen.left is None and seen.right is None:
-        return _Flags(seen.causal, None, bool(dynamic))
-    if seen.left is None or seen.right is None:
+    if window.left is None and window.right is None:
+        return _Flags(window.causal, None, bool(dynamic))
+    if window.left is None or window.right is None:
         return None
-    return _Flags(seen.causal, (seen.left, seen.right), bool(dynamic))
+    return _Flags(window.causal, (window.left, window.right), bool(dynamic))
 
 
-def _words(told: _Flags, mask: np.ndarray | None) -> str:
+def _words(flags: _Flags, mask: np.ndarray | None) -> str:
     if mask is not None:
         return f"mask as an array {'x'.join(map(str, mask.shape))}"
-    words = ["is_causal"] if told.is_causal else []
-    words += [f"local_window_size={told.window}"] if told.window else []
-    words += ["key_value_seq_lengths"] if told.lengths else []
+    words = ["is_causal"] if flags.is_causal else []
+    words += [f"local_window_size={flags.window}"] if flags.window else []
+    words += ["key_value_seq_lengths"] if flags.lengths else []
     return ", ".join(words) or "no mask"
 
 

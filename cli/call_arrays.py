@@ -43,9 +43,9 @@ def call_shapes(declaration: Declaration, inputs: Path | None) -> CallArrays:
     """The same as `call_arrays`, with shapes only, for a plan."""
     if inputs is None:
         return CallArrays(dict(declaration.shapes()), None, ())
-    found = _read(declaration, inputs, 0)
-    structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in found.arrays.items()}
-    return found._replace(arrays=structs)
+    call_arrays = _read(declaration, inputs, 0)
+    structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in call_arrays.arrays.items()}
+    return call_arrays._replace(arrays=structs)
 
 
 def _read(declaration: Declaration, path: Path, seed: int) -> CallArrays:
@@ -84,13 +84,13 @@ def _cast(name: str, array: np.ndarray, call: CallDeclaration, path: Path, notes
             )
         return array
     if name in ("query", "key", "value"):
-        wanted = call.dtype or ("float32" if array.dtype == np.float64 else array.dtype.name)
-        if array.dtype.kind not in "fV" or wanted not in _FLOATS:
+        dtype = call.dtype or ("float32" if array.dtype == np.float64 else array.dtype.name)
+        if array.dtype.kind not in "fV" or dtype not in _FLOATS:
             raise InputError(f"{path}: {name} has dtype {array.dtype}; wanted one of {', '.join(_FLOATS)}.")
-        if wanted != array.dtype.name:
+        if dtype != array.dtype.name:
             why = "call.dtype" if call.dtype else "float64 is disabled"
-            notes.append(f"{name} of {path.name} cast from {array.dtype.name} to {wanted} ({why})")
-        return array.astype(jnp.dtype(wanted))
+            notes.append(f"{name} of {path.name} cast from {array.dtype.name} to {dtype} ({why})")
+        return array.astype(jnp.dtype(dtype))
     operand = ATTENTION.get(name)
     if operand is not None and operand.dtype == "integers" and is_integer(array.dtype):
         reason = beyond_int32(array, name)
@@ -141,31 +141,31 @@ def _agree_on_traced(call: CallDeclaration, arrays: dict[str, Any], path: Path) 
             )
     if call.is_set("kv_scales") and call.kv_scales is not None:
         for name in ("key", "value"):
-            scale, wanted = f"{name}_scale", scale_shape(arrays[name].shape, call.kv_scales, call.layout)
+            scale, expected = f"{name}_scale", scale_shape(arrays[name].shape, call.kv_scales, call.layout)
             got = f"holds no {scale}" if scale not in arrays else f"{scale} has shape {arrays[scale].shape}"
-            if scale not in arrays or arrays[scale].shape != wanted:
+            if scale not in arrays or arrays[scale].shape != expected:
                 raise InputError(
-                    f"{path}: {got}, but call.kv_scales={call.kv_scales} is declared, shape {wanted}; make them agree, or leave "
-                    "call.kv_scales out."
+                    f"{path}: {got}, but call.kv_scales={call.kv_scales} is declared, shape {expected}; make them agree, or "
+                    "leave call.kv_scales out."
                 )
     if call.segment_ids is not None:
         ids = next((arrays[name] for name in ("q_segment_ids", "kv_segment_ids") if name in arrays), None)
         if ids is None:
             raise InputError(f"{path}: holds no q_segment_ids, but call.segment_ids={call.segment_ids} is declared.")
-        most = max(len(np.unique(row)) for row in np.atleast_2d(ids))
-        if most != call.segment_ids:
+        max_segments = max(len(np.unique(row)) for row in np.atleast_2d(ids))
+        if max_segments != call.segment_ids:
             raise InputError(
-                f"{path}: has up to {most} segments in a row, but call.segment_ids={call.segment_ids} is declared."
+                f"{path}: has up to {max_segments} segments in a row, but call.segment_ids={call.segment_ids} is declared."
             )
     for name in ("kv_lengths", "kv_starts"):
-        said = getattr(call, name)
-        if isinstance(said, tuple):
-            declared = np.array(said, np.int32)
+        declared_value = getattr(call, name)
+        if isinstance(declared_value, tuple):
+            declared = np.array(declared_value, np.int32)
             if name in arrays and not np.array_equal(arrays[name], declared):
                 got = arrays[name].tolist()
                 raise InputError(f"{path}: {name} is {got}, but call.{name}={declared.tolist()} is declared.")
             arrays[name] = declared
-        elif said is True and name not in arrays:
+        elif declared_value is True and name not in arrays:
             raise InputError(f"{path}: holds no {name}, but call.{name}=true is declared; add it, or give a list.")
     if call.query_offset is not None and "query_offset" in arrays:
         raise InputError(

@@ -15,7 +15,7 @@ from ..verify.closeness import lse_size, output_size, row_error, row_sizes
 from ..verify.reference import Forward, forward
 from ..verify.report import AnyPlan
 from .materials import Materials, canonical, materials
-from .progress import Told
+from .progress import ReportProgress
 
 __all__ = ["Comparison", "Worst", "check", "tolerance_of"]
 
@@ -66,20 +66,20 @@ def check(
     arrays: Mapping[str, Any],
     expected: np.ndarray | None = None,
     source: str = "",
-    told: Told | None = None,
+    progress: ReportProgress | None = None,
 ) -> list[Comparison]:
     """Compare the output, and lse and weights if requested, with verify.reference_attention. Also compare the output with the
-    `expected` array of a source, leaving out rows of padding queries. `told` is called for each piece. Errors: InputError for
+    `expected` array of a source, leaving out rows of padding queries. `progress` is called for each piece. Errors: InputError for
     `expected` with a wrong shape.
     """
-    problem, given = plan.problem, materials(plan.problem, arrays)
+    problem, tensors = plan.problem, materials(plan.problem, arrays)
     packed = problem.layout == "thd"
-    got, theirs = canonical(np.asarray(output.attention_outputs), problem.layout), None
+    got, expected_values = canonical(np.asarray(output.attention_outputs), problem.layout), None
     if expected is not None:
         if expected.shape != output.attention_outputs.shape:
-            wanted = output.attention_outputs.shape
-            raise InputError(f"{source}: expected has shape {expected.shape}; wanted the output's, {wanted}.")
-        theirs = canonical(expected, problem.layout)
+            expected_shape = output.attention_outputs.shape
+            raise InputError(f"{source}: expected has shape {expected.shape}; wanted the output's, {expected_shape}.")
+        expected_values = canonical(expected, problem.layout)
     others = {
         name: np.asarray(x)[None] if packed else np.asarray(x)
         for name, x in (("lse", output.lse), ("weights", output.attention_weights))
@@ -90,28 +90,30 @@ def check(
     step = max(1, _PIECE // (problem.group * problem.kv_len))
     for start in range(0, problem.q_len, step):
         rows = slice(start, min(start + step, problem.q_len))
-        if told is not None:
-            told(start, problem.q_len, "queries")
-        seen = given.visible(rows)
+        if progress is not None:
+            progress(start, problem.q_len, "queries")
+        visible = tensors.visible(rows)
         for row in range(problem.batch):
             for kv_head in range(problem.kv_heads):
                 heads = slice(kv_head * problem.group, (kv_head + 1) * problem.group)
-                made = _piece(problem, given, seen, arrays, row, kv_head, heads, rows)
-                terms, found = output_size(made.dropped, made.value)[0], got[row, rows, heads]
-                want = np.einsum("bhqk,bkhd->bqhd", made.dropped, made.value)[0]
-                worst["output"].add(found, want, row_sizes(want, terms))
+                reference = _piece(problem, tensors, visible, arrays, row, kv_head, heads, rows)
+                terms, output_rows = output_size(reference.dropped, reference.value)[0], got[row, rows, heads]
+                want = np.einsum("bhqk,bkhd->bqhd", reference.dropped, reference.value)[0]
+                worst["output"].add(output_rows, want, row_sizes(want, terms))
                 if "lse" in others:
-                    worst["lse"].add(others["lse"][row, heads, rows], made.lse[0], lse_size(made.lse[0]))
+                    worst["lse"].add(others["lse"][row, heads, rows], reference.lse[0], lse_size(reference.lse[0]))
                 if "weights" in others:
-                    weights = made.weights[0]
+                    weights = reference.weights[0]
                     worst["weights"].add(others["weights"][row, heads, rows], weights, row_sizes(weights))
-                if theirs is not None:
-                    here, known = real[row, rows], theirs[row, rows, heads]
-                    worst["expected"].add(found[here], known[here], row_sizes(known, terms)[here])
+                if expected_values is not None:
+                    real_rows, expected_rows = real[row, rows], expected_values[row, rows, heads]
+                    worst["expected"].add(
+                        output_rows[real_rows], expected_rows[real_rows], row_sizes(expected_rows, terms)[real_rows]
+                    )
     tolerance = tolerance_of(plan)
     remark = "" if tolerance is not None else f"no tolerance is published for {problem.runtime_dtype}"
     checks = [worst[name].compared(name, "float64 reference", tolerance, remark) for name in ("output", *others)]
-    if theirs is not None:
+    if expected_values is not None:
         remark = "" if real.all() else f"{int((~real).sum())} rows of padding queries left out"
         if not real.any():  # nothing was compared, which isn't agreement
             tolerance, remark = None, "every row is a padding query, so nothing was compared"
@@ -139,24 +141,24 @@ def _real_queries(problem: AttentionProblem, arrays: Mapping[str, Any]) -> np.nd
 
 
 def _piece(
-    problem: AttentionProblem, given: Materials, seen: np.ndarray, arrays: Mapping[str, Any], row: int, kv_head: int,
+    problem: AttentionProblem, tensors: Materials, visible: np.ndarray, arrays: Mapping[str, Any], row: int, kv_head: int,
     heads: slice, rows: slice,
 ) -> Forward:  # fmt: skip
-    one, count = slice(row, row + 1), problem.group
+    batch_row, count = slice(row, row + 1), problem.group
     keep = None
     if problem.dropout_prob > 0:
         dropout = Dropout(dropout_seed(arrays["dropout_rng"]), problem.dropout_prob, row, heads.start, rows.start)
         head, at, key = np.arange(count), np.arange(rows.stop - rows.start), np.arange(problem.kv_len)
         keep = np.asarray(dropout.keep(0, head[:, None, None], at[None, :, None], key[None, None]))[None]
     return forward(
-        given.query[one, rows, heads],
-        given.key[one, :, kv_head : kv_head + 1],
-        given.value[one, :, kv_head : kv_head + 1],
+        tensors.query[batch_row, rows, heads],
+        tensors.key[batch_row, :, kv_head : kv_head + 1],
+        tensors.value[batch_row, :, kv_head : kv_head + 1],
         scale=problem.softmax_scale,
-        mask=_cut(seen, one, heads, slice(None)),
-        bias=None if given.bias is None else _cut(given.bias, one, heads, rows),
+        mask=_cut(visible, batch_row, heads, slice(None)),
+        bias=None if tensors.bias is None else _cut(tensors.bias, batch_row, heads, rows),
         soft_cap=problem.logits_soft_cap,
-        sinks=None if given.sinks is None else given.sinks[heads],
+        sinks=None if tensors.sinks is None else tensors.sinks[heads],
         keep=keep,
         keep_probability=1.0 - problem.dropout_prob,
     )
@@ -164,7 +166,9 @@ def _piece(
 
 def _cut(x: np.ndarray, batch: slice, heads: slice, rows: slice) -> np.ndarray:
     """Cut [batch, heads, q, kv]; a dimension of 1 stands for all."""
-    whole = slice(None)
+    full = slice(None)
     return x[
-        whole if x.shape[0] == 1 else batch, whole if x.shape[1] == 1 else heads, whole if x.shape[2] == 1 else rows
+        full if x.shape[0] == 1 else batch,
+        full if x.shape[1] == 1 else heads,
+        full if x.shape[2] == 1 else rows,
     ]

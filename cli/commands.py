@@ -89,18 +89,18 @@ def plan(
         "operation": operation, "family": family, "part": part, "ignore": ignore, "dtype": dtype, "batch": batch, "q_len": q_len,
         "kv_len": kv_len, "layer": layer, "write": write,
     }  # fmt: skip
-    given = {name: value for name, value in of_model.items() if value is not None}
+    model_options = {name: value for name, value in of_model.items() if value is not None}
     chosen = {"mesh": mesh, "mode": mode, "target": target, "strict": strict, "fallback": fallback}
     if model is not None:
         for name, other in (("CONFIG", config), ("--inputs", inputs)):
             if other is not None:
                 raise ConfigError(f"{name} {other} and --model {model} exclude each other; give one of them.")
-        _plan_model({"model": model} | given | chosen, as_json, verbose)
+        _plan_model({"model": model} | model_options | chosen, as_json, verbose)
         return
     if config is None:
         raise ConfigError("nothing to plan; give a declaration file, or --model with a model's config.json.")
-    if given:
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
+    if model_options:
+        names = ", ".join("--" + name.replace("_", "-") for name in model_options)
         raise ConfigError(f"{names} without --model; for {config} the declaration specifies that.")
     from ..planning.paged.paged_plan import PagedPlan
     from .cache import plan_cache, show_cache
@@ -135,13 +135,13 @@ def plan(
 def _plan_model(options: dict[str, Any], as_json: bool, verbose: bool) -> None:
     from .model import ModelOptions, model_json, plan_model, print_model
 
-    found = plan_model(ModelOptions(**options))
+    plans = plan_model(ModelOptions(**options))
     if as_json:
-        print_json(model_json(found))
+        print_json(model_json(plans))
     else:
-        print_model(found, whole="layer" in options, verbose=verbose)
-    if found.refused:
-        raise Refused("; ".join(found.refused))
+        print_model(plans, whole="layer" in options, verbose=verbose)
+    if plans.refused:
+        raise Refused("; ".join(plans.refused))
 
 
 @app.command()
@@ -182,7 +182,7 @@ def tune(
     mesh: o.Mesh = None,
     mode: o.Mode = None,
     how: o.How = None,
-    most: o.Most = 16,
+    most: o.MaxCandidates = 16,
     cache: o.Cache = None,
     as_json: o.Json = False,
 ) -> None:
@@ -199,7 +199,7 @@ def tune(
         print_json([noted(report, declaration, notes) for report in tuned_json(reports)])
     else:
         print_tuned(reports, notes)
-    failed = [name for name, report in reports if report.found.choice is None]
+    failed = [name for name, report in reports if report.result.choice is None]
     if failed:
         raise Refused(f"{', '.join(failed)}: no candidate compiles or runs; the table lists the reasons.")
 
@@ -264,8 +264,8 @@ def report(
     from .verified import VerifyOptions
 
     declaration = declared_in(config)
-    asked = VerifyOptions(declaration, tuple(target or ()), inputs, mesh, mode, fallback, lowered, timeout)
-    failed = report_command(ReportOptions(asked, run, repeats, seed, output, file_notes(declaration)))
+    verify_options = VerifyOptions(declaration, tuple(target or ()), inputs, mesh, mode, fallback, lowered, timeout)
+    failed = report_command(ReportOptions(verify_options, run, repeats, seed, output, file_notes(declaration)))
     print(f"wrote {output}")
     if failed:
         raise Refused("; ".join(failed))

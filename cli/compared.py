@@ -38,7 +38,7 @@ def compare(plan: Plan, arrays: Mapping[str, Any], output: Any) -> Compared:
     devices = jax.tree.leaves(arrays["query"])[0].sharding.device_set
     free = _free_bytes(next(iter(devices)), len(devices))
     try:
-        compiled = compile_call(other.function, other.arguments, most=free)
+        compiled = compile_call(other.function, other.arguments, max_bytes=free)
     except TooLarge as error:
         wants = f"needs {bytes_text(error.bytes)} of temporary memory per device"
         return Compared(None, other.mask, True, f"{wants}, and {bytes_text(free or 0)} are free")
@@ -49,18 +49,18 @@ def compare(plan: Plan, arrays: Mapping[str, Any], output: Any) -> Compared:
     return Compared(compiled, other.mask, True, "", _agreement(plan, output, compiled.result))
 
 
-def _agreement(plan: Plan, output: Any, theirs: Any) -> str:
+def _agreement(plan: Plan, output: Any, output_of_jax: Any) -> str:
     """How much the other result differs. Fully masked rows are left out: they are 0 here, and the mean of the values there."""
     problem = plan.problem
-    ours = canonical(np.asarray(output.attention_outputs, np.float32), problem.layout)
-    other = np.asarray(theirs, np.float32)
-    live: np.ndarray = np.ones(ours.shape[:-1], bool)
+    values = canonical(np.asarray(output.attention_outputs, np.float32), problem.layout)
+    other_values = np.asarray(output_of_jax, np.float32)
+    visible: np.ndarray = np.ones(values.shape[:-1], bool)
     if problem.mask.may_have_dead_rows(problem.q_len, problem.kv_len):
-        live = np.asarray(ours.any(axis=-1))
-    ours, other = ours[live], other[live]
-    finite = np.isfinite(ours) & np.isfinite(other)
-    text = f"differs by at most {float(np.abs(ours[finite] - other[finite]).max(initial=0.0)):.1e}"
-    text += "" if live.all() else f", {int((~live).sum())} fully masked rows left out"
+        visible = np.asarray(values.any(axis=-1))
+    values, other_values = values[visible], other_values[visible]
+    finite = np.isfinite(values) & np.isfinite(other_values)
+    text = f"differs by at most {float(np.abs(values[finite] - other_values[finite]).max(initial=0.0)):.1e}"
+    text += "" if visible.all() else f", {int((~visible).sum())} fully masked rows left out"
     return text if finite.all() else f"{text}, {int((~finite).sum())} values that are not finite left out"
 
 
@@ -73,5 +73,5 @@ def _free_bytes(device: jax.Device, count: int) -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 // count if found and device.platform == "cpu" else None
+    available = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(available[0]) * 1024 // count if available and device.platform == "cpu" else None

@@ -51,9 +51,9 @@ def verified_within(options: VerifyOptions, target: str, seconds: float) -> Iter
             f"{target}: the compiler's process ended before it planned the call (status {process.returncode})."
         )
     if late.is_set():
-        yield report.given_up(f"given up after {seconds:g} s (--timeout)")
+        yield report.abandoned(f"given up after {seconds:g} s (--timeout)")
     elif report.pending:
-        yield report.given_up(f"the compiler's process ended (status {process.returncode})")
+        yield report.abandoned(f"the compiler's process ended (status {process.returncode})")
 
 
 def _answer(process: subprocess.Popen[bytes], pipe: Any, seconds: float | None, late: threading.Event) -> Any:

@@ -18,7 +18,7 @@ __all__ = ["Columns", "Fields", "Title", "errors", "fields", "seconds_text", "ta
 
 _WIDTH = 80  # of a pipe or a file; a terminal has its own width
 _ANY = 10_000
-_LEAST = 24  # least columns for a value, however long its label
+_MIN_WIDTH = 24  # least columns for a value, however long its label
 # A number stays with its unit.
 _WORD = re.compile(r"\(?~?\d[\d.,]* (?:[KMG]iB|B|s|ms|us|GFLOP)\b\S*\s*|\S+\s*|\s+")
 
@@ -76,12 +76,12 @@ class Columns:
         return self._table().__rich_measure__(console, console.options).maximum <= width
 
     def _table(self) -> Table:
-        made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
         for head in self.heads:
-            made.add_column(Text(head), no_wrap=True)
+            table.add_column(Text(head), no_wrap=True)
         for cells, style in self.rows:
-            made.add_row(*cells, style=style)
-        return made
+            table.add_row(*cells, style=style)
+        return table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.fits(options.max_width):
@@ -99,35 +99,35 @@ class Columns:
 
 def _without_end(line: list[Segment]) -> list[Segment]:
     """The line without spaces at its end."""
-    kept = list(line)
-    while kept and not kept[-1].text.rstrip():
-        kept.pop()
-    if kept:
-        kept[-1] = kept[-1]._replace(text=kept[-1].text.rstrip())
-    return kept
+    segments = list(line)
+    while segments and not segments[-1].text.rstrip():
+        segments.pop()
+    if segments:
+        segments[-1] = segments[-1]._replace(text=segments[-1].text.rstrip())
+    return segments
 
 
 def _wrapped(value: str | Text, width: int) -> list[Text]:
     """Lines of at most this width, broken between words. A longer word gets a line of its own."""
-    whole = value if isinstance(value, Text) else Text(value)
-    found: list[Text] = []
-    for line in whole.split("\n", allow_blank=True):
+    text = value if isinstance(value, Text) else Text(value)
+    lines: list[Text] = []
+    for line in text.split("\n", allow_blank=True):
         starts, used = [], 0
         for word in _WORD.finditer(line.plain):
-            if used and used + cell_len(word[0].rstrip()) > max(width, _LEAST):
+            if used and used + cell_len(word[0].rstrip()) > max(width, _MIN_WIDTH):
                 starts.append(word.start())
                 used = 0
             used += cell_len(word[0])
-        found += line.divide(starts)
-    return found
+        lines += line.divide(starts)
+    return lines
 
 
 def _line(head: Text, line: Text, console: Console, style: str = "") -> Iterator[Segment]:
-    whole = head + line
-    whole.rstrip()
+    segments = head + line
+    segments.rstrip()
     if style:
-        whole.stylize(style)
-    yield from whole.render(console)
+        segments.stylize(style)
+    yield from segments.render(console)
     yield Segment.line()
 
 
@@ -164,5 +164,5 @@ def seconds_text(seconds: float) -> str:
 
 def _console(*, stderr: bool, width: int) -> Console:
     stream = sys.stderr if stderr else sys.stdout
-    known = stream.isatty() or "COLUMNS" in os.environ
-    return _Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if known else width)
+    has_width = stream.isatty() or "COLUMNS" in os.environ
+    return _Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if has_width else width)

@@ -38,7 +38,7 @@ class Declared(ABC):
         """Its plan with the programs to compile."""
 
     @abstractmethod
-    def tune(self, metadata: OperationMetadata, how: str | None, most: int, progress: Progress) -> TuneReport:
+    def tune(self, metadata: OperationMetadata, how: str | None, max_candidates: int, progress: Progress) -> TuneReport:
         """The search for its sizes."""
 
 
@@ -58,10 +58,10 @@ class _Call(Declared):
 
         return PlannedCall(self.kind(metadata), self.arguments)
 
-    def tune(self, metadata: OperationMetadata, how: str | None, most: int, progress: Progress) -> TuneReport:
+    def tune(self, metadata: OperationMetadata, how: str | None, max_candidates: int, progress: Progress) -> TuneReport:
         from ..verify.tune import tune_plan
 
-        return tune_plan(self.plan(metadata), how=how, most=most, progress=progress)
+        return tune_plan(self.plan(metadata), how=how, most=max_candidates, progress=progress)
 
 
 class _Step(Declared):
@@ -84,10 +84,10 @@ class _Step(Declared):
 
         return PlannedStep(*self._alone(metadata))
 
-    def tune(self, metadata: OperationMetadata, how: str | None, most: int, progress: Progress) -> TuneReport:
+    def tune(self, metadata: OperationMetadata, how: str | None, max_candidates: int, progress: Progress) -> TuneReport:
         from ..verify.tune_step import tune_step
 
-        return tune_step(*self._alone(metadata), how=how, most=most, progress=progress)
+        return tune_step(*self._alone(metadata), how=how, most=max_candidates, progress=progress)
 
 
 def declared(declaration: Declaration, inputs: Path | None, mode: str | None) -> Declared:

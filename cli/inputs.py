@@ -94,7 +94,7 @@ def _check_suffix(path: Path) -> None:
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     try:
         # Opened here: given a path, np.load leaves a broken archive open.
         with path.open("rb") as raw:
@@ -104,7 +104,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
             with file:
                 for name in file.files:
                     array = file[name]  # jax supports only this machine's byte order
-                    found[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
+                    arrays[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         if isinstance(error, InputError):
             raise
@@ -114,29 +114,29 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
         if "dtype descriptor" in text:  # NumPy writes fp8 this way, but can't read it
             text = f"{text}; .npz has no bfloat16 and no fp8: use .safetensors"
         raise InputError(f"{path}: not a readable .npz: {text}.") from None
-    for name, array in found.items():
+    for name, array in arrays.items():
         if array.dtype.kind == "V":
             hint = ".npz has no bfloat16 and no fp8; use .safetensors, or save float32"
             raise InputError(f"{path}: {name} has dtype {array.dtype}: {hint}.")
-    return found
+    return arrays
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     _safetensors(path)
     from safetensors import SafetensorError, deserialize
 
-    found: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray] = {}
     try:
         # safetensors.numpy.load supports neither bfloat16 nor fp8, so the bytes are read here.
         for name, tensor in deserialize(path.read_bytes()):
             if tensor["dtype"] not in _SAFETENSORS:
-                known = ", ".join(_SAFETENSORS)
-                raise InputError(f"{path}: {name} has dtype {tensor['dtype']}; wanted one of {known}.")
+                dtypes = ", ".join(_SAFETENSORS)
+                raise InputError(f"{path}: {name} has dtype {tensor['dtype']}; wanted one of {dtypes}.")
             dtype = jnp.dtype(_SAFETENSORS[tensor["dtype"]])
-            found[name] = np.frombuffer(tensor["data"], dtype).reshape(tensor["shape"])
+            tensors[name] = np.frombuffer(tensor["data"], dtype).reshape(tensor["shape"])
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: not a readable .safetensors: {str(error).splitlines()[0]}.") from None
-    return found
+    return tensors
 
 
 def _safetensors(path: Path) -> ModuleType:

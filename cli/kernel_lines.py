@@ -30,10 +30,10 @@ def kernel_limits(report: TargetReport) -> str:
 
 
 def kernel_lines(
-    report: TargetReport, kernels: Sequence[AnyKernelUse] | None, told: Sequence[AnyKernelUse] = ()
+    report: TargetReport, kernels: Sequence[AnyKernelUse] | None, reported: Sequence[AnyKernelUse] = ()
 ) -> Iterator[str]:
-    """Yield one or more lines for each kind of kernel, and say what isn't known. told: GPU kernels already described, for which
-    the name is enough."""
+    """Yield one or more lines for each kind of kernel, and say what isn't known. reported: GPU kernels already described, for
+    which the name is enough."""
     if kernels is None:
         yield _UNREAD
         return
@@ -47,11 +47,11 @@ def kernel_lines(
             used = "an unknown part" if kernel.vmem_used is None else bytes_text(kernel.vmem_used)
             limit = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
             yield f"{kernel.name}: {used} of {bytes_text(limit)} of VMEM{many}"
-        elif kernel in told:
+        elif kernel in reported:
             yield f"{kernel.name}: as in the previous pass{many}"
         else:
             yield f"{kernel.name}: {_resources(kernel)}{many}"
-            yield from (f"{kernel.name}: {_loop(one)}" for one in kernel.loops or ())
+            yield from (f"{kernel.name}: {_loop(loop)}" for loop in kernel.loops or ())
             missing += _missing(kernel)
     yield from dict.fromkeys(missing)
 
@@ -64,26 +64,26 @@ def _resources(kernel: GpuKernelUse) -> str:
         f"{kernel.registers} registers per thread, {spills}; {bytes_text(kernel.shared_bytes)} of shared memory per block of "
         f"{kernel.threads} threads"
     )
-    if (held := kernel.occupancy) is None:
+    if (occupancy := kernel.occupancy) is None:
         return text
-    blocks = f"{held.blocks} block{'s' if held.blocks != 1 else ''}"
+    blocks = f"{occupancy.blocks} block{'s' if occupancy.blocks != 1 else ''}"
     return (
-        f"{text}; a multiprocessor holds {blocks}, {held.warps} of {held.most_warps} warps, bound by "
-        f"{' and '.join(held.bound)}"
+        f"{text}; a multiprocessor holds {blocks}, {occupancy.warps} of {occupancy.most_warps} warps, bound by "
+        f"{' and '.join(occupancy.bound)}"
     )
 
 
-def _loop(one: GpuLoop) -> str:
-    loop = one.loop
+def _loop(gpu_loop: GpuLoop) -> str:
+    loop = gpu_loop.loop
     text = (
         f"inner loop of {loop.instructions} instructions, {loop.tensor} of tensor cores, {loop.ex2} of EX2; "
         f"{loop.stall_cycles} stall cycles"
     )
-    if one.bound is None:
+    if gpu_loop.bound is None:
         return text
-    cycles = ", ".join(f"{unit} {count:.0f}" for unit, count in one.bound.cycles.items() if count is not None)
-    known = ", as far as is known" if None in one.bound.cycles.values() else ""
-    return f"{text}; bound by {one.bound.bound}{known} (cycles: {cycles})"
+    cycles = ", ".join(f"{unit} {count:.0f}" for unit, count in gpu_loop.bound.cycles.items() if count is not None)
+    qualifier = ", as far as is known" if None in gpu_loop.bound.cycles.values() else ""
+    return f"{text}; bound by {gpu_loop.bound.bound}{qualifier} (cycles: {cycles})"
 
 
 def _missing(kernel: GpuKernelUse) -> Iterator[str]:
@@ -91,5 +91,5 @@ def _missing(kernel: GpuKernelUse) -> Iterator[str]:
         yield _NO_FILE
     elif kernel.loops is None:
         yield _NO_LOOPS
-    elif any(one.loop.tensor_flops is None for one in kernel.loops):
+    elif any(loop.loop.tensor_flops is None for loop in kernel.loops):
         yield _NO_SHAPE

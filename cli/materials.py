@@ -30,8 +30,8 @@ class Materials(NamedTuple):
 
     def visible(self, rows: slice) -> np.ndarray:
         """The mask for some query rows and all keys, bool [batch | 1, heads | 1, rows, kv]."""
-        seen = self.mask.materialise(rows, slice(0, self.key.shape[1]), query_offset=self.query_offset)
-        return np.asarray(seen)
+        visible = self.mask.materialise(rows, slice(0, self.key.shape[1]), query_offset=self.query_offset)
+        return np.asarray(visible)
 
 
 def materials(problem: AttentionProblem, arrays: Mapping[str, Any]) -> Materials:
@@ -47,15 +47,15 @@ def materials(problem: AttentionProblem, arrays: Mapping[str, Any]) -> Materials
         if name not in problem.quantised:
             return x.astype(dtype)
         scale = arrays.get(f"{name}_scale")
-        whole = x.astype(np.float64)
-        return whole if scale is None else whole * canonical(np.asarray(scale), problem.layout).astype(np.float64)
+        wide = x.astype(np.float64)
+        return wide if scale is None else wide * canonical(np.asarray(scale), problem.layout).astype(np.float64)
 
     q, k, v = (tensor(name) for name in ("query", "key", "value"))
     mask = problem.mask.merge([_leaf(leaf.name, problem, arrays) for leaf in problem.leaves])
     offset: int | np.ndarray = 0 if problem.query_offset is None else problem.query_offset
     if problem.dynamic_query_offset:
-        given = arrays.get("query_offset")
-        offset = np.asarray(arrays["kv_lengths"]) - problem.q_len if given is None else np.asarray(given)
+        query_offset = arrays.get("query_offset")
+        offset = np.asarray(arrays["kv_lengths"]) - problem.q_len if query_offset is None else np.asarray(query_offset)
     bias = None if "bias" not in arrays else np.asarray(arrays["bias"])
     return Materials(q, k, v, bias, _sinks(problem, arrays), mask, offset)
 

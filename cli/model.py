@@ -111,10 +111,10 @@ def _plan(layer: LayerDeclaration) -> Plan:
     return operation(plan_metadata(declaration)).plan(**declaration.call_arguments(declaration.shapes()))
 
 
-def model_json(found: ModelPlans) -> dict[str, Any]:
+def model_json(plans: ModelPlans) -> dict[str, Any]:
     """The plans as JSON-ready values."""
     return {
-        "family": found.model.family,
+        "family": plans.model.family,
         "layers": [
             {
                 "layers": list(layer.layers),
@@ -123,36 +123,36 @@ def model_json(found: ModelPlans) -> dict[str, Any]:
                 "declaration": layer.declaration.to_dict(),
                 "plan": plan.to_dict(),
             }
-            for layer, plan in found.plans
+            for layer, plan in plans.plans
         ],
-        "notes": list(found.notes),
+        "notes": list(plans.notes),
     }
 
 
-def print_model(found: ModelPlans, *, whole: bool, verbose: bool = False) -> None:
+def print_model(plans: ModelPlans, *, whole: bool, verbose: bool = False) -> None:
     """Print the table, or with `whole` the plan of the one layer."""
     if whole:
-        ((layer, plan),) = found.plans
+        ((layer, plan),) = plans.plans
         text().print(
             Text(
-                f"{found.model.family}, {layer.kind}: layers {_numbers(layer.layers, len(found.model.layers))}",
+                f"{plans.model.family}, {layer.kind}: layers {_numbers(layer.layers, len(plans.model.layers))}",
                 style="bold",
             )
         )
-        print_plan(plan, found.notes, found.platform_source, verbose=verbose)
+        print_plan(plan, plans.notes, plans.platform_source, verbose=verbose)
         return
-    plan = found.plans[0][1]
+    plan = plans.plans[0][1]
     console = text()
-    call = found.plans[0][0].declaration.call
-    head = f"{found.model.family}: {len(found.model.layers)} layers; {plan.problem.describe()}"
+    call = plans.plans[0][0].declaration.call
+    head = f"{plans.model.family}: {len(plans.model.layers)} layers; {plan.problem.describe()}"
     console.print(title(head))
-    layers = [_row(found, layer, plan, call) for layer, plan in found.plans]
+    layers = [_row(plans, layer, plan, call) for layer, plan in plans.plans]
     differing = [name for name in layers[0] if name not in _NAMING and len({row[name] for row in layers}) > 1]
     columns = table(*_NAMING, *differing)
     for row in layers:
         columns.add_row(*(row[name] or "-" for name in (*_NAMING, *differing)))
     console.print(columns)
-    rows = [*_alike(plan, layers[0], differing), *_told(found.plans), *[("note", note) for note in found.notes]]
+    rows = [*_alike(plan, layers[0], differing), *_plan_rows(plans.plans), *[("note", note) for note in plans.notes]]
     console.print("", fields(rows), sep="\n")
 
 
@@ -172,12 +172,12 @@ def _alike(plan: Plan, row: dict[str, str], differing: Sequence[str]) -> list[tu
     return rows
 
 
-def _row(found: ModelPlans, layer: LayerDeclaration, plan: Plan, call: CallDeclaration) -> dict[str, str]:
+def _row(plans: ModelPlans, layer: LayerDeclaration, plan: Plan, call: CallDeclaration) -> dict[str, str]:
     """A layer's cells by column heading."""
     problem = plan.problem
     kv_heads, value_dim = call.kv_heads or call.q_heads, call.value_dim or call.head_dim
     sinks = problem.operand("softmax_aux")
-    named = dict(zip(_NAMING, (_numbers(layer.layers, len(found.model.layers)), layer.kind), strict=True))
+    named = dict(zip(_NAMING, (_numbers(layer.layers, len(plans.model.layers)), layer.kind), strict=True))
     return named | {
         "heads": f"{call.q_heads}" if kv_heads == call.q_heads else f"{call.q_heads}/{kv_heads}",
         "dim": f"{call.head_dim}" if value_dim == call.head_dim else f"{call.head_dim}/{value_dim}",
@@ -190,7 +190,7 @@ def _row(found: ModelPlans, layer: LayerDeclaration, plan: Plan, call: CallDecla
     }
 
 
-def _told(plans: Sequence[tuple[LayerDeclaration, Plan]]) -> list[tuple[str, str | Text]]:
+def _plan_rows(plans: Sequence[tuple[LayerDeclaration, Plan]]) -> list[tuple[str, str | Text]]:
     """What the plans say that isn't in the table: each line once, with the kinds of layers it applies to unless it is all."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for layer, plan in plans:
@@ -208,8 +208,8 @@ def _told(plans: Sequence[tuple[LayerDeclaration, Plan]]) -> list[tuple[str, str
 def _numbers(layers: Sequence[int], count: int) -> str:
     """`0, 2 ... 44 (23)`, `0-27 (28)` or `all but 5, 11 ... 29 (29)`, whichever is short."""
     rest = sorted(set(range(count)) - set(layers))
-    told = min(_series(layers), f"all but {_series(rest)}" if rest else _series(layers), key=len)
-    return f"{told} ({len(layers)})"
+    text = min(_series(layers), f"all but {_series(rest)}" if rest else _series(layers), key=len)
+    return f"{text} ({len(layers)})"
 
 
 def _series(layers: Sequence[int]) -> str:
@@ -232,8 +232,10 @@ def _blocks(plan: Plan) -> str:
     sizes: Any = plan.route
     if sizes is None and plan.runs.reads(plan.config):
         sizes = plan.config
-    found = [getattr(sizes, name, None) for name in ("block_q", "block_kv")]
-    words = ([plan.route.name] if plan.route is not None else []) + (["x".join(map(str, found))] if all(found) else [])
+    blocks = [getattr(sizes, name, None) for name in ("block_q", "block_kv")]
+    words = ([plan.route.name] if plan.route is not None else []) + (
+        ["x".join(map(str, blocks))] if all(blocks) else []
+    )
     return " ".join(words) or "-"
 
 

@@ -12,8 +12,8 @@ from .version import version_text
 _MODEL = "With --model"
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(value: bool) -> None:
+    if value:
         print(version_text())
         raise typer.Exit
 
@@ -129,7 +129,7 @@ How = Annotated[
     str | None,
     typer.Option("--how", help="static (cycles by the compiler) or device (measured times).", show_default=False),
 ]
-Most = Annotated[int, typer.Option("--most", help="Maximum number of candidates per pass.", min=1)]
+MaxCandidates = Annotated[int, typer.Option("--most", help="Maximum number of candidates per pass.", min=1)]
 Cache = Annotated[Path | None, typer.Option("--cache", help="Folder of the tuning cache.", show_default=False)]
 Output = Annotated[
     Path | None,

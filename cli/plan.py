@@ -44,23 +44,31 @@ def print_plan(
 
     rows: list[tuple[str, str | Text]] = [runs_row(plan)]
     if isinstance(plan, PagedPlan):
-        told = [note for note in (*plan.notes, *notes) if verbose or not is_info(note)]
-        rows += [*rejected_rows(plan), *sourced(step_rows(plan, verbose=verbose)), *[("note", note) for note in told]]
+        printed = [note for note in (*plan.notes, *notes) if verbose or not is_info(note)]
+        rows += [
+            *rejected_rows(plan),
+            *sourced(step_rows(plan, verbose=verbose)),
+            *[("note", note) for note in printed],
+        ]
         console.print(fields(rows), "", sep="\n")
         # On one device specs split nothing, so the table is left out.
-        whole = verbose or math.prod(axis.size for axis in plan.problem.mesh) > 1
-        if whole:
+        shows_arrays = verbose or math.prod(axis.size for axis in plan.problem.mesh) > 1
+        if shows_arrays:
             console.print(_step_tensors(plan), "", sep="\n")
-        print_cache(plan.cache if cache is None else cache, arrays=whole)
+        print_cache(plan.cache if cache is None else cache, arrays=shows_arrays)
         if not verbose:
-            asides = len(plan.notes) + len(notes) - len(told)
-            more = ["defaults of the config", *([] if whole else ["arrays"]), *([f"{asides} notes"] if asides else [])]
-            console.print("", fields([("more", f"--verbose adds {', '.join(more)}")]), sep="\n")
+            asides = len(plan.notes) + len(notes) - len(printed)
+            left_out = [
+                "defaults of the config",
+                *([] if shows_arrays else ["arrays"]),
+                *([f"{asides} notes"] if asides else []),
+            ]
+            console.print("", fields([("more", f"--verbose adds {', '.join(left_out)}")]), sep="\n")
         return
     if verbose:
         rows += rejected_rows(plan)
         for label, line in sourced(decision_rows(plan)):
-            rows += [(label, one) for one in (plan.config_lines() if label == "config" else [line])]
+            rows += [(label, config_line) for config_line in (plan.config_lines() if label == "config" else [line])]
         console.print(fields(rows), "", _tensors(plan), sep="\n")
         ends = [*placement_rows(plan, brief=False), *[("note", note) for note in (*plan.notes, *notes)]]
         if ends:
@@ -111,8 +119,8 @@ def _tensors(plan: Plan) -> Columns:
     tensors = table("tensor", "declared", "fitted", "shape", "per device", "bytes")
     for name, declared, fitted, shape, local, size in tensor_rows(plan):
         if shape:
-            kept = Text("same", style="dim") if declared == fitted else Text(fitted)
-            tensors.add_row(name, declared, kept, shape, local, size)
+            fitted_text = Text("same", style="dim") if declared == fitted else Text(fitted)
+            tensors.add_row(name, declared, fitted_text, shape, local, size)
         else:
             tensors.add_row(name, declared, Text(fitted, style="dim"), style="dim")
     return tensors

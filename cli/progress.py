@@ -15,14 +15,14 @@ from rich.table import Column
 
 from .console import errors
 
-__all__ = ["Told", "bar"]
+__all__ = ["ReportProgress", "bar"]
 
-Told = Callable[[int, int, str], None]  # (done, of, what is being done)
+ReportProgress = Callable[[int, int, str], None]  # (done, of, what is being done)
 EVERY = 30.0  # seconds
 
 
 @contextlib.contextmanager
-def bar(title: str, *, quiet: bool = False) -> Iterator[Told]:
+def bar(title: str, *, quiet: bool = False) -> Iterator[ReportProgress]:
     """Show a progress bar and yield a function that updates it. Until the first update it only shows activity; at the end it
     disappears. Work without an update for long is told in a line, also where there is no bar."""
     console = errors()
@@ -39,12 +39,12 @@ def bar(title: str, *, quiet: bool = False) -> Iterator[Told]:
         task = progress.add_task(title, total=None, count="", what="")
         with contextlib.nullcontext() if quiet else _slow(console, title) as begins:
 
-            def told(done: int, of: int, what: str) -> None:
+            def report(done: int, of: int, what: str) -> None:
                 progress.update(task, completed=done, total=of, count=f"{done} of {of}", what=what)
                 if begins is not None:
                     begins(what)
 
-            yield told
+            yield report
 
 
 @contextlib.contextmanager
@@ -62,8 +62,8 @@ def _slow(console: Console, title: str) -> Iterator[Callable[[str], None]]:
         while not ended.wait(EVERY / 10):
             if now[0] is not doing:
                 doing, lines = now[0], 0
-            taken = time.monotonic() - doing[1]
-            if taken >= EVERY * (lines + 1):
+            elapsed = time.monotonic() - doing[1]
+            if elapsed >= EVERY * (lines + 1):
                 lines += 1
                 what = f"{title}: {doing[0]}" if doing[0] else title
                 console.print(f"attnops: {what}: {EVERY * lines:g} s so far", soft_wrap=True)

@@ -16,7 +16,7 @@ from ..verify.report import AnyPlan
 from .check import Comparison
 from .compared import Compared
 from .console import seconds_text
-from .progress import Told, bar
+from .progress import ReportProgress, bar
 from .run_call import Compiled, time_calls
 
 __all__ = ["Ran", "Runnable", "ran_rows", "timed"]
@@ -65,7 +65,7 @@ class Runnable(ABC):
         return None
 
     @abstractmethod
-    def check(self, output: Any, told: Told) -> Sequence[Comparison]:
+    def check(self, output: Any, progress: ReportProgress) -> Sequence[Comparison]:
         """The output compared with the float64 reference, and with what the arrays' file expects."""
 
 
@@ -78,12 +78,12 @@ def timed(runnable: Runnable, repeats: int, *, checked: bool, compares: bool = T
         with bar("compile jax.nn", quiet=quiet):
             compared = runnable.compare(compiled.result)
     other = None if compared is None else compared.compiled
-    with bar("run", quiet=quiet) as told:
-        seconds = time_calls([compiled, *([] if other is None else [other])], repeats, told)
+    with bar("run", quiet=quiet) as progress:
+        seconds = time_calls([compiled, *([] if other is None else [other])], repeats, progress)
     checks: Sequence[Comparison] = ()
     if checked:
-        with bar("check against the float64 reference", quiet=quiet) as told:
-            checks = runnable.check(compiled.result, told)
+        with bar("check against the float64 reference", quiet=quiet) as progress:
+            checks = runnable.check(compiled.result, progress)
     unsound = _not_finite(compiled.result.attention_outputs, runnable.arrays)
     notes = (*runnable.notes, *(() if checked else runnable.unchecked))
     return Ran(runnable.plan, compiled, compared, tuple(seconds), repeats, tuple(checks), unsound, notes)
@@ -123,9 +123,11 @@ def _not_finite(output: jax.Array, arrays: dict[str, Any]) -> str:
     if not count:
         return ""
     names = [n for n in ("query", "key", "value", "key_scale", "value_scale") if arrays.get(n) is not None]
-    given = [n for n in names if not np.isfinite(np.asarray(arrays[n], np.float32)).all()]
+    not_finite = [n for n in names if not np.isfinite(np.asarray(arrays[n], np.float32)).all()]
     cause = (
-        f"; so are values of {', '.join(given)}" if given else f", though {', '.join(names[:-1])} and {names[-1]} are"
+        f"; so are values of {', '.join(not_finite)}"
+        if not_finite
+        else f", though {', '.join(names[:-1])} and {names[-1]} are"
     )
     return f"{count} of {output.size} output values are not finite{cause}"
 

@@ -13,7 +13,7 @@ from ..registry.declaration import Declaration
 from .call_arrays import call_arrays
 from .check import Comparison, check
 from .compared import Compared, compare
-from .progress import Told
+from .progress import ReportProgress
 from .ran import Runnable
 from .run_call import Compiled, compile_declared, on_devices
 from .target import run_metadata
@@ -46,5 +46,5 @@ class RunnableCall(Runnable):
     def compare(self, output: Any) -> Compared:
         return compare(self.call, self.placed, output)
 
-    def check(self, output: Any, told: Told) -> list[Comparison]:
-        return check(self.call, output, self.arrays, self.expected, self.source, told)
+    def check(self, output: Any, progress: ReportProgress) -> list[Comparison]:
+        return check(self.call, output, self.arrays, self.expected, self.source, progress)

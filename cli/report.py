@@ -15,7 +15,7 @@ from ..planning.tuning import tune_key
 from ..verify.report import AnyPlan
 from .cache import plan_cache
 from .declared import declared
-from .report_data import Reported, Searched
+from .report_data import PageData, Searched
 from .report_page import report_page
 from .run import RunOptions, ran_declared
 from .step import step_of
@@ -48,19 +48,19 @@ def report(options: ReportOptions) -> list[str]:
     # Run on this machine first: once jax has started, no more virtual devices can be created.
     ran = None
     if options.run:
-        asked = declaration, verify.inputs, None, verify.mesh, verify.mode
-        ran = ran_declared(RunOptions(*asked, seed=options.seed, check=True, repeats=options.repeats))
+        arguments = declaration, verify.inputs, None, verify.mesh, verify.mode
+        ran = ran_declared(RunOptions(*arguments, seed=options.seed, check=True, repeats=options.repeats))
     ordered = tuple(sorted(dict.fromkeys(verify.targets), key=lambda name: name != HERE))
-    made = dict(zip(ordered, verify_targets(verify._replace(targets=ordered)) if ordered else (), strict=True))
-    targets = tuple(made[target] for target in dict.fromkeys(verify.targets))
+    by_target = dict(zip(ordered, verify_targets(verify._replace(targets=ordered)) if ordered else (), strict=True))
+    targets = tuple(by_target[target] for target in dict.fromkeys(verify.targets))
     planned = targeted(declaration, TargetOptions(mesh=verify.mesh, fallback=verify.fallback))
     plan = targets[0].plan if targets else work.plan(plan_metadata(planned))
-    plans = [(one.target, one.plan) for one in targets] or [("planned", plan)]
+    plans = [(target_report.target, target_report.plan) for target_report in targets] or [("planned", plan)]
     plans += [] if ran is None else [("this machine", ran.plan)]
-    searches = [found for name, one in plans for found in _searches(name, one)]
+    searches = [search for name, target_report in plans for search in _searches(name, target_report)]
     notes = (*work.notes, *options.notes)
     stamp = f"{version_text()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    found = Reported(declaration, plan, targets, tuple(searches), ran, notes, stamp)
+    reported = PageData(declaration, plan, targets, tuple(searches), ran, notes, stamp)
     if isinstance(plan, PagedPlan):
         # The cache of all layers, on the first target's devices: a compiled step has one layer of it.
         metadata = plan_metadata(planned)
@@ -68,12 +68,14 @@ def report(options: ReportOptions) -> list[str]:
             metadata = target_metadata(declaration, target, verify.mesh, verify.fallback)
         _, step = step_of(planned, metadata, verify.mode)
         batch = tuple(sequence_reads(plan.problem, step.batch))
-        found = found._replace(cache=plan_cache(planned, metadata), batch=batch)
+        reported = reported._replace(cache=plan_cache(planned, metadata), batch=batch)
     try:
-        options.output.write_text(report_page(found), encoding="utf-8")
+        options.output.write_text(report_page(reported), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output {options.output}: {error.strerror or error}.") from None
-    failed = [why(one) for one in targets if not one.outcome.accepted] + ([] if ran is None else ran.failures)
+    failed = [why(target_report) for target_report in targets if not target_report.outcome.accepted] + (
+        [] if ran is None else ran.failures
+    )
     return failed if targets or plan.implementation is not None else [plan.refusal(), *failed]
 
 
@@ -83,17 +85,20 @@ def _searches(name: str, plan: AnyPlan) -> list[Searched]:
     if runs is None or plan.method is None:
         return []
     if isinstance(plan, PagedPlan):
-        kept = load(step_key(plan.method, plan.problem)).measured
+        measured = load(step_key(plan.method, plan.problem)).measured
         offered = runs.candidates(plan.problem, None)
     else:
-        kept = load(tune_key(plan.method, plan.problem, plan.placement)).measured
-        offered = runs.candidates(plan.problem, plan.placement) if kept else {}
-    found: list[Searched] = []
-    for part, how in dict.fromkeys((one.part, one.how) for one in kept):
-        ones = [one for one in kept if (one.part, one.how) == (part, how)]
-        good = sorted((one for one in ones if one.seconds), key=lambda one: one.seconds or 0.0)
+        measured = load(tune_key(plan.method, plan.problem, plan.placement)).measured
+        offered = runs.candidates(plan.problem, plan.placement) if measured else {}
+    searched: list[Searched] = []
+    for part, how in dict.fromkeys((measurement.part, measurement.how) for measurement in measured):
+        same_search = [measurement for measurement in measured if (measurement.part, measurement.how) == (part, how)]
+        successful = sorted(
+            (measurement for measurement in same_search if measurement.seconds),
+            key=lambda measurement: measurement.seconds or 0.0,
+        )
         first = next(iter(offered.get(part, ())), None)
-        heuristic = next((i for i, one in enumerate(good) if one.fields == first), None)
-        if good:
-            found.append(Searched(name, part, how, tuple(good), heuristic, len(ones) - len(good)))
-    return found
+        heuristic = next((i for i, measurement in enumerate(successful) if measurement.fields == first), None)
+        if successful:
+            searched.append(Searched(name, part, how, tuple(successful), heuristic, len(same_search) - len(successful)))
+    return searched

@@ -11,7 +11,7 @@ from ..registry.declaration import Declaration
 from ..verify.report import AnyPlan, TargetReport
 from .ran import Ran
 
-__all__ = ["Reported", "Searched"]
+__all__ = ["PageData", "Searched"]
 
 
 class Searched(NamedTuple):
@@ -25,7 +25,7 @@ class Searched(NamedTuple):
     failed: int
 
 
-class Reported(NamedTuple):
+class PageData(NamedTuple):
     """All data of a page. plan: shown if there is no target and nothing was compiled. cache, batch: of a step, the cache of all
     layers, and what each sequence reads."""
 
@@ -35,6 +35,6 @@ class Reported(NamedTuple):
     searches: tuple[Searched, ...]
     ran: Ran | None
     notes: tuple[str, ...]
-    made: str
+    stamp: str
     cache: CachePlan | None = None
     batch: tuple[SequenceReads, ...] = ()

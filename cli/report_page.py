@@ -21,7 +21,7 @@ from ..verify.work import exact_products
 from .console import seconds_text
 from .outcomes import WORDS
 from .ran import ran_rows
-from .report_data import Reported, Searched
+from .report_data import PageData, Searched
 from .report_subject import batch, cache, mask, page_rows
 from .target_rows import about_target, pass_rows, remark_rows
 
@@ -30,22 +30,22 @@ __all__ = ["report_page"]
 _REGISTERS = 255  # most registers per thread in NVIDIA's instruction set
 
 
-def report_page(found: Reported) -> str:
+def report_page(report: PageData) -> str:
     """The page as HTML."""
-    described = found.plan.problem.describe()
+    described = report.plan.problem.describe()
     name = f"{described.partition(' on ')[0]}:{described.partition(':')[2].rpartition(', mesh')[0]}"
-    kind = "call" if isinstance(found.plan, Plan) else "step"
-    targets = [(f"target-{n}", one) for n, one in enumerate(found.targets)]
+    kind = "call" if isinstance(report.plan, Plan) else "step"
+    targets = [(f"target-{n}", target) for n, target in enumerate(report.targets)]
     sections = [
-        ("declaration", "Declaration", [code(found.declaration.to_json())]),
-        *_subject(found),
-        *([] if targets else [("plan", "Plan", [*_plan(found.plan), paragraph(_UNCOMPILED)])]),
-        *((at, f"{one.target}: {WORDS[one.outcome]}", list(_target(one))) for at, one in targets),
-        ("tuning", "Tuning", list(_tuning(found.searches, kind))),
-        ("timings", "Timings", list(_timings(found, kind))),
-        *([("notes", "Notes", [rows([("note", note) for note in found.notes])])] if found.notes else []),
+        ("declaration", "Declaration", [code(report.declaration.to_json())]),
+        *_subject(report),
+        *([] if targets else [("plan", "Plan", [*_plan(report.plan), paragraph(_UNCOMPILED)])]),
+        *((at, f"{target.target}: {WORDS[target.outcome]}", list(_target(target))) for at, target in targets),
+        ("tuning", "Tuning", list(_tuning(report.searches, kind))),
+        ("timings", "Timings", list(_timings(report, kind))),
+        *([("notes", "Notes", [rows([("note", note) for note in report.notes])])] if report.notes else []),
     ]
-    head = title(name, [(anchor, heading) for anchor, heading, _ in sections]) + paragraph(found.made)
+    head = title(name, [(anchor, heading) for anchor, heading, _ in sections]) + paragraph(report.stamp)
     body = "".join(section(heading, parts, anchor) for anchor, heading, parts in sections)
     return document(f"attnops: {name}", head + body)
 
@@ -55,30 +55,32 @@ _UNCOMPILED = (
 )
 
 
-def _subject(found: Reported) -> list[tuple[str, str, list[str]]]:
+def _subject(report: PageData) -> list[tuple[str, str, list[str]]]:
     """The sections of a call's mask, or of a step's batch and its cache."""
-    if isinstance(found.plan, Plan):
-        return [("mask", "Mask", list(mask(found.plan)))]
-    own = [("batch", "Batch", list(batch(found.plan, found.batch)))]
-    return own if found.cache is None else [*own, ("cache", "Cache", list(cache(found.cache)))]
+    if isinstance(report.plan, Plan):
+        return [("mask", "Mask", list(mask(report.plan)))]
+    sections = [("batch", "Batch", list(batch(report.plan, report.batch)))]
+    return sections if report.cache is None else [*sections, ("cache", "Cache", list(cache(report.cache)))]
 
 
 def _plan(plan: AnyPlan) -> Iterator[str]:
     """One screen of the plan, the whole plan folded, and where its tensors are."""
     runs = ("runs", f"{plan.implementation or 'nothing'} ({WHY[plan.kind]})")
-    told = page_rows(plan) if isinstance(plan, PagedPlan) else [row for row in screen_rows(plan) if row[0] != "more"]
-    yield rows([runs, *told])
+    rows_of_plan = (
+        page_rows(plan) if isinstance(plan, PagedPlan) else [row for row in screen_rows(plan) if row[0] != "more"]
+    )
+    yield rows([runs, *rows_of_plan])
     yield folded("The whole plan", code(plan.explain(verbose=True)))
     if isinstance(plan, Plan) or math.prod(axis.size for axis in plan.problem.mesh) > 1:
         yield subsection("Placement")
         yield pictures([plan.draw().svg()])
 
 
-def _lines(found: Iterable[tuple[str, str | Text]]) -> Iterator[str]:
+def _lines(rows_of_pass: Iterable[tuple[str, str | Text]]) -> Iterator[str]:
     """Labelled lines. Those that are coloured in a terminal are warnings."""
-    told = list(found)
-    yield from (paragraph(f"{label}: {line.plain}", warns=True) for label, line in told if isinstance(line, Text))
-    if plain := [(label, line) for label, line in told if not isinstance(line, Text)]:
+    labelled = list(rows_of_pass)
+    yield from (paragraph(f"{label}: {line.plain}", warns=True) for label, line in labelled if isinstance(line, Text))
+    if plain := [(label, line) for label, line in labelled if not isinstance(line, Text)]:
         yield rows(plain)
 
 
@@ -86,57 +88,60 @@ def _target(report: TargetReport) -> Iterator[str]:
     yield paragraph(about_target(report))
     yield from _lines(remark_rows(report))
     yield from _plan(report.plan)
-    for one in report.passes:
-        yield subsection(f"{one.name[0].upper()}{one.name[1:]}")
-        told = list(pass_rows(report, one))
-        yield from _lines(row for row in told if row[0] not in ("held", "compared"))
-        if one.held:
-            yield bars([Bar(what, size, bytes_text(size)) for what, size in one.held])
-        if one.compiled and one.peak_bytes:
-            yield bars([*_memory(report, one), *_sent(report, one)])
-        yield from (paragraph(f"The program {line}.") for label, line in told if label == "compared")
+    for pass_report in report.passes:
+        yield subsection(f"{pass_report.name[0].upper()}{pass_report.name[1:]}")
+        pass_lines = list(pass_rows(report, pass_report))
+        yield from _lines(row for row in pass_lines if row[0] not in ("held", "compared"))
+        if pass_report.held:
+            yield bars([Bar(what, size, bytes_text(size)) for what, size in pass_report.held])
+        if pass_report.compiled and pass_report.peak_bytes:
+            yield bars([*_memory(report, pass_report), *_sent(report, pass_report)])
+        yield from (paragraph(f"The program {line}.") for label, line in pass_lines if label == "compared")
     yield from _roofline(report)
 
 
-def _memory(report: TargetReport, one: PassReport) -> Iterator[Bar]:
+def _memory(report: TargetReport, pass_report: PassReport) -> Iterator[Bar]:
     """HBM, and each kernel's use of VMEM, or of shared memory and registers."""
     limit = None if report.device is None else report.device.hbm_bytes
     of = "" if limit is None else f" of {bytes_text(limit)}"
-    yield Bar("memory at the peak", one.peak_bytes, f"{bytes_text(one.peak_bytes)}{of}", limit)
-    for kernel in dict.fromkeys(one.kernels or ()):
+    yield Bar("memory at the peak", pass_report.peak_bytes, f"{bytes_text(pass_report.peak_bytes)}{of}", limit)
+    for kernel in dict.fromkeys(pass_report.kernels or ()):
         if isinstance(kernel, KernelUse):
-            most = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
+            capacity = report.vmem_default if kernel.vmem_limit is None else kernel.vmem_limit
             if kernel.vmem_used is not None:
-                told = f"{bytes_text(kernel.vmem_used)} of {bytes_text(most)} of VMEM"
-                yield Bar(kernel.name, kernel.vmem_used, told, most)
+                text = f"{bytes_text(kernel.vmem_used)} of {bytes_text(capacity)} of VMEM"
+                yield Bar(kernel.name, kernel.vmem_used, text, capacity)
         elif kernel.shared_bytes is not None and kernel.registers is not None:
-            most = report.device.shared_bytes if isinstance(report.device, GpuDevice) else kernel.shared_bytes
-            told = f"{bytes_text(kernel.shared_bytes)} of {bytes_text(most)} of shared memory"
-            yield Bar(kernel.name, kernel.shared_bytes, told, most)
-            told = f"{kernel.registers} of {_REGISTERS} registers, {kernel.stack_bytes or 0} B spilled"
-            yield Bar("", kernel.registers, told, _REGISTERS)
+            capacity = report.device.shared_bytes if isinstance(report.device, GpuDevice) else kernel.shared_bytes
+            text = f"{bytes_text(kernel.shared_bytes)} of {bytes_text(capacity)} of shared memory"
+            yield Bar(kernel.name, kernel.shared_bytes, text, capacity)
+            text = f"{kernel.registers} of {_REGISTERS} registers, {kernel.stack_bytes or 0} B spilled"
+            yield Bar("", kernel.registers, text, _REGISTERS)
 
 
-def _sent(report: TargetReport, one: PassReport) -> Iterator[Bar]:
+def _sent(report: TargetReport, pass_report: PassReport) -> Iterator[Bar]:
     """Collectives by kind, next to the least that the strategy must send."""
-    if report.devices == 1 or one.collectives is None:
+    if report.devices == 1 or pass_report.collectives is None:
         return
-    for kind in dict.fromkeys([*(c.kind for c in one.collectives), *(need.kind for need in one.needs)]):
-        sent = sum(c.sent_bytes for c in one.collectives if c.kind == kind)
-        least = sum(need.sent_bytes for need in one.needs if need.kind == kind)
+    for kind in dict.fromkeys([*(c.kind for c in pass_report.collectives), *(need.kind for need in pass_report.needs)]):
+        sent = sum(c.sent_bytes for c in pass_report.collectives if c.kind == kind)
+        min_bytes = sum(need.sent_bytes for need in pass_report.needs if need.kind == kind)
         yield Bar(f"{kind}: sent", sent, bytes_text(round(sent)))
-        yield Bar(f"{kind}: the least", least, bytes_text(round(least)), good=True)
+        yield Bar(f"{kind}: the least", min_bytes, bytes_text(round(min_bytes)), good=True)
 
 
 def _roofline(report: TargetReport) -> Iterator[str]:
     """Each pass on the roofline of the device's published rates."""
-    done = [one for one in report.passes if one.roofline_seconds and one.intensity]
+    rated = [pass_report for pass_report in report.passes if pass_report.roofline_seconds and pass_report.intensity]
     device, plan = report.device, report.plan
-    if device is None or not done:
+    if device is None or not rated:
         return
     exact = isinstance(plan, Plan) and exact_products(plan)
     arithmetic, traffic = device.roofline(1.0, 1.0, plan.problem.runtime_dtype, exact)
-    points = [Point(one.name, one.intensity, one.flops / one.roofline_seconds) for one in done]
+    points = [
+        Point(pass_report.name, pass_report.intensity, pass_report.flops / pass_report.roofline_seconds)
+        for pass_report in rated
+    ]
     yield subsection("Roofline")
     yield pictures([roofline(1 / arithmetic, 1 / traffic, points, device.kind)])
 
@@ -145,25 +150,25 @@ def _tuning(searches: Sequence[Searched], kind: str) -> Iterator[str]:
     if not searches:
         yield paragraph(f"The tuning cache has no search for this {kind}; attnops tune runs one.")
     drawn = []
-    for one in searches:
-        unit = "ms, measured" if one.how == "device" else "ms by static clock, an estimate"
-        values = [(fields_text(m.fields) or "by rule", 1e3 * (m.seconds or 0.0)) for m in one.measured]
-        drawn.append(curve(f"{one.target}, {one.part}", unit, values, 0, one.heuristic))
+    for search in searches:
+        unit = "ms, measured" if search.how == "device" else "ms by static clock, an estimate"
+        values = [(fields_text(m.fields) or "by rule", 1e3 * (m.seconds or 0.0)) for m in search.measured]
+        drawn.append(curve(f"{search.target}, {search.part}", unit, values, 0, search.heuristic))
     yield pictures(drawn)
-    for one in searches:
-        told = [
+    for search in searches:
+        candidates = [
             (f"{n + 1}", f"{fields_text(m.fields) or 'by rule'}: {seconds_text(m.seconds or 0.0)}")
-            for n, m in enumerate(one.measured)
+            for n, m in enumerate(search.measured)
         ]
-        failed = f"; {one.failed} more don't compile or run" if one.failed else ""
-        yield folded(f"{one.target}, {one.part}: {len(told)} candidates{failed}", rows(told))
+        failed = f"; {search.failed} more don't compile or run" if search.failed else ""
+        yield folded(f"{search.target}, {search.part}: {len(candidates)} candidates{failed}", rows(candidates))
 
 
-def _timings(found: Reported, kind: str) -> Iterator[str]:
-    if found.ran is None:
+def _timings(report: PageData, kind: str) -> Iterator[str]:
+    if report.ran is None:
         yield paragraph(f"The {kind} was not run; --run runs it.")
         return
-    ran = found.ran
+    ran = report.ran
     first = ("runs", f"{ran.plan.implementation} on {ran.plan.problem.device}")
     yield rows([first, *((name, str(line)) for name, line in ran_rows(ran))])
     if ran.compared is not None and ran.compared.compiled is not None:

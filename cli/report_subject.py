@@ -17,7 +17,7 @@ from .plan import rejected_rows
 
 __all__ = ["batch", "cache", "mask", "page_rows"]
 
-_MOST_TILES = 2**20
+_MAX_TILES = 2**20
 
 
 def mask(plan: Plan) -> Iterator[str]:
@@ -26,7 +26,7 @@ def mask(plan: Plan) -> Iterator[str]:
     sizes = [getattr(plan.route or plan.config, name, None) for name in ("block_q", "block_kv")]
     q, kv = (size if isinstance(size, int) and size > 0 else None for size in sizes)
     blocks: list[tuple[int, int] | None] = [None]
-    if q and kv and (problem.q_len // q + 1) * (problem.kv_len // kv + 1) <= _MOST_TILES:
+    if q and kv and (problem.q_len // q + 1) * (problem.kv_len // kv + 1) <= _MAX_TILES:
         blocks.append((q, kv))
     draw = partial(problem.mask.draw, problem.q_len, problem.kv_len, query_offset=problem.query_offset or 0)
     drawn = list(dict.fromkeys(draw(block=block).svg() for block in blocks))
@@ -37,12 +37,14 @@ def mask(plan: Plan) -> Iterator[str]:
 
 def batch(plan: PagedPlan, reads: Sequence[SequenceReads]) -> Iterator[str]:
     """What a layer of the step reads, sequence by sequence."""
-    page, several = plan.problem.page_size, len({one.shard for one in reads}) > 1
+    page, several = plan.problem.page_size, len({sequence.shard for sequence in reads}) > 1
     drawn = []
-    for number, one in enumerate(reads):
-        name = f"{number} on {one.shard}" if several else str(number)
-        told = f"{one.queries} of {one.length}, {one.end_page - one.first_page} pages"
-        drawn.append(SequenceBar(name, one.length, min(one.first_page * page, one.length), one.queries, told))
+    for number, sequence in enumerate(reads):
+        name = f"{number} on {sequence.shard}" if several else str(number)
+        text = f"{sequence.queries} of {sequence.length}, {sequence.end_page - sequence.first_page} pages"
+        drawn.append(
+            SequenceBar(name, sequence.length, min(sequence.first_page * page, sequence.length), sequence.queries, text)
+        )
     yield paragraph("Each line: the step's own tokens, of all tokens of the sequence; the pages that a layer reads.")
     yield pictures([sequences(drawn)])
     if plan.reads is not None:
@@ -53,18 +55,18 @@ def cache(plan: CachePlan) -> Iterator[str]:
     """Its memory against the device's, and its arrays."""
     yield paragraph(plan.describe())
     if plan.memory_limit is not None:
-        told = f"{bytes_text(plan.bytes_per_device)} of {bytes_text(plan.memory_limit)}"
-        yield bars([Bar("cache per device", plan.bytes_per_device, told, plan.memory_limit)])
+        text = f"{bytes_text(plan.bytes_per_device)} of {bytes_text(plan.memory_limit)}"
+        yield bars([Bar("cache per device", plan.bytes_per_device, text, plan.memory_limit)])
     if plan.scalar_limit is not None:
-        told = f"{bytes_text(plan.page_table_bytes)} of {bytes_text(plan.scalar_limit)} of scalar memory"
-        yield bars([Bar("page table", plan.page_table_bytes, told, plan.scalar_limit)])
+        text = f"{bytes_text(plan.page_table_bytes)} of {bytes_text(plan.scalar_limit)} of scalar memory"
+        yield bars([Bar("page table", plan.page_table_bytes, text, plan.scalar_limit)])
     yield rows(fact_rows(plan))
     yield folded("Arrays", rows([(row[0], ", ".join(row[1:])) for row in array_rows(plan)]))
 
 
 def page_rows(plan: PagedPlan) -> list[tuple[str, str]]:
     """One screen of a step's plan, after what runs."""
-    told = [*rejected_rows(plan), *step_rows(plan, verbose=False), *(("note", note) for note in plan.notes)]
+    rows = [*rejected_rows(plan), *step_rows(plan, verbose=False), *(("note", note) for note in plan.notes)]
     for name, spec, shape, local, size in token_rows(plan):
-        told.append(("tensor", f"{name}: {spec}, {shape} -> {local}, {size}"))
-    return told
+        rows.append(("tensor", f"{name}: {spec}, {shape} -> {local}, {size}"))
+    return rows

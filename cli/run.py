@@ -74,13 +74,13 @@ def run(options: RunOptions) -> int:
 
 def ran_declared(options: RunOptions) -> Ran:
     """Compile, run, time and check what the file declares. Errors: those of planning, and RefusedError if nothing can run it."""
-    declaration, given = options.declaration, (options.mesh, options.mode, options.seed)
+    declaration, placing = options.declaration, (options.mesh, options.mode, options.seed)
     runnable: Runnable
     if declaration.in_pages:
         refuse_inputs(options.inputs)
-        runnable = RunnableStep(declaration, *given)
+        runnable = RunnableStep(declaration, *placing)
     else:
-        runnable = RunnableCall(declaration, options.inputs, *given)
+        runnable = RunnableCall(declaration, options.inputs, *placing)
     runnable.notes += file_notes(declaration)
     return timed(runnable, options.repeats, checked=options.check, compares=options.compares, quiet=options.quiet)
 

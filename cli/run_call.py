@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from ..operators import AttentionOutput, Operation
 from ..planning import Plan
 from ..registry.declaration import Declaration
-from .progress import Told
+from .progress import ReportProgress
 
 __all__ = ["Compiled", "TooLarge", "compile_call", "compile_declared", "on_devices", "time_calls"]
 
@@ -33,8 +33,8 @@ def compile_declared(
 ) -> Compiled:
     """Compile and run the declared call on arrays from `on_devices`; `result` is its AttentionOutput."""
 
-    def attend(given: dict[str, Any]) -> AttentionOutput:
-        return operation(**declaration.call_arguments(given, mode=mode))
+    def attend(arrays: dict[str, Any]) -> AttentionOutput:
+        return operation(**declaration.call_arguments(arrays, mode=mode))
 
     return compile_call(attend, (dict(arrays),))
 
@@ -47,31 +47,31 @@ class TooLarge(Exception):
         self.bytes = needed
 
 
-def compile_call(function: Callable[..., Any], arguments: tuple[Any, ...], *, most: int | None = None) -> Compiled:
-    """Compile ahead of time and run once, which also warms up. Errors: TooLarge, before it runs, beyond `most` bytes."""
+def compile_call(function: Callable[..., Any], arguments: tuple[Any, ...], *, max_bytes: int | None = None) -> Compiled:
+    """Compile ahead of time and run once, which also warms up. Errors: TooLarge, before it runs, beyond `max_bytes` bytes."""
     start = time.perf_counter()
     compiled = jax.jit(function).lower(*arguments).compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     temporary = None if memory is None else int(memory.temp_size_in_bytes)
-    if most is not None and temporary is not None and temporary > most:
+    if max_bytes is not None and temporary is not None and temporary > max_bytes:
         raise TooLarge(temporary)
     result = jax.block_until_ready(compiled(*arguments))
     return Compiled(compiled, arguments, result, seconds, temporary)
 
 
-def time_calls(calls: Sequence[Compiled], repeats: int, told: Told | None = None) -> list[float]:
-    """Median seconds of each call. The calls take turns, so that load on the machine affects all of them. `told` is called
+def time_calls(calls: Sequence[Compiled], repeats: int, progress: ReportProgress | None = None) -> list[float]:
+    """Median seconds of each call. The calls take turns, so that load on the machine affects all of them. `progress` is called
     after each turn."""
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(repeats):
-        if told is not None:
-            told(turn, repeats, "")
-        for taken, call in zip(times, calls, strict=True):
+        if progress is not None:
+            progress(turn, repeats, "")
+        for durations, call in zip(times, calls, strict=True):
             start = time.perf_counter()
             jax.block_until_ready(call.call(*call.arguments))
-            taken.append(time.perf_counter() - start)
-    return [statistics.median(taken) for taken in times]
+            durations.append(time.perf_counter() - start)
+    return [statistics.median(durations) for durations in times]
 
 
 def on_devices(arrays: Mapping[str, Any], plan: Plan, mesh: Mesh | None) -> dict[str, jax.Array]:

@@ -14,7 +14,7 @@ __all__ = ["ran_json"]
 def ran_json(ran: Ran, notes: tuple[str, ...]) -> dict[str, Any]:
     """The plan, the output's shape, times in seconds, memory in bytes, the checks, and for a call the comparison."""
     output = ran.output.attention_outputs
-    told = {
+    data = {
         "plan": ran.plan.to_dict(),
         "output": {"shape": list(output.shape), "dtype": output.dtype.name, "finite": not ran.unsound},
         "time": {
@@ -29,7 +29,7 @@ def ran_json(ran: Ran, notes: tuple[str, ...]) -> dict[str, Any]:
         ],
         "notes": list(notes),
     }
-    return told if ran.compared is None else told | {"compare": _compared(ran, ran.compared)}
+    return data if ran.compared is None else data | {"compare": _compared(ran, ran.compared)}
 
 
 def _compared(ran: Ran, other: Compared) -> dict[str, Any]:

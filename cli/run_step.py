@@ -22,7 +22,7 @@ from ..verify.drawn_step import draw_step
 from ..verify.paged_reference import paged_reference
 from ..verify.paged_step import plan_declared
 from .check import Comparison, Worst, tolerance_of
-from .progress import Told
+from .progress import ReportProgress
 from .ran import Runnable
 from .run_call import Compiled, compile_call
 from .step import one_layer, step_of
@@ -48,38 +48,38 @@ class RunnableStep(Runnable):
     def compile(self) -> Compiled:
         return compile_call(self.drawn.run, self.drawn.arguments)
 
-    def check(self, output: Any, told: Told) -> list[Comparison]:
-        del told
+    def check(self, output: Any, progress: ReportProgress) -> list[Comparison]:
+        del progress
         return _check(self.paged, output, self.arrays, self.batch)
 
 
-def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], given: RaggedBatch) -> list[Comparison]:
+def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], ragged: RaggedBatch) -> list[Comparison]:
     """Compare output and lse with the float64 reference, over the pages after the step's own tokens were written."""
     cache, problem = plan.cache.cache, plan.problem
     after = jax.tree.map(np.asarray, output.state.layers[0])
     key, value = _split(cache, after)
-    found = causal_window(problem.mask)
-    assert found is not None
+    window = causal_window(problem.mask)
+    assert window is not None
     query = np.asarray(jnp.asarray(arrays["query"], problem.runtime_dtype), np.float64)
     got, lse = np.asarray(output.attention_outputs), np.asarray(output.lse)
     worst = {"output": Worst(problem.runtime_dtype), "lse": Worst("float32")}
     rows = plan.cache.local_pages
     for n in range(plan.cache.shards):
-        own = slice(n * rows, (n + 1) * rows)
+        shard = slice(n * rows, (n + 1) * rows)
         tokens = slice(n * problem.local_tokens, (n + 1) * problem.local_tokens)
-        batch = given if given.shards is None else jax.tree.map(lambda x, n=n: np.asarray(x)[n], given)
-        scales = {name: _of_shard(cache, getattr(after, name), own) for name in ("key_scale", "value_scale")}
+        batch = ragged if ragged.shards is None else jax.tree.map(lambda x, n=n: np.asarray(x)[n], ragged)
+        scales = {name: _of_shard(cache, getattr(after, name), shard) for name in ("key_scale", "value_scale")}
         want = paged_reference(
             query[tokens],
-            key[own],
-            value[own],
+            key[shard],
+            value[shard],
             cu_q_lens=np.asarray(batch.cu_q_lens),
             kv_lens=np.asarray(batch.kv_lens),
             page_table=_stored_table(batch, rows),
             num_seqs=int(batch.num_seqs),
             softmax_scale=problem.softmax_scale,
-            causal=found.causal,
-            sliding_window=found.window,
+            causal=window.causal,
+            sliding_window=window.window,
             logits_soft_cap=problem.logits_soft_cap,
             sinks=arrays["sinks"],
             **scales,
@@ -87,7 +87,7 @@ def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], given: R
         worst["output"].add(got[tokens], want.output, row_sizes(want.output, want.sizes))
         worst["lse"].add(lse[tokens], want.lse, lse_size(want.lse))
     against = "float64 reference over the pages"
-    return [one.compared(name, against, tolerance_of(plan)) for name, one in worst.items()]
+    return [difference.compared(name, against, tolerance_of(plan)) for name, difference in worst.items()]
 
 
 def _stored_table(batch: RaggedBatch, pages: int) -> np.ndarray:
@@ -102,7 +102,7 @@ def _split(cache: CacheFields, pages: LayerPages) -> tuple[np.ndarray, np.ndarra
     return LAYOUTS[cache.layout].separate(key, value, cache.head_dim, cache.value_size)
 
 
-def _of_shard(cache: CacheFields, scale: Any, own: slice) -> Any:
+def _of_shard(cache: CacheFields, scale: Any, shard: slice) -> Any:
     if scale is None or np.ndim(scale) < 3:
         return scale
-    return np.asarray(scale)[own].swapaxes(1, 2) if cache.heads_at == 1 else np.asarray(scale)[own]
+    return np.asarray(scale)[shard].swapaxes(1, 2) if cache.heads_at == 1 else np.asarray(scale)[shard]

@@ -39,10 +39,10 @@ def one_layer(declaration: Declaration, metadata: OperationMetadata) -> tuple[De
         return declaration, ()
     group, fields = step.group(cache), cache.to_dict() | {"layers": 1}
     if len(cache.groups) > 1:
-        whole = plan_cache(declaration, metadata)
-        assert whole is not None
-        own = whole.require().groups[group]
-        fields = own.cache.to_dict() | {"layers": [own.cache.to_dict()["layers"][0] | {"layers": 1}]}
+        cache_plan = plan_cache(declaration, metadata)
+        assert cache_plan is not None
+        group_plan = cache_plan.require().groups[group]
+        fields = group_plan.cache.to_dict() | {"layers": [group_plan.cache.to_dict()["layers"][0] | {"layers": 1}]}
     elif not isinstance(cache.layers, int):
         fields["layers"] = [cache.to_dict()["layers"][0] | {"layers": 1}]
     if cache.bytes_per_device is not None and "bytes_per_device" in fields:

@@ -34,7 +34,7 @@ __all__ = [
 HERE = "here"  # the target's name for this machine's devices
 
 # More virtual devices than this are taken for a typing error: each costs a thread pool.
-_MOST_VIRTUAL = 256
+_MAX_VIRTUAL = 256
 
 
 def here() -> tuple[str, str]:
@@ -96,20 +96,20 @@ def target_mesh(target: str, mesh: str | None, declaration: Declaration) -> AnyM
 
     Errors: ConfigError for another name; ShardingError for a mesh of another size.
     """
-    wanted = target_of(target)
-    return wanted.mesh(_of_size(declared_sizes(mesh, declaration), wanted.count, target, mesh))
+    described = target_of(target)
+    return described.mesh(_of_size(declared_sizes(mesh, declaration), described.count, target, mesh))
 
 
 def _of_size(sizes: dict[str, int] | None, count: int, target: str, mesh: str | None) -> dict[str, int]:
     if sizes is None:
         return {"fsdp": count}
     if math.prod(sizes.values()) != count:
-        told = ",".join(f"{name}={size}" for name, size in sizes.items())
+        sizes_text = ",".join(f"{name}={size}" for name, size in sizes.items())
         where, hint = (
             ("the declared mesh", " Hint: --mesh arranges the target's devices.") if mesh is None else ("--mesh", "")
         )
         raise ShardingError(
-            f"{where} {told} has {math.prod(sizes.values())} devices and {target} has {count}; wanted as many.{hint}"
+            f"{where} {sizes_text} has {math.prod(sizes.values())} devices and {target} has {count}; wanted as many.{hint}"
         )
     return sizes
 
@@ -146,10 +146,10 @@ def run_metadata(declaration: Declaration, *, mesh: str | None) -> OperationMeta
             f"{platform}); run it elsewhere, or give --mesh."
         )
     for name in ("platform", "backend"):
-        wanted = getattr(metadata, name)
-        if wanted is not None and wanted != platform and not (wanted == "gpu" and platform in ("cuda", "rocm")):
+        declared = getattr(metadata, name)
+        if declared is not None and declared != platform and not (declared == "gpu" and platform in ("cuda", "rocm")):
             raise ConfigError(
-                f"metadata.{name} is {wanted!r}, but this machine's devices are {platform}; run it there, use "
+                f"metadata.{name} is {declared!r}, but this machine's devices are {platform}; run it there, use "
                 f"`attnops plan`, or leave {name} out."
             )
     return metadata
@@ -163,19 +163,19 @@ def declared_sizes(mesh: str | None, declaration: Declaration) -> dict[str, int]
     if not isinstance(declared, Mapping):
         return None
     names, sizes = declared.get("axis_names"), declared.get("axis_sizes")
-    found = dict(declared)
+    mesh_sizes = dict(declared)
     if isinstance(names, list) and isinstance(sizes, list):
-        found = dict(zip(names, sizes, strict=False))
+        mesh_sizes = dict(zip(names, sizes, strict=False))
     # An invalid mesh is left to OperationMetadata, which says what is wrong with it.
-    sound = found and all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in found.values())
-    return found if sound else None
+    sound = mesh_sizes and all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in mesh_sizes.values())
+    return mesh_sizes if sound else None
 
 
 def _make_cpu_devices(count: int) -> None:
     """Request virtual CPU devices. This has no effect on other platforms."""
-    if count > _MOST_VIRTUAL:
+    if count > _MAX_VIRTUAL:
         raise ShardingError(
-            f"mesh of {count} devices: `run` makes at most {_MOST_VIRTUAL} virtual ones; `attnops plan` needs none."
+            f"mesh of {count} devices: `run` makes at most {_MAX_VIRTUAL} virtual ones; `attnops plan` needs none."
         )
     if count == 1 or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return  # none needed, or the user has set the number

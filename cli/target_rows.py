@@ -37,52 +37,58 @@ def remark_rows(report: TargetReport) -> list[Row]:
     ]
 
 
-def pass_rows(report: TargetReport, one: PassReport, told: Sequence[AnyKernelUse] = ()) -> Iterator[Row]:
-    """A pass: what failed, or its kernels, what it sends, its memory and its work. told: kernels already described."""
-    if one.failure is not None:
-        fits = "doesn't compile" if not one.peak_bytes else "compiles but doesn't fit"
-        yield "failed", Text(f"{fits}: {one.failure.message}", style="red")
-        yield from (("held", f"counted: {bytes_text(size)} for {what}") for what, size in one.held)
-        if one.advice is not None:
-            yield "advice", one.advice
-        if not one.peak_bytes:
+def pass_rows(report: TargetReport, pass_report: PassReport, reported: Sequence[AnyKernelUse] = ()) -> Iterator[Row]:
+    """A pass: what failed, or its kernels, what it sends, its memory and its work. reported: kernels already described."""
+    if pass_report.failure is not None:
+        fits = "doesn't compile" if not pass_report.peak_bytes else "compiles but doesn't fit"
+        yield "failed", Text(f"{fits}: {pass_report.failure.message}", style="red")
+        yield from (("held", f"counted: {bytes_text(size)} for {what}") for what, size in pass_report.held)
+        if pass_report.advice is not None:
+            yield "advice", pass_report.advice
+        if not pass_report.peak_bytes:
             return
-    elif not one.compiled:
-        if one.seconds:
-            yield "lowered", f"lowers in {one.seconds:.1f} s"
-        yield "compiled", f"not compiled: {one.uncompiled}"
+    elif not pass_report.compiled:
+        if pass_report.seconds:
+            yield "lowered", f"lowers in {pass_report.seconds:.1f} s"
+        yield "compiled", f"not compiled: {pass_report.uncompiled}"
         return
     else:
-        yield "compiled", f"compiles in {one.seconds:.1f} s"
-    yield from (("kernel", line) for line in kernel_lines(report, one.kernels, told))
-    if report.devices > 1 and one.collectives is not None:
-        yield from _sent_rows(one.collectives, one)
+        yield "compiled", f"compiles in {pass_report.seconds:.1f} s"
+    yield from (("kernel", line) for line in kernel_lines(report, pass_report.kernels, reported))
+    if report.devices > 1 and pass_report.collectives is not None:
+        yield from _sent_rows(pass_report.collectives, pass_report)
     memory = "memory" if report.device is None else "HBM"
-    arguments, outputs, temporary = map(bytes_text, (one.argument_bytes, one.output_bytes, one.temp_bytes))
+    arguments, outputs, temporary = map(
+        bytes_text, (pass_report.argument_bytes, pass_report.output_bytes, pass_report.temp_bytes)
+    )
     parts = f"arguments {arguments}, outputs {outputs}, temporary {temporary}"
-    yield "memory", f"{memory} per device: {parts}; {bytes_text(one.peak_bytes)} at the peak"
-    work = f"{one.flops / 1e9:.4g} GFLOP"
-    if one.looped:
+    yield "memory", f"{memory} per device: {parts}; {bytes_text(pass_report.peak_bytes)} at the peak"
+    work = f"{pass_report.flops / 1e9:.4g} GFLOP"
+    if pass_report.looped:
         work += " by attnops' count; bytes moved unknown, as XLA counts the body of a loop once"
     else:
-        work += f", {bytes_text(one.bytes_moved)} moved, {one.intensity:.0f} operations per byte"
-    least = f": at least {seconds_text(one.roofline_seconds)}, bound by {one.bound}" if one.bound else ""
-    yield "work", work + least
+        work += f", {bytes_text(pass_report.bytes_moved)} moved, {pass_report.intensity:.0f} operations per byte"
+    bound = (
+        f": at least {seconds_text(pass_report.roofline_seconds)}, bound by {pass_report.bound}"
+        if pass_report.bound
+        else ""
+    )
+    yield "work", work + bound
 
 
-def _sent_rows(found: Sequence[Collective], one: PassReport) -> Iterator[Row]:
+def _sent_rows(collectives: Sequence[Collective], pass_report: PassReport) -> Iterator[Row]:
     """What the program sends between devices, and what it must send."""
-    for sent in found:
-        apart = ", overlapped with work" if sent.overlapped else ""
+    for sent in collectives:
+        overlap = ", overlapped with work" if sent.overlapped else ""
         size = f"{sent.count} {sent.kind} of {bytes_text(sent.result_bytes)} over {'+'.join(sent.axes)}"
-        yield "sent", f"{size}: {bytes_text(round(sent.sent_bytes))} sent per device{apart}"
-    if not found:
+        yield "sent", f"{size}: {bytes_text(round(sent.sent_bytes))} sent per device{overlap}"
+    if not collectives:
         yield "sent", "no collectives: nothing is sent between devices"
-    for kind in dict.fromkeys(need.kind for need in one.needs):
-        needs = [need for need in one.needs if need.kind == kind]
+    for kind in dict.fromkeys(need.kind for need in pass_report.needs):
+        needs = [need for need in pass_report.needs if need.kind == kind]
         parts = ", ".join(f"{need.what} {bytes_text(need.sent_bytes)}" for need in needs)
         yield "needed", f"needed by {kind}: {bytes_text(sum(need.sent_bytes for need in needs))} ({parts})"
-    if one.differences:
-        yield from (("sent", Text(f"DIFFERS in {line}", style="red")) for line in one.differences)
-    elif not one.unknown:
-        yield "compared", "sends exactly what is needed" if one.needs else "needs nothing to be sent"
+    if pass_report.differences:
+        yield from (("sent", Text(f"DIFFERS in {line}", style="red")) for line in pass_report.differences)
+    elif not pass_report.unknown:
+        yield "compared", "sends exactly what is needed" if pass_report.needs else "needs nothing to be sent"

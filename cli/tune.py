@@ -16,7 +16,7 @@ from ..registry.declaration import Declaration
 from ..verify.search import TuneReport
 from .console import fields, table, text, title
 from .declared import declared
-from .progress import Told, bar
+from .progress import ReportProgress, bar
 from .target import HERE
 from .verified import target_metadata
 
@@ -32,7 +32,7 @@ class TuneOptions(NamedTuple):
     mesh: str | None
     mode: str | None
     how: str | None
-    most: int
+    max_candidates: int
     cache: Path | None
 
 
@@ -44,19 +44,19 @@ def tune(options: TuneOptions) -> list[tuple[str, TuneReport]]:
     if options.how == "device" and {*options.targets} - {HERE}:
         raise ConfigError("--how device measures times on this machine; leave out --target or --how.")
     work = declared(declaration, options.inputs, options.mode)
-    found = []
+    reports = []
     for target in options.targets or (HERE,):
         metadata = target_metadata(declaration, target, options.mesh)
         name = jax.devices()[0].device_kind if target == HERE else target
         how = options.how or ("device" if target == HERE else "static")
         with bar(name) as progress:
-            found.append((name, work.tune(metadata, how, options.most, _after(progress))))
-    return found
+            reports.append((name, work.tune(metadata, how, options.max_candidates, _after(progress))))
+    return reports
 
 
-def _after(told: Told) -> Told:
+def _after(progress: ReportProgress) -> ReportProgress:
     """A search tells what it has measured, a bar what is being done."""
-    return lambda done, of, what: told(done, of, f"after {what}" if what else "")
+    return lambda done, of, what: progress(done, of, f"after {what}" if what else "")
 
 
 def tuned_json(reports: list[tuple[str, TuneReport]]) -> list[dict[str, Any]]:
@@ -67,11 +67,14 @@ def tuned_json(reports: list[tuple[str, TuneReport]]) -> list[dict[str, Any]]:
             "how": report.how,
             "implementation": report.plan.implementation,
             "device_kind": report.plan.problem.device_kind,
-            "choice": None if report.found.choice is None else report.found.choice.fields,
-            "kept_in": str(report.found.path),
+            "choice": None if report.result.choice is None else report.result.choice.fields,
+            "kept_in": str(report.result.path),
             "reused": report.reused,
             "passes": {
-                part: [one._asdict() | {"chosen": one is report.best.get(part)} for one in report.measured(part)]
+                part: [
+                    measurement._asdict() | {"chosen": measurement is report.best.get(part)}
+                    for measurement in report.measured(part)
+                ]
                 for part in report.candidates
             },
         }
@@ -113,13 +116,21 @@ def _about(report: TuneReport) -> list[tuple[str, str | Text]]:
 def _table(report: TuneReport, part: str) -> Any:
     """The candidates that work, fastest first."""
     measured, heuristic = report.measured(part), report.heuristic(part)
-    names = list(dict.fromkeys(name for one in measured for name in one.fields))
-    made = table(part, *names, *_FIGURES[_clock(report)], "ratio")
-    for one in sorted((one for one in measured if one.seconds), key=lambda one: one.seconds or 0.0):
-        row = ["heuristic" if one is heuristic else "other", *(str(one.fields.get(name, "-")) for name in names)]
-        row += _figures(one, _clock(report))
-        made.add_row(*row, _ratio(one, heuristic), style="bold green" if one is report.best.get(part) else None)
-    return made
+    names = list(dict.fromkeys(name for measurement in measured for name in measurement.fields))
+    rich_table = table(part, *names, *_FIGURES[_clock(report)], "ratio")
+    for measurement in sorted(
+        (measurement for measurement in measured if measurement.seconds),
+        key=lambda measurement: measurement.seconds or 0.0,
+    ):
+        row = [
+            "heuristic" if measurement is heuristic else "other",
+            *(str(measurement.fields.get(name, "-")) for name in names),
+        ]
+        row += _figures(measurement, _clock(report))
+        rich_table.add_row(
+            *row, _ratio(measurement, heuristic), style="bold green" if measurement is report.best.get(part) else None
+        )
+    return rich_table
 
 
 def _clock(report: TuneReport) -> str:
@@ -130,29 +141,29 @@ def _clock(report: TuneReport) -> str:
 _FIGURES = {"device": ("time",), "tpu": ("cycles", "VMEM"), "cuda": ("stalls", "registers", "shared memory")}
 
 
-def _figures(one: Measured, clock: str) -> list[str]:
+def _figures(measurement: Measured, clock: str) -> list[str]:
     if clock == "device":
-        return [f"{(one.seconds or 0.0) * 1e3:.3f} ms"]
-    cycles = f"{one.detail['cycles']:,}"
+        return [f"{(measurement.seconds or 0.0) * 1e3:.3f} ms"]
+    cycles = f"{measurement.detail['cycles']:,}"
     if clock == "cuda":
-        return [cycles, str(one.detail["registers"]), bytes_text(one.detail["shared_bytes"])]
-    vmem = one.detail["vmem_bytes"]
+        return [cycles, str(measurement.detail["registers"]), bytes_text(measurement.detail["shared_bytes"])]
+    vmem = measurement.detail["vmem_bytes"]
     return [cycles, "unknown" if vmem is None else bytes_text(vmem)]
 
 
 def _failures(report: TuneReport, part: str) -> list[tuple[str, str | Text]]:
-    failed = [one for one in report.measured(part) if one.seconds is None]
-    return [("fails", f"{fields_text(one.fields)}: {one.failure}") for one in failed]
+    failed = [measurement for measurement in report.measured(part) if measurement.seconds is None]
+    return [("fails", f"{fields_text(measurement.fields)}: {measurement.failure}") for measurement in failed]
 
 
-def _ratio(one: Measured, heuristic: Measured) -> str:
-    if one.seconds is None or not heuristic.seconds:
+def _ratio(measurement: Measured, heuristic: Measured) -> str:
+    if measurement.seconds is None or not heuristic.seconds:
         return "-"
-    return f"{one.seconds / heuristic.seconds:.3f}"
+    return f"{measurement.seconds / heuristic.seconds:.3f}"
 
 
 def _ending(report: TuneReport) -> list[tuple[str, str | Text]]:
-    choice = report.found.choice
+    choice = report.result.choice
     if choice is None:
         return [("chosen", Text("nothing: no candidate compiles", style="red"))]
-    return [("chosen", Text(fields_text(choice.fields), style="green")), ("stored in", str(report.found.path))]
+    return [("chosen", Text(fields_text(choice.fields), style="green")), ("stored in", str(report.result.path))]

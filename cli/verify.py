@@ -32,9 +32,9 @@ def verify_targets(options: VerifyOptions) -> list[TargetReport]:
             target_of(target)  # before anything is compiled for the others
     reports = []
     for target in targets:
-        with bar(f"compile for {'this machine' if target == HERE else target}") as told:
+        with bar(f"compile for {'this machine' if target == HERE else target}") as progress:
             for report in _growing(options, target):
-                told(*report.progress)
+                progress(*report.progress)
         reports.append(report)
     return reports
 
@@ -72,6 +72,6 @@ def _rows(report: TargetReport) -> list[tuple[str, str | Text]]:
     rows: list[tuple[str, str | Text]] = [(report.target, Text.assemble(word, f"  {about_target(report)}"))]
     rows += [*brief_rows(plan), *[("note", note) for note in plan.notes if not is_info(note)]]
     rows += remark_rows(report)
-    for before, one in zip((None, *report.passes), report.passes, strict=False):
-        rows += [(one.name, line) for _, line in pass_rows(report, one, (before and before.kernels) or ())]
+    for before, current in zip((None, *report.passes), report.passes, strict=False):
+        rows += [(current.name, line) for _, line in pass_rows(report, current, (before and before.kernels) or ())]
     return rows

@@ -13,7 +13,7 @@ from ..operators import Operation
 from ..planning import OperationConfig
 from ..planning.placed_tensors import sent_itemsize
 from ..planning.traffic import Traffic, min_traffic
-from .advice import advice, held
+from .advice import advice, vmem_breakdown
 from .call_program import call_program
 from .collectives import Collective
 from .compiled import Failure
@@ -50,18 +50,18 @@ class PlannedCall(Planned):
     def traffic(self, name: str) -> Traffic:
         return min_traffic(self.call, "backward" in name)
 
-    def differences(self, least: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
-        return differences(least, sent)
+    def differences(self, required: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
+        return differences(required, sent)
 
-    def advice(self, name: str, found: Failure, vmem_most: int) -> tuple[str | None, tuple[tuple[str, int], ...]]:
-        if found.memory not in ("vmem", "shared"):
+    def advice(self, name: str, failure: Failure, max_vmem: int) -> tuple[str | None, tuple[tuple[str, int], ...]]:
+        if failure.memory not in ("vmem", "shared"):
             return None, ()
 
         def lowered(config: OperationConfig) -> Any:
             changed = self.operation.metadata.replace(operation_configs={config.operation: config})
             return PlannedCall(type(self.operation)(changed), self.arguments).lowered(name)
 
-        return advice(lowered, self.call, found, vmem_most), held(self.call, found)
+        return advice(lowered, self.call, failure, max_vmem), vmem_breakdown(self.call, failure)
 
     def warnings(self, passes: tuple[PassReport, ...]) -> Iterator[str]:
         problem = self.call.problem

@@ -39,24 +39,24 @@ def call_program(
     }
     static = {name: x for name, x in arguments.items() if name not in arrays}
 
-    def forward(given: dict[str, Any]) -> Any:
-        return outputs(operation, given | static)
+    def forward(arguments: dict[str, Any]) -> Any:
+        return outputs(operation, arguments | static)
 
     if not backward:
         return jax.jit(forward), arrays
-    made = jax.eval_shape(forward, arrays)
-    names = ["output", *["weights"] * ("return_weights" in plan.problem.features), *["lse"] * (len(made) > 1)]
+    output_shapes = jax.eval_shape(forward, arrays)
+    names = ["output", *["weights"] * ("return_weights" in plan.problem.features), *["lse"] * (len(output_shapes) > 1)]
     packed = plan.problem.layout == "thd"
-    specs = [plan.placement.spec(name) for name in names[: len(made)]]
+    specs = [plan.placement.spec(name) for name in names[: len(output_shapes)]]
     specs = [PartitionSpec(*spec[1:]) if packed else spec for spec in specs]
-    cotangents = tuple(_on(mesh, x, spec) for x, spec in zip(made, specs, strict=True))
+    cotangents = tuple(_on(mesh, x, spec) for x, spec in zip(output_shapes, specs, strict=True))
     smooth = {name: x for name, x in arrays.items() if is_differentiable(name, x, operation.operands)}
 
-    def both(given: dict[str, Any]) -> Any:
-        d_outputs = given.pop("d_outputs")
-        others = {name: x for name, x in given.items() if name not in smooth}
-        found, back = jax.vjp(lambda x: forward(x | others), {name: given[name] for name in smooth})
-        return found, back(d_outputs)[0]
+    def both(arguments: dict[str, Any]) -> Any:
+        d_outputs = arguments.pop("d_outputs")
+        others = {name: x for name, x in arguments.items() if name not in smooth}
+        primals, back = jax.vjp(lambda x: forward(x | others), {name: arguments[name] for name in smooth})
+        return primals, back(d_outputs)[0]
 
     where = None
     if isinstance(mesh, Mesh):

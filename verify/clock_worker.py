@@ -98,10 +98,10 @@ class ClockWorker:
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._folder = tempfile.mkdtemp(prefix="attnops-clock-")
-            given = os.environ.get("LIBTPU_INIT_ARGS", "")
+            flags = os.environ.get("LIBTPU_INIT_ARGS", "")
             environment = os.environ | {
                 "JAX_PLATFORMS": "cpu",
-                "LIBTPU_INIT_ARGS": f"{given} {dump_options(self._folder, f'{self.kernel}.1')}".strip(),
+                "LIBTPU_INIT_ARGS": f"{flags} {dump_options(self._folder, f'{self.kernel}.1')}".strip(),
                 _FOLDER: self._folder,
             }
             self._process = subprocess.Popen(
@@ -132,9 +132,11 @@ def compile_one(
         devices = described_mesh(topology_of(kind)).devices.reshape(-1)[:1]
         mesh = Mesh(np.asarray(devices), ("device",))
         function, shapes = problem.program(fields, part, mesh)
-        there = NamedSharding(mesh, PartitionSpec())
+        replicated = NamedSharding(mesh, PartitionSpec())
         compiled = (
-            jax.jit(function).lower([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in shapes]).compile()
+            jax.jit(function)
+            .lower([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for x in shapes])
+            .compile()
         )
         dumps = kernels_in(folder).get(kernel)
         if dumps is None:

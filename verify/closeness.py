@@ -77,31 +77,31 @@ def term_sizes(
     keep_probability: float = 1.0,
 ) -> dict[str, np.ndarray]:
     """The term sizes of the output and of each gradient of `reference_gradients`, in its shape. Takes the same arguments."""
-    made: Forward = forward(query, key, value, scale, mask, bias, soft_cap, sinks, keep, keep_probability)
+    terms: Forward = forward(query, key, value, scale, mask, bias, soft_cap, sinks, keep, keep_probability)
     squared_d_output = np.asarray(d_output, np.float64) ** 2
     # d_logits = weights * (d_weights - inner + d_lse), each of which is itself a sum.
-    d_weights = np.einsum("bqhd,bkhd->bhqk", squared_d_output, made.value**2)
+    d_weights = np.einsum("bqhd,bkhd->bhqk", squared_d_output, terms.value**2)
     if keep is not None:
         d_weights = np.where(keep, d_weights / keep_probability**2, 0)
-    output = np.einsum("bhqk,bkhd->bqhd", made.dropped, made.value)
+    output = np.einsum("bhqk,bkhd->bqhd", terms.dropped, terms.value)
     inner = np.einsum("bqhd,bqhd->bhq", output**2, squared_d_output)[..., None]
     through_lse = 0.0 if d_lse is None else np.asarray(d_lse, np.float64)[..., None] ** 2
-    d_logits = made.weights**2 * (d_weights + inner + through_lse)
+    d_logits = terms.weights**2 * (d_weights + inner + through_lse)
     d_raw = d_logits
     if soft_cap is not None:
-        d_raw = d_logits * np.maximum(1 - np.tanh(made.raw / soft_cap) ** 2, _FLAT) ** 2
+        d_raw = d_logits * np.maximum(1 - np.tanh(terms.raw / soft_cap) ** 2, _FLAT) ** 2
 
     kv_heads = np.shape(key)[2]
     shared = lambda x: x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]).sum(axis=3)  # noqa: E731
     squares = {
-        "query": np.einsum("bhqk,bkhd->bqhd", d_raw, made.key**2) * scale**2,
-        "key": shared(np.einsum("bhqk,bqhd->bkhd", d_raw, made.query**2) * scale**2),
-        "value": shared(np.einsum("bhqk,bqhd->bkhd", made.dropped**2, squared_d_output)),
+        "query": np.einsum("bhqk,bkhd->bqhd", d_raw, terms.key**2) * scale**2,
+        "key": shared(np.einsum("bhqk,bqhd->bkhd", d_raw, terms.query**2) * scale**2),
+        "value": shared(np.einsum("bhqk,bqhd->bkhd", terms.dropped**2, squared_d_output)),
     }
     if bias is not None:
         axes = tuple(i for i, n in enumerate(np.shape(bias)) if n == 1)
         squares["bias"] = d_logits.sum(axis=axes, keepdims=True)
     if sinks is not None:
-        d_sunk = (made.sunk**2 * (inner + through_lse)).sum(axis=(0, 2))
+        d_sunk = (terms.sunk**2 * (inner + through_lse)).sum(axis=(0, 2))
         squares["softmax_aux"] = d_sunk.reshape(len(sinks), -1, d_sunk.shape[-1]).sum(axis=1).reshape(np.shape(sinks))
-    return {"output": output_size(made.dropped, value)} | {name: np.sqrt(x) for name, x in squares.items()}
+    return {"output": output_size(terms.dropped, value)} | {name: np.sqrt(x) for name, x in squares.items()}

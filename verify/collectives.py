@@ -46,14 +46,14 @@ class Collective:
     def sent_bytes(self) -> float:
         """Bytes that a device sends in total, by the usual ring algorithms."""
         share = (self.group - 1) / self.group
-        each = {
+        per_call = {
             "all-gather": self.result_bytes * share,
             "all-reduce": 2 * self.result_bytes * share,
             "reduce-scatter": self.result_bytes * (self.group - 1),
             "all-to-all": self.result_bytes * share,
             "collective-permute": float(self.result_bytes),
         }[self.kind]
-        return self.count * each
+        return self.count * per_call
 
 
 def collectives(text: str, sizes: Mapping[str, int] | None = None) -> tuple[Collective, ...]:
@@ -61,16 +61,16 @@ def collectives(text: str, sizes: Mapping[str, int] | None = None) -> tuple[Coll
 
     A collective over one device sends nothing and is left out. `sizes` are the mesh's, to identify the axes.
     """
-    bodies = dict(_computations(text))
-    said = _DEVICES.search(text)
-    devices = int(said[1]) if said else 1
-    found: dict[tuple[str, int, int, bool, tuple[str, ...]], int] = {}
-    entry = next((name for name, (is_entry, _) in bodies.items() if is_entry), None)
+    computations = dict(_computations(text))
+    device_count = _DEVICES.search(text)
+    devices = int(device_count[1]) if device_count else 1
+    counts: dict[tuple[str, int, int, bool, tuple[str, ...]], int] = {}
+    entry = next((name for name, (is_entry, _) in computations.items() if is_entry), None)
 
-    def walk(name: str, times: int, apart: bool, channels: set[str] | None) -> None:
+    def walk(name: str, times: int, overlapped: bool, channels: set[str] | None) -> None:
         """`channels`: those already seen in the fusions of one computation; None outside fusions."""
         seen: set[str] = set()
-        for line in bodies[name][1]:
+        for line in computations[name][1]:
             if match := _OPERATION.search(line):
                 channel = _CHANNEL.search(line)
                 if channels is not None and channel:
@@ -81,43 +81,44 @@ def collectives(text: str, sizes: Mapping[str, int] | None = None) -> tuple[Coll
                 group = max(map(len, groups), default=1)
                 if group > 1:
                     axes = axes_along(groups, sizes) if sizes else ()
-                    alone = apart or (match["start"] is not None and not _WAITS.search(line))
+                    alone = overlapped or (match["start"] is not None and not _WAITS.search(line))
                     key = match["kind"], _result_bytes(match), group, alone, axes
-                    found[key] = found.get(key, 0) + times
+                    counts[key] = counts.get(key, 0) + times
             fused, started = " fusion(" in line, "-start(" in line
             if fused or started or " while(" in line or " call(" in line or " conditional(" in line:
-                trips = _trips(line, bodies) if " while(" in line else 1
+                trips = _trips(line, computations) if " while(" in line else 1
                 for called in _CALLED.findall(line):
-                    for one in re.findall(r"%([\w.\-]+)", called):
-                        if one in bodies:
+                    for callee in re.findall(r"%([\w.\-]+)", called):
+                        if callee in computations:
                             # A collective that overlaps fusions appears in each of them, with the same channel.
                             inside = (channels if channels is not None else seen) if fused else channels
-                            walk(one, times * trips, apart or fused or started, inside)
+                            walk(callee, times * trips, overlapped or fused or started, inside)
 
     if entry is not None:
         walk(entry, 1, False, None)
-    made = (
-        Collective(kind, count, size, group, apart, axes) for (kind, size, group, apart, axes), count in found.items()
+    collected = (
+        Collective(kind, count, size, group, overlapped, axes)
+        for (kind, size, group, overlapped, axes), count in counts.items()
     )
-    return tuple(sorted(made, key=lambda c: (c.kind, -c.result_bytes, c.axes)))
+    return tuple(sorted(collected, key=lambda c: (c.kind, -c.result_bytes, c.axes)))
 
 
-def _trips(line: str, bodies: dict[str, tuple[bool, list[str]]]) -> int:
+def _trips(line: str, computations: dict[str, tuple[bool, list[str]]]) -> int:
     """How often a loop runs: its stated trip count, else the limit of its counter; 1 if neither is known."""
-    if known := _TRIPS.search(line):
-        return int(known[1])
+    if trip_count := _TRIPS.search(line):
+        return int(trip_count[1])
     condition = _CONDITION.search(line)
-    lines = bodies[condition[1]][1] if condition and condition[1] in bodies else []
-    for one in lines:
-        if below := _BELOW.search(one):
+    lines = computations[condition[1]][1] if condition and condition[1] in computations else []
+    for condition_line in lines:
+        if below := _BELOW.search(condition_line):
             limit = re.compile(rf"%{re.escape(below['limit'])} = s32\[\]\S* constant\((\d+)\)")
-            return next((int(found[1]) for other in lines if (found := limit.search(other))), 1)
+            return next((int(match[1]) for other in lines if (match := limit.search(other))), 1)
     return 1
 
 
-def sent_bytes(found: tuple[Collective, ...]) -> float:
+def sent_bytes(collectives: tuple[Collective, ...]) -> float:
     """Bytes that a device sends."""
-    return sum(one.sent_bytes for one in found)
+    return sum(collective.sent_bytes for collective in collectives)
 
 
 def _computations(text: str) -> Iterator[tuple[str, tuple[bool, list[str]]]]:

@@ -44,7 +44,7 @@ def program_text(compiled: Any) -> str | None:
 
 def kernels(text: str) -> tuple[KernelUse, ...]:
     """The kernels of a compiled program, in program order."""
-    found = []
+    uses = []
     calls = list(_CALL.finditer(text))
     ends = [call.start() for call in calls[1:]] + [len(text)]
     for call, end in zip(calls, ends, strict=bool(calls)):
@@ -60,8 +60,8 @@ def kernels(text: str) -> tuple[KernelUse, ...]:
             next((int(c["size"]) for c in config.get(key, ()) if int(c["memory_space"]) == _VMEM), None)
             for key in ("used_scoped_memory_configs", "scoped_memory_configs")
         )
-        found.append(KernelUse(re.sub(r"\.\d+$", "", call[1]), used, limit))
-    return tuple(found)
+        uses.append(KernelUse(re.sub(r"\.\d+$", "", call[1]), used, limit))
+    return tuple(uses)
 
 
 class Failure(NamedTuple):
@@ -88,8 +88,8 @@ _HBM_ANY = re.compile(r"Used ([\d.]+[KMG]?) of ([\d.]+[KMG]?) hbm", re.IGNORECAS
 def failure(error: Exception) -> Failure:
     """Translate the compiler's error into attnops' words."""
     text = str(error)
-    if found := _SCOPED.search(text):
-        kernel, needed, limit = re.sub(r"\.\d+$", "", found[1]), _bytes(found[2]), _bytes(found[3])
+    if match := _SCOPED.search(text):
+        kernel, needed, limit = re.sub(r"\.\d+$", "", match[1]), _bytes(match[2]), _bytes(match[3])
         return Failure(
             f"{kernel} needs {bytes_text(needed)} of VMEM and may take {bytes_text(limit)}: "
             f"{bytes_text(needed - limit)} too much",
@@ -98,8 +98,8 @@ def failure(error: Exception) -> Failure:
             limit,
             kernel,
         )
-    if found := _VMEM_OF_CHIP.search(text):
-        needed, limit = _bytes(found[1]), _bytes(found[2])
+    if match := _VMEM_OF_CHIP.search(text):
+        needed, limit = _bytes(match[1]), _bytes(match[2])
         return Failure(
             f"a kernel needs {bytes_text(needed)} of VMEM; there are {bytes_text(limit)}: "
             f"{bytes_text(needed - limit)} too much",
@@ -107,8 +107,8 @@ def failure(error: Exception) -> Failure:
             needed,
             limit,
         )
-    if found := _SHARED.search(text):
-        needed, limit = int(found[1]), int(found[2])
+    if match := _SHARED.search(text):
+        needed, limit = int(match[1]), int(match[2])
         return Failure(
             f"a kernel asks for {bytes_text(needed)} of shared memory per block; there are {bytes_text(limit)}: "
             f"{bytes_text(needed - limit)} too much",
@@ -116,8 +116,8 @@ def failure(error: Exception) -> Failure:
             needed,
             limit,
         )
-    if found := _HBM.search(text) or _HBM_ANY.search(text):
-        return too_much_hbm(_bytes(found[1]), _bytes(found[2]))
+    if match := _HBM.search(text) or _HBM_ANY.search(text):
+        return too_much_hbm(_bytes(match[1]), _bytes(match[2]))
     if _CUDNN.search(text):
         return Failure("cuDNN isn't installed, which this requires on a GPU. Hint: pip install nvidia-cudnn-cu13")
     first = next(iter(text.strip().splitlines()), "no word")

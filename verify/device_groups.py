@@ -29,8 +29,8 @@ def device_groups(line: str, devices: int) -> Groups:
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
         joined = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", mesh[2])]
         places = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        together = math.prod(places.shape[axis] for axis in joined)
-        return _rows(np.moveaxis(places, joined, range(-len(joined), 0)).reshape(-1, together))
+        group_size = math.prod(places.shape[axis] for axis in joined)
+        return _rows(np.moveaxis(places, joined, range(-len(joined), 0)).reshape(-1, group_size))
     if iota := _IOTA.search(line):
         dims = [int(n) for n in iota[3].split(",")]
         order = [int(n) for n in iota[4].split(",")] if iota[4] else range(len(dims))
@@ -44,11 +44,11 @@ def device_groups(line: str, devices: int) -> Groups:
 
 def axes_along(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The mesh axes along which the devices of a group differ."""
-    shape, found = tuple(sizes.values()), set[str]()
+    shape, axes = tuple(sizes.values()), set[str]()
     for group in groups:
         places = np.array(np.unravel_index(group, shape))
-        found |= {name for name, along in zip(sizes, places, strict=True) if len(set(along)) > 1}
-    return tuple(name for name in sizes if name in found)
+        axes |= {name for name, along in zip(sizes, places, strict=True) if len(set(along)) > 1}
+    return tuple(name for name in sizes if name in axes)
 
 
 def _rows(places: np.ndarray) -> Groups:

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from ..devices import spec_of_kind
-from ..operators.call.ambient import ambient_platform
+from ..operators.call.current_device import current_device
 from .compiled import Failure, KernelUse, kernels, too_much_hbm
 from .generations import device_of
 from .gpu.gpu_device import gpu_device
@@ -81,7 +81,7 @@ def lowered_for(traced: Any, platform: str) -> Any:
 
 def compiles_here(mesh: Any, platform: str) -> bool:
     """Whether a program on this mesh can be compiled: of devices that are described or here, or for this machine without one."""
-    return ambient_platform(()).serves(platform) if mesh is None else isinstance(mesh, Mesh)
+    return current_device(()).serves(platform) if mesh is None else isinstance(mesh, Mesh)
 
 
 def unheld(platform: str, device: DeviceLimits | None, peak: int) -> Failure | None:

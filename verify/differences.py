@@ -11,17 +11,17 @@ __all__ = ["differences"]
 _SMALL, _SHARE = 4096, 0.01
 
 
-def differences(least: Traffic, found: tuple[Collective, ...]) -> tuple[str, ...]:
+def differences(required: Traffic, sent_collectives: tuple[Collective, ...]) -> tuple[str, ...]:
     """Where a program sends a different number of bytes than it has to, one line per kind of collective."""
-    if least.unknown:
+    if required.unknown:
         return ()
-    total = sum(need.sent_bytes for need in least.needs)
+    total = sum(need.sent_bytes for need in required.needs)
     lines = []
-    for kind in sorted({c.kind for c in found} | {n.kind for n in least.needs}):
-        sent = sum(c.sent_bytes for c in found if c.kind == kind)
-        needed = sum(n.sent_bytes for n in least.needs if n.kind == kind and not n.optional)
-        most = sum(n.sent_bytes for n in least.needs if n.kind == kind)
+    for kind in sorted({c.kind for c in sent_collectives} | {n.kind for n in required.needs}):
+        sent = sum(c.sent_bytes for c in sent_collectives if c.kind == kind)
+        needed = sum(n.sent_bytes for n in required.needs if n.kind == kind and not n.optional)
+        max_bytes = sum(n.sent_bytes for n in required.needs if n.kind == kind)
         slack = max(_SHARE * total, _SMALL)
-        if not needed - slack <= sent <= most + slack:
+        if not needed - slack <= sent <= max_bytes + slack:
             lines.append(f"{kind}: {sent:.0f} bytes sent per device, {needed:.0f} needed")
     return tuple(lines)

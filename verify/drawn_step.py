@@ -38,22 +38,24 @@ def draw_step(operation: PagedOperation, step: DeclaredStep, seed: int) -> Drawn
     devices = mesh if isinstance(mesh, Mesh) else None
     state = _drawn_state(step.cache, devices, kv_heads, seed)
     batch: Any = step.batch
-    given = arrays["query"], arrays["key"], arrays["value"]
+    tokens = arrays["query"], arrays["key"], arrays["value"]
     if devices is not None:
         at = shardings(step.cache, devices, kv_heads=kv_heads)
         batch = jax.device_put(batch, at.batch if isinstance(at.batch, RaggedBatch) else at.batch[batch.group])
-        given = jax.device_put(given, (at.query, *(None if x is None else at.key for x in given[1:])))
+        tokens = jax.device_put(tokens, (at.query, *(None if x is None else at.key for x in tokens[1:])))
 
     run = step_program(operation, step, step.layer, return_lse=True)
-    return DrawnStep(run, (state, batch, given, arrays["sinks"]), arrays)
+    return DrawnStep(run, (state, batch, tokens, arrays["sinks"]), arrays)
 
 
-def step_program(operation: PagedOperation, step: DeclaredStep, layer: int, **more: Any) -> Callable[..., StepOutput]:
+def step_program(
+    operation: PagedOperation, step: DeclaredStep, layer: int, **options: Any
+) -> Callable[..., StepOutput]:
     """The step as a function of state, batch, (query, key, value) and sinks; `more` are options besides the declared ones."""
 
-    def run(state: CacheState, batch: RaggedBatch, given: tuple[Any, Any, Any], sinks: Any) -> StepOutput:
-        call = step.options | {"softmax_aux": sinks} | more
-        return operation(*given, state=state, layer=layer, batch=batch, **call)
+    def run(state: CacheState, batch: RaggedBatch, tokens: tuple[Any, Any, Any], sinks: Any) -> StepOutput:
+        call = step.options | {"softmax_aux": sinks} | options
+        return operation(*tokens, state=state, layer=layer, batch=batch, **call)
 
     return run
 

@@ -114,11 +114,11 @@ class Device(NamedTuple):
 
 def device_of(kind: str, cores: int | None = None) -> Device | None:
     """The device of a kind, with the cores that jax reports for it; None: as on a machine. None for an unknown kind."""
-    found = tpu_of(kind, cores)
-    if found is None:
+    limits = tpu_of(kind, cores)
+    if limits is None:
         return None
-    rates = found.flops_per_second, found.bytes_per_second
-    return Device(kind, found.cores, found.hbm_bytes, found.vmem_bytes, *rates)
+    rates = limits.flops_per_second, limits.bytes_per_second
+    return Device(kind, limits.cores, limits.hbm_bytes, limits.vmem_bytes, *rates)
 
 
 def generations() -> tuple[str, ...]:
@@ -191,20 +191,20 @@ def matrix_depth(kind: str) -> int:
 
 
 def _of_kind(kind: str) -> _Generation:
-    found = next((g for g in _GENERATIONS.values() if g.kind == kind), None)
-    if found is None:
-        known = ", ".join(g.kind for g in _GENERATIONS.values())
-        raise ConfigError(f"device kind {shown(kind)} is no TPU that can be described; known: {known}.")
-    return found
+    generation = next((g for g in _GENERATIONS.values() if g.kind == kind), None)
+    if generation is None:
+        kinds = ", ".join(g.kind for g in _GENERATIONS.values())
+        raise ConfigError(f"device kind {shown(kind)} is no TPU that can be described; known: {kinds}.")
+    return generation
 
 
 def near_target(target: str) -> str:
     """A hint for a name such as v5e, v5e-8 or v5e:8: a shape of so many devices. '' for any other name."""
     match = re.fullmatch(r"([a-z0-9]+?)[-:x]?([1-9][0-9]{0,3})?", target)
-    found = [name for name in _GENERATIONS if match is not None and target.startswith(name)]
-    if not found:
+    names = [name for name in _GENERATIONS if match is not None and target.startswith(name)]
+    if not names:
         return ""
-    generation, rest = _GENERATIONS[found[0]], target[len(found[0]) :]
+    generation, rest = _GENERATIONS[names[0]], target[len(names[0]) :]
     if not rest:
         return f" Did you mean {generation.topology!r}?"
     count = re.fullmatch(r"[-:x]([1-9][0-9]{0,3})", rest)
@@ -215,7 +215,7 @@ def near_target(target: str) -> str:
     short = 2 ** (math.isqrt(chips).bit_length() - 1)
     if chips & (chips - 1):
         return f" A name that works is {generation.topology!r}."
-    return f" Did you mean '{found[0]}:{short}x{chips // short}'?"
+    return f" Did you mean '{names[0]}:{short}x{chips // short}'?"
 
 
 def _meant(target: str) -> str:

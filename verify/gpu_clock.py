@@ -59,7 +59,7 @@ def gpu_cost(
     stalls, registers, shared = 0.0, 0, 0
     spills: list[str] = []
     for name, (suffix, slow) in _KERNELS[part].items():
-        kernel = next((one for one in kernels if one.name == name), None)
+        kernel = next((use for use in kernels if use.name == name), None)
         if kernel is None or kernel.loops is None or kernel.registers is None:
             raise ConfigError(
                 f"the instructions of {name} can't be read; pip install '{with_extras('cuda-compile', 'cuda-sass')}'."
@@ -78,7 +78,7 @@ def gpu_cost(
         if len(kernel.loops) != len(tiles):
             raise ConfigError(f"{name} has {len(kernel.loops)} loops where {len(tiles)} are known")
         warps = (kernel.threads or 0) // _WARP
-        by_head = sum(one.loop.stall_cycles * count for one, count in zip(kernel.loops, tiles, strict=True))
+        by_head = sum(loop.loop.stall_cycles * count for loop, count in zip(kernel.loops, tiles, strict=True))
         stalls += by_head * warps * heads * local.batch
         registers, shared = max(registers, kernel.registers), max(shared, kernel.shared_bytes or 0)
     seconds = stalls / (spec.issued_a_cycle * spec.cores * spec.clock)
@@ -91,11 +91,11 @@ def compiled_kernels(kind: str, local: LocalProblem, part: str, fields: Mapping[
     spec = spec_of_kind(kind)
     assert spec is not None
     mesh = described_gpus(spec.name)
-    there = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
     function, shapes = local.program(fields, part, mesh)
-    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in shapes]
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for x in shapes]
     with tracing_on(mesh, "cuda"):
-        lowered = lowered_for(jax.jit(function, out_shardings=there).trace(arrays), "cuda")
+        lowered = lowered_for(jax.jit(function, out_shardings=replicated).trace(arrays), "cuda")
     compiled = lowered.compile()
     return gpu_kernels(compiled, compiled.as_text(), spec)
 
@@ -112,20 +112,20 @@ def loop_tiles(
     from ..operators.kernels.local_mask import LocalMask
 
     if not mask.is_static or query_offset is None:
-        live = mask.live_blocks(*block, q_len=q_len, kv_len=kv_len, query_offset=query_offset or 0) > 0
-        return 0.0, float(live.size if query_offset is None else live.sum())
+        visible = mask.live_blocks(*block, q_len=q_len, kv_len=kv_len, query_offset=query_offset or 0) > 0
+        return 0.0, float(visible.size if query_offset is None else visible.sum())
     local = LocalMask(mask, 0, q_len, kv_len, query_offset)
-    made = tile_schedule(local, *block, slow, heads if local.heads_differ else 1)
-    rows = np.asarray(made.table).reshape(-1, made.table.shape[-1])
-    if made.neighbours:
+    schedule = tile_schedule(local, *block, slow, heads if local.heads_differ else 1)
+    rows = np.asarray(schedule.table).reshape(-1, schedule.table.shape[-1])
+    if schedule.neighbours:
         first, full_first, after_full, after = rows.T
         full, partial = after_full - full_first, full_first - first + after - after_full
     else:
         partial, full = rows[:, 0], rows[:, 1] - rows[:, 0]
-    counts = (full, made.some_full), (partial, made.some_partial)
-    return tuple(float(n.sum()) / made.table.shape[1] for n, some in counts if some)
+    counts = (full, schedule.some_full), (partial, schedule.some_partial)
+    return tuple(float(n.sum()) / schedule.table.shape[1] for n, some in counts if some)
 
 
-def same_splits(ways: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+def same_splits(candidates: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
     """Candidates with the first one's `kv_splits`: how many programs share the keys isn't in the sums."""
-    return tuple(way for way in ways if way.get("kv_splits") == ways[0].get("kv_splits"))
+    return tuple(candidate for candidate in candidates if candidate.get("kv_splits") == candidates[0].get("kv_splits"))

@@ -45,8 +45,8 @@ class LocalProblem:
         sizes |= {"q": local.q_len, "kv": local.kv_len}
 
         def cut(shape: tuple[int, ...], dims: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-            whole = zip(shape, dims, strict=True)
-            return jax.ShapeDtypeStruct(tuple(1 if n == 1 else sizes.get(d, n) for n, d in whole), dtype)
+            dims_of_shape = zip(shape, dims, strict=True)
+            return jax.ShapeDtypeStruct(tuple(1 if n == 1 else sizes.get(d, n) for n, d in dims_of_shape), dtype)
 
         leaves = [cut(leaf.shape, leaf.dims, leaf.dtype) for leaf in problem.leaves]
         arguments: dict[str, Any] = {
@@ -106,8 +106,8 @@ class LocalProblem:
             filled = list(leaves)
             for place, array in zip(places, arrays, strict=True):
                 filled[place] = array
-            given = jax.tree.unflatten(tree, filled)
-            return (outputs if part == "forward" else outputs_and_gradients)(attend, given)
+            arguments = jax.tree.unflatten(tree, filled)
+            return (outputs if part == "forward" else outputs_and_gradients)(attend, arguments)
 
         return run, [leaves[i] for i in places]
 

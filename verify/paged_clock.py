@@ -75,10 +75,10 @@ class LocalStep:
             "value_dim": geometry.value_dim, "pages_per_block": options.pages_per_block, "buffers": options.buffers,
             "queries_per_block": options.queries_per_block, "vmem_limit_bytes": options.vmem_limit_bytes,
         }  # fmt: skip
-        given: dict[str, Any] = {} if "value_pages" in stored else {"value_pages": None}
+        missing: dict[str, Any] = {} if "value_pages" in stored else {"value_pages": None}
 
         def run(arrays: list[Any]) -> Any:
-            return paged_attention_tpu(**jax.tree.unflatten(tree, arrays), **given, **static)
+            return paged_attention_tpu(**jax.tree.unflatten(tree, arrays), **missing, **static)
 
         return run, leaves
 
@@ -91,10 +91,10 @@ class LocalStep:
             raise ConfigError(f"the kernel has {len(paths)} code paths for a block of pages; wanted one or two.")
         within = [region for path in paths for region in path.all()]
         # Loops without products handle the pages of a partial block one by one.
-        apart = [r for r in walk.all() if r is not walk and r.is_loop and not r.products and r not in within]
-        step = walk.cycles - sum(r.cycles for r in (*apart, *paths))
-        ways = sorted(step + self._of_heads(path) for path in paths) or [step]
-        return StepCycles(ways[0], ways[-1], root.cycles - walk.cycles)
+        other_loops = [r for r in walk.all() if r is not walk and r.is_loop and not r.products and r not in within]
+        step = walk.cycles - sum(r.cycles for r in (*other_loops, *paths))
+        cycles = sorted(step + self._of_heads(path) for path in paths) or [step]
+        return StepCycles(cycles[0], cycles[-1], root.cycles - walk.cycles)
 
     def _of_heads(self, path: Region) -> int:
         """A path's cycles over all kv heads, which are a loop unless a page's heads lie within tiles."""
@@ -108,13 +108,13 @@ class LocalStep:
         return {n: ((self.geometry.pages, *s), d) for n, (s, d) in streams.items() if n in ("key", "value")}
 
     def _scales(self) -> dict[str, tuple[int, ...]]:
-        geometry, found = self.geometry, {}
+        geometry, shapes = self.geometry, {}
         for name, rank in (("key_scale", geometry.key_scale), ("value_scale", geometry.value_scale)):
             if rank == 3:
-                found[name] = (geometry.pages, *geometry.streams()[name][0])
+                shapes[name] = (geometry.pages, *geometry.streams()[name][0])
             elif rank is not None:
-                found[name] = (geometry.kv_heads,) * rank
-        return found
+                shapes[name] = (geometry.kv_heads,) * rank
+        return shapes
 
     def _row(self, name: str, stored: dict[str, Any], scales: dict[str, Any]) -> jax.ShapeDtypeStruct:
         rows = (self.geometry.tokens, self.geometry.kv_heads)
@@ -135,19 +135,19 @@ def step_visits(problem: PagedProblem, step: LocalStep, batch: Any) -> dict[str,
     by_shard: dict[int, list[SequenceReads]] = {}
     for row in sequence_reads(problem, batch):
         by_shard.setdefault(row.shard, []).append(row)
-    most: dict[str, Visits] = {}
+    largest: dict[str, Visits] = {}
     for rows in by_shard.values():
-        found = {_DECODE: _total(_decoding(row, *sizes) for row in rows if row.queries == 1 or not several)}
+        shard_visits = {_DECODE: _total(_decoding(row, *sizes) for row in rows if row.queries == 1 or not several)}
         if several:
             units = (unit for row in rows if row.queries > 1 for unit in _chunk(row, *sizes))
-            found[_CHUNKS] = _total(units)
-        if not most or _blocks(found) > _blocks(most):
-            most = found
-    return most
+            shard_visits[_CHUNKS] = _total(units)
+        if not largest or _blocks(shard_visits) > _blocks(largest):
+            largest = shard_visits
+    return largest
 
 
 def _blocks(visits: dict[str, Visits]) -> int:
-    return sum(found.whole + found.masked for found in visits.values())
+    return sum(counted.whole + counted.masked for counted in visits.values())
 
 
 def _total(visits: Iterable[Visits]) -> Visits:
@@ -169,25 +169,25 @@ def _chunk(row: SequenceReads, geometry: Geometry, options: Options) -> Iterator
         begin = 0 if options.left is None else max(position - options.left, 0)
         end = row.length if options.reach is None else min(row.length, last + options.reach + 1)
         first, stop = begin // page, -(-end // page)
-        whole = 0
+        unmasked = 0
         for start in range(first, stop, many):
             place = start * page
             full = start + many <= stop and place + size <= row.length
             full &= options.reach is None or place + size - 1 <= position + options.reach
             full &= options.left is None or place >= position + block - 1 - options.left
-            whole += full
-        yield Visits(whole, -(-(stop - first) // many) - whole, 1)
+            unmasked += full
+        yield Visits(unmasked, -(-(stop - first) // many) - unmasked, 1)
 
 
 def _outermost(region: Region) -> list[Region]:
     """The outermost regions with products inside one, skipping guards around all of its products."""
-    found = []
+    regions = []
     for inner in region.inside:
         if inner.products > 0.75 * region.products and not inner.is_loop:
             return _outermost(inner)
         if inner.products:
-            found.append(inner)
-    return found
+            regions.append(inner)
+    return regions
 
 
 def _walk(root: Region) -> Region:

@@ -62,7 +62,7 @@ def paged_reference(
             mask &= col >= row - left
         if right is not None:
             mask &= col <= row + right
-        made = reference_attention(
+        result = reference_attention(
             query[None, rows],
             key[None],
             value[None],
@@ -71,8 +71,8 @@ def paged_reference(
             soft_cap=logits_soft_cap,
             sinks=sinks,
         )
-        output[rows], lse[rows] = made.output[0], made.lse[0].T
-        sizes[rows] = output_size(made.weights, value[None])[0]
+        output[rows], lse[rows] = result.output[0], result.lse[0].T
+        sizes[rows] = output_size(result.weights, value[None])[0]
     return PagedReference(output, lse, sizes)
 
 
@@ -83,10 +83,10 @@ def _tokens(pages: np.ndarray, scale: np.ndarray | float | None, table: np.ndarr
     ids = np.asarray(table)[places // page]
     if len(ids) and not (ids.min() >= 0 and ids.max() < len(pages)):
         raise IndexError(f"page ids {ids.min()} to {ids.max()} among the sequence's keys; wanted 0 to {len(pages) - 1}")
-    whole = np.asarray(pages)[ids, places % page].astype(np.float64)
+    wide = np.asarray(pages)[ids, places % page].astype(np.float64)
     if scale is None:
-        return whole
+        return wide
     scale = np.asarray(scale, np.float64)
     return (
-        whole * (scale[ids, places % page] if scale.ndim == 3 else np.broadcast_to(scale, pages.shape[2:3]))[..., None]
+        wide * (scale[ids, places % page] if scale.ndim == 3 else np.broadcast_to(scale, pages.shape[2:3]))[..., None]
     )

@@ -67,9 +67,12 @@ class PlannedStep(Planned):
         del name
         return step_traffic(self.paged.problem)
 
-    def differences(self, least: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
-        extra = unneeded(least, sent)
-        return tuple(f"{one.kind}: {one.count} over {'+'.join(one.axes)} that nothing needs" for one in extra)
+    def differences(self, required: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
+        extra = unneeded(required, sent)
+        return tuple(
+            f"{collective.kind}: {collective.count} over {'+'.join(collective.axes)} that nothing needs"
+            for collective in extra
+        )
 
 
 def step_traffic(problem: PagedProblem) -> Traffic:
@@ -81,14 +84,14 @@ def step_traffic(problem: PagedProblem) -> Traffic:
     return Traffic((Need("all-reduce", sent, "merging outputs by lse", axes=problem.sequence_axes),))
 
 
-def unneeded(least: Traffic, sent: tuple[Collective, ...]) -> tuple[Collective, ...]:
+def unneeded(required: Traffic, sent: tuple[Collective, ...]) -> tuple[Collective, ...]:
     """The collectives beyond the needs, by kind and mesh axes; not a byte is ignored."""
-    left = {(need.kind, frozenset(need.axes)): need.sent_bytes for need in least.needs}
+    left = {(need.kind, frozenset(need.axes)): need.sent_bytes for need in required.needs}
     extra = []
-    for one in sent:
-        of = one.kind, frozenset(one.axes)
-        if one.sent_bytes <= left.get(of, 0.0) + 0.5:  # the rest of rounded shares
-            left[of] = left.get(of, 0.0) - one.sent_bytes
+    for collective in sent:
+        of = collective.kind, frozenset(collective.axes)
+        if collective.sent_bytes <= left.get(of, 0.0) + 0.5:  # the rest of rounded shares
+            left[of] = left.get(of, 0.0) - collective.sent_bytes
         else:
-            extra.append(one)
+            extra.append(collective)
     return tuple(extra)

@@ -61,12 +61,12 @@ class Planned(ABC):
         """The least that a pass has to send."""
 
     @abstractmethod
-    def differences(self, least: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
+    def differences(self, required: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
         """Where a program sends something else."""
 
-    def advice(self, name: str, found: Failure, vmem_most: int) -> tuple[str | None, tuple[tuple[str, int], ...]]:
+    def advice(self, name: str, failure: Failure, vmem_most: int) -> tuple[str | None, tuple[tuple[str, int], ...]]:
         """(what to declare so that a failed pass compiles, what its kernel holds), as far as that is known."""
-        del name, found, vmem_most
+        del name, failure, vmem_most
         return None, ()
 
     def warnings(self, passes: tuple[PassReport, ...]) -> Iterator[str]:
@@ -81,44 +81,44 @@ def target_reports(planned: Planned, target: str, *, lower_only: bool = False) -
     problem = plan.problem
     tpu = problem.platform == "tpu"
     device = device_limits(problem.platform, problem.device_kind, devices_cores(planned.mesh))
-    default, most = vmem_of(problem.device_kind)[:2] if tpu else (0, 0)
+    default, max_vmem = vmem_of(problem.device_kind)[:2] if tpu else (0, 0)
     limit = getattr(plan.config, "vmem_limit_bytes", None) if tpu and names else None
     warnings: tuple[str, ...] = ()
-    if device is not None and limit is not None and limit > most:
+    if device is not None and limit is not None and limit > max_vmem:
         warnings = (
             f"vmem_limit_bytes={limit} ({bytes_text(limit)}) is more than {device.kind} has: the compiler takes "
-            f"{bytes_text(most)} and doesn't say so",
+            f"{bytes_text(max_vmem)} and doesn't say so",
         )
-    report = TargetReport(target, plan, device, default, most, (), warnings, names, lower_only)
+    report = TargetReport(target, plan, device, default, max_vmem, (), warnings, names, lower_only)
     yield report
     for name in names:
-        passes = (*report.passes, _compiled(planned, device, name, most, lower_only))
-        told = (*warnings, *planned.warnings(passes))
-        peak = max(one.peak_bytes for one in passes)
+        passes = (*report.passes, _compiled(planned, device, name, max_vmem, lower_only))
+        reported = (*warnings, *planned.warnings(passes))
+        peak = max(pass_report.peak_bytes for pass_report in passes)
         if tpu and device is not None and peak > device.hbm_bytes:
-            more = f"{bytes_text(peak)} at the peak is more than the device's {bytes_text(device.hbm_bytes)} of HBM"
-            told = (*told, more)
-        report = replace(report, passes=passes, warnings=told)
+            warning = f"{bytes_text(peak)} at the peak is more than the device's {bytes_text(device.hbm_bytes)} of HBM"
+            reported = (*reported, warning)
+        report = replace(report, passes=passes, warnings=reported)
         yield report
 
 
 def _compiled(planned: Planned, device: DeviceLimits | None, name: str, vmem_most: int, lower_only: bool) -> PassReport:
     """One pass, compiled, or lowered where it can't be or needn't be compiled."""
     problem = planned.plan.problem
-    here = compiles_here(planned.mesh, problem.platform) and not lower_only
+    can_compile = compiles_here(planned.mesh, problem.platform) and not lower_only
     start = time.perf_counter()
     try:
         lowered = planned.lowered(name)
-        if not here:
+        if not can_compile:
             why = "only lowering was asked for" if lower_only else not_compiled(problem.platform)
             return PassReport(name, False, None, seconds=time.perf_counter() - start, uncompiled=why)
         compiled = lowered.compile()
     except AttnOpsError:
         raise
     except Exception as error:  # the compiler's error, of whatever class
-        found = failure(error)
-        better, held = planned.advice(name, found, vmem_most)
-        return PassReport(name, here, found, better, held, time.perf_counter() - start)
+        failed = failure(error)
+        better, breakdown = planned.advice(name, failed, vmem_most)
+        return PassReport(name, can_compile, failed, better, breakdown, time.perf_counter() - start)
     seconds = time.perf_counter() - start
     text, memory, counted = program_text(compiled), compiled.memory_analysis(), compiled.cost_analysis()
     parts = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
@@ -128,7 +128,7 @@ def _compiled(planned: Planned, device: DeviceLimits | None, name: str, vmem_mos
     if device is not None:
         arithmetic, traffic = device.roofline(work.flops, work.bytes_moved, problem.runtime_dtype, planned.exact)
     sent = None if text is None else collectives(text, {axis.name: axis.size for axis in problem.mesh})
-    least = planned.traffic(name)
+    required = planned.traffic(name)
     return PassReport(
         name,
         True,
@@ -146,8 +146,8 @@ def _compiled(planned: Planned, device: DeviceLimits | None, name: str, vmem_mos
         bound="" if device is None else "arithmetic" if arithmetic >= traffic else "HBM",
         intensity=work.flops / work.bytes_moved if work.bytes_moved else 0.0,
         collectives=sent,
-        needs=least.needs,
-        differences=() if sent is None else planned.differences(least, sent),
-        unknown=least.unknown,
+        needs=required.needs,
+        differences=() if sent is None else planned.differences(required, sent),
+        unknown=required.unknown,
         looped=work.looped,
     )

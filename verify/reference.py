@@ -96,10 +96,10 @@ def reference_attention(
 
     `mask` is True where a query may attend; `mask`, `bias` and `keep` broadcast to [batch, heads, q, kv].
     """
-    given = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
+    arguments = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
     with np.errstate(invalid="ignore", over="ignore"):
-        made = forward(query, key, value, *given)
-        return ReferenceOutput(_sums(made.dropped, made.visible, made.value), made.weights, made.lse)
+        terms = forward(query, key, value, *arguments)
+        return ReferenceOutput(_sums(terms.dropped, terms.visible, terms.value), terms.weights, terms.lse)
 
 
 def reference_gradients(
@@ -118,9 +118,9 @@ def reference_gradients(
     keep_probability: float = 1.0,
 ) -> dict[str, np.ndarray]:
     """Gradients of sum(output * d_output) + sum(lse * d_lse): query, key, value, and bias and softmax_aux if given."""
-    given = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
+    arguments = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
     with np.errstate(invalid="ignore", over="ignore"):
-        return _gradients(query, key, value, d_output, d_lse, *given)
+        return _gradients(query, key, value, d_output, d_lse, *arguments)
 
 
 def _gradients(
@@ -129,8 +129,8 @@ def _gradients(
     keep: np.ndarray | None, keep_probability: float,
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """See reference_gradients."""
-    given = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
-    q, k, v, raw, weights, sunk, dropped, _, visible = forward(query, key, value, *given)
+    arguments = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
+    q, k, v, raw, weights, sunk, dropped, _, visible = forward(query, key, value, *arguments)
     d_output = np.asarray(d_output, np.float64)
     d_dropped = np.where(visible, np.einsum("bqhd,bkhd->bhqk", d_output, v), 0)
     d_weights = d_dropped if keep is None else np.where(keep, d_dropped / keep_probability, 0)

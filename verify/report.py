@@ -81,7 +81,9 @@ class PassReport:
         return vars(self) | {
             "failure": None if self.failure is None else self.failure._asdict(),
             "kernels": None if self.kernels is None else [kernel.to_dict() for kernel in self.kernels],
-            "collectives": None if sent is None else [vars(one) | {"sent_bytes": one.sent_bytes} for one in sent],
+            "collectives": None
+            if sent is None
+            else [vars(collective) | {"sent_bytes": collective.sent_bytes} for collective in sent],
             "needs": [need._asdict() for need in self.needs],
             "differences": list(self.differences),
             "unknown": list(self.unknown),
@@ -142,19 +144,19 @@ class TargetReport:
         """(passes done, of how many, the next one's name)."""
         return len(self.passes), len(self.names), self.pending
 
-    def given_up(self, why: str) -> TargetReport:
+    def abandoned(self, why: str) -> TargetReport:
         """The report if compiling the next pass is given up, and with it those after it."""
         first, *rest = (PassReport(name, False, None, uncompiled=why) for name in self.names[len(self.passes) :])
-        others = (replace(one, uncompiled=f"not tried: {first.name} was {why}") for one in rest)
+        others = (replace(untried, uncompiled=f"not tried: {first.name} was {why}") for untried in rest)
         return replace(self, passes=(*self.passes, first, *others))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values. A step has one pass, whose values are the report's own."""
-        told: dict[str, Any] = {"passes": [one.to_dict() for one in self.passes]}
+        data: dict[str, Any] = {"passes": [report.to_dict() for report in self.passes]}
         if isinstance(self.plan, PagedPlan):
-            told = (*self.passes, PassReport("step", False, None))[0].to_dict()
-            told["page_bytes"] = told.pop("bytes_moved")
-        return told | {
+            data = (*self.passes, PassReport("step", False, None))[0].to_dict()
+            data["page_bytes"] = data.pop("bytes_moved")
+        return data | {
             "target": self.target,
             "passed": self.passed,
             "outcome": str(self.outcome),

@@ -27,10 +27,10 @@ from .compiled import failure
 from .generations import clock_rate
 from .report import AnyPlan
 
-__all__ = ["MOST", "Candidates", "Progress", "Scheduled", "Search", "Todo", "TuneReport", "run_search"]
+__all__ = ["MAX_CANDIDATES", "Candidates", "Progress", "Scheduled", "Search", "Todo", "TuneReport", "run_search"]
 
-MOST = 16  # candidates per pass
-_REPEATS, _LEAST_SECONDS = 5, 0.1
+MAX_CANDIDATES = 16  # candidates per pass
+_REPEATS, _MIN_SECONDS = 5, 0.1
 
 Progress = Callable[[int, int, str], None]
 Candidates = dict[str, tuple[dict[str, Any], ...]]  # of each pass, the heuristic's own first
@@ -43,19 +43,19 @@ class TuneReport(NamedTuple):
     plan: AnyPlan
     how: str
     candidates: Candidates
-    found: StoredSearch
+    result: StoredSearch
     reused: int
 
     @property
     def best(self) -> dict[str, Measured]:
         """The fastest candidate of each pass."""
-        return best_of(self.found.measured, self.how)
+        return best_of(self.result.measured, self.how)
 
     def measured(self, part: str) -> list[Measured]:
         """This search's candidates of a pass, in order."""
-        kept = {one.name: one for one in self.found.measured}
+        measured = {measurement.name: measurement for measurement in self.result.measured}
         names = [Measured(part, fields, self.how, None).name for fields in self.candidates[part]]
-        return [kept[name] for name in names if name in kept]
+        return [measured[name] for name in names if name in measured]
 
     def heuristic(self, part: str) -> Measured:
         """The candidate that would run without a search."""
@@ -138,33 +138,35 @@ class Search(ABC):
                 yield Measured(part, fields, "device", seconds)
 
 
-def run_search(search: Search, how: str, most: int, progress: Progress | None) -> tuple[Candidates, StoredSearch, int]:
+def run_search(
+    search: Search, how: str, max_candidates: int, progress: Progress | None
+) -> tuple[Candidates, StoredSearch, int]:
     """(candidates, what is stored, how many were measured before). Stored measurements aren't repeated."""
-    candidates = {part: ways[:most] for part, ways in search.candidates(how).items()}
+    candidates = {part: options[:max_candidates] for part, options in search.candidates(how).items()}
     mark_refused(search.key, search.resolve)
-    kept = {one.name for one in load(search.key).measured if not one.detail.get("lost")}
-    asked = [(part, fields) for part, ways in candidates.items() for fields in ways]
-    todo = [(part, fields) for part, fields in asked if Measured(part, fields, how, None).name not in kept]
-    reused = done = len(asked) - len(todo)
+    stored = {measurement.name for measurement in load(search.key).measured if not measurement.detail.get("lost")}
+    requested = [(part, fields) for part, options in candidates.items() for fields in options]
+    todo = [(part, fields) for part, fields in requested if Measured(part, fields, how, None).name not in stored]
+    reused = done = len(requested) - len(todo)
     tell = progress or (lambda done, of, what: None)
-    tell(done, len(asked), "")
-    for one in search.by_time(todo) if how == "device" else search.by_clock(todo):
-        keep(search.key, [one])
+    tell(done, len(requested), "")
+    for measurement in search.by_time(todo) if how == "device" else search.by_clock(todo):
+        keep(search.key, [measurement])
         done += 1
-        tell(done, len(asked), f"{one.part}: {fields_text(one.fields) or 'by rule'}")
+        tell(done, len(requested), f"{measurement.part}: {fields_text(measurement.fields) or 'by rule'}")
     return candidates, keep(search.key, [], finished=how), reused
 
 
 def _in_turn(todo: Todo) -> Todo:
-    parts = [[one for one in todo if one[0] == part] for part in dict.fromkeys(part for part, _ in todo)]
-    return [one for row in itertools.zip_longest(*parts) for one in row if one is not None]
+    parts = [[item for item in todo if item[0] == part] for part in dict.fromkeys(part for part, _ in todo)]
+    return [item for row in itertools.zip_longest(*parts) for item in row if item is not None]
 
 
 def _median(run: Callable[[], Any]) -> float:
     jax.block_until_ready(run())
-    taken: list[float] = []
-    while len(taken) < _REPEATS or sum(taken) < _LEAST_SECONDS:
+    durations: list[float] = []
+    while len(durations) < _REPEATS or sum(durations) < _MIN_SECONDS:
         start = time.perf_counter()
         jax.block_until_ready(run())
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+        durations.append(time.perf_counter() - start)
+    return statistics.median(durations)

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 
 __all__ = ["Region", "TileCycles", "dump_options", "kernels_in", "regions", "tile_cycles"]
 
-_MOST_WAYS = 3  # through a tile
+_MAX_VARIANTS = 3  # through a tile
 _BUNDLE = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+(?:[A-Z]{2})?\s*:\s*(?:>\s*)*\{")
 _STARTS = re.compile(r"Start(?:/End empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
@@ -62,8 +62,8 @@ class TileCycles(NamedTuple):
         """Cycles of so many tiles on each path, blocks of the slow axis, kv heads and turns of their loops; one path may serve
         all tiles.
         """
-        ways = self.tiles if len(self.tiles) > 1 else self.tiles * len(tiles)
-        inside = sum(count * cycles for count, cycles in zip(tiles, ways, strict=True))
+        variants = self.tiles if len(self.tiles) > 1 else self.tiles * len(tiles)
+        inside = sum(count * cycles for count, cycles in zip(tiles, variants, strict=True))
         return inside + sum(tiles) * self.step + blocks * self.block + heads * self.head + turns * self.turn
 
     def at_least(self, cycles: Sequence[int]) -> TileCycles:
@@ -90,15 +90,15 @@ def dump_options(folder: str, kernel: str) -> str:
 
 def kernels_in(folder: Path) -> dict[str, tuple[Path, Path]]:
     """The dumped kernels: name -> (bundles, utilization)."""
-    found: dict[str, tuple[Path, Path]] = {}
+    paths: dict[str, tuple[Path, Path]] = {}
     for path in sorted(folder.glob(f"*{_BUNDLES}")):
         match = re.fullmatch(r"(\d+-(.+?)(?:\.\d+)?)-\d+-final_bundles\.txt", path.name)
         if match is None or match[2].startswith("<"):
             continue
         utilization = sorted(folder.glob(f"{match[1]}-*-{_UTILIZATION}"))
         if utilization:
-            found[match[2]] = (path, utilization[-1])
-    return found
+            paths[match[2]] = (path, utilization[-1])
+    return paths
 
 
 def regions(bundles: str, utilization: str) -> Region:
@@ -120,14 +120,14 @@ def regions(bundles: str, utilization: str) -> Region:
         return Region(start, end, is_loop, sum(r[product] for r in part), sum(r[vector] for r in part))
 
     root = region(0, len(lines), False)
-    found = []
+    inner_regions = []
     for number, line in enumerate(lines):
         for target in _BRANCH.findall(line):
             if int(target) in starts:
-                there = starts[int(target)]
-                found.append(region(min(number, there), max(number, there), there <= number))
-    for one in sorted(found, key=lambda r: (r.start, -r.end)):
-        _insert(root, one)
+                target_line = starts[int(target)]
+                inner_regions.append(region(min(number, target_line), max(number, target_line), target_line <= number))
+    for inner in sorted(inner_regions, key=lambda r: (r.start, -r.end)):
+        _insert(root, inner)
     return root
 
 
@@ -147,8 +147,8 @@ def tile_cycles(root: Region) -> TileCycles:
             break
         body = inner[0]
     tiles = [r for r in body.inside if r.products]
-    if not tiles or len(tiles) > _MOST_WAYS:
-        raise ConfigError(f"the kernel has {len(tiles)} code paths for a tile; wanted one to {_MOST_WAYS}.")
+    if not tiles or len(tiles) > _MAX_VARIANTS:
+        raise ConfigError(f"the kernel has {len(tiles)} code paths for a tile; wanted one to {_MAX_VARIANTS}.")
     cycles = [r.cycles for r in tiles]
     ends = [r for r in body.inside if not r.products]
     if len(tiles) == 1:
@@ -162,21 +162,21 @@ def tile_cycles(root: Region) -> TileCycles:
     return TileCycles(tuple(cycles), rest - head, step, head - turn, turn)
 
 
-def _insert(tree: Region, one: Region) -> None:
+def _insert(tree: Region, region: Region) -> None:
     for inner in tree.inside:
-        if inner.start <= one.start and one.end <= inner.end:
-            return _insert(inner, one)
-    tree.inside.append(one)
+        if inner.start <= region.start and region.end <= inner.end:
+            return _insert(inner, region)
+    tree.inside.append(region)
 
 
 def _bundles(text: str) -> list[str]:
-    found: list[str] = []
+    bundles: list[str] = []
     for line in text.splitlines():
         if _BUNDLE.match(line):
-            found.append(line)
-        elif found:
-            found[-1] += line
-    return found
+            bundles.append(line)
+        elif bundles:
+            bundles[-1] += line
+    return bundles
 
 
 def _units(text: str) -> tuple[list[str], list[list[int]]]:

@@ -22,7 +22,7 @@ from .topology import described_mesh
 
 __all__ = ["Target", "cpu_count", "device_names", "devices_named", "not_compiled", "target_of"]
 
-_MOST_CPUS = 256
+_MAX_CPUS = 256
 _CPU = re.compile(r"cpu:([1-9]\d{0,2})")
 
 
@@ -65,17 +65,17 @@ class Target:
 def target_of(name: str) -> Target:
     """Read the name of a TPU topology or of GPUs. Errors: ConfigError for any other name, also one that only a plan takes."""
     if is_gpu_target(name):
-        wanted = gpu_target(name)
-        spec = gpu_specs()[wanted.name]
-        return Target(name, "gpu", spec.kind, spec.cores, wanted.hosts * wanted.gpus)
+        gpus = gpu_target(name)
+        spec = gpu_specs()[gpus.name]
+        return Target(name, "gpu", spec.kind, spec.cores, gpus.hosts * gpus.gpus)
     if name.partition(":")[0] in generations():
         kind, count = abstract_target(name)
         return Target(name, "tpu", kind, described_cores(kind), count)
-    prefix, known = name.partition(":")[0], (*METHODS, *device_names())
+    prefix, names = name.partition(":")[0], (*METHODS, *device_names())
     raise ConfigError(
         f"target {shown(name)}; wanted a TPU generation and a shape, such as v5e:2x2, or a GPU and how many, such as h100:8; "
         f"generations: {', '.join(generations())}; GPUs: {', '.join(gpu_specs())}. `attnops plan` also takes a generation alone, "
-        f"{', '.join(METHODS)}, or cpu:8." + (near_target(name) or _near_gpus(name) or nearest(prefix, known))
+        f"{', '.join(METHODS)}, or cpu:8." + (near_target(name) or _near_gpus(name) or nearest(prefix, names))
         if prefix not in METHODS
         else f"target {shown(name)} names no devices to compile for; wanted a TPU topology or GPUs, such as v5e:2x2, h100:8. "
         "Hint: `attnops plan` takes a platform; without a target, this machine's devices are compiled for."
@@ -87,8 +87,8 @@ def cpu_count(name: str) -> int | None:
     match = _CPU.fullmatch(name)
     if match is None:
         return None
-    if (count := int(match[1])) > _MOST_CPUS:
-        raise ConfigError(f"target {name} has {count} virtual devices; wanted at most {_MOST_CPUS}.")
+    if (count := int(match[1])) > _MAX_CPUS:
+        raise ConfigError(f"target {name} has {count} virtual devices; wanted at most {_MAX_CPUS}.")
     return count
 
 

@@ -38,15 +38,17 @@ def kernel_cycles(
     unit = kernel.compute_q or block_q, kernel.compute_kv or block_kv
     offset = None if problem.dynamic_query_offset else problem.query_offset or 0
     kv_tiles = local.kv_heads // max(1, tile * local.kv_heads // local.q_heads)
-    asked = problem.mask, (block_q, block_kv), unit, local.q_len, local.kv_len, offset, slow, kv_tiles
-    bodies, counts, slow_blocks = tiles_of(*asked)
+    arguments = problem.mask, (block_q, block_kv), unit, local.q_len, local.kv_len, offset, slow, kv_tiles
+    bodies, counts, slow_blocks = tiles_of(*arguments)
     parts = key_parts(config, local.kv_len) if products == "backward" else 1  # each goes over all queries
     if compiled is None and parts > 1:  # the first of them was read
-        compiled = tiles_of(*asked, key_blocks=sizes.block_kv_dkv_sums // block_kv)[0]
+        compiled = tiles_of(*arguments, key_blocks=sizes.block_kv_dkv_sums // block_kv)[0]
     if compiled is not None and compiled != bodies:
         cycles = cycles._replace(tiles=_estimated(bodies, compiled, cycles.tiles))
-    least = tile * matrix_cycles(problem.device_kind, products, block_q, block_kv, problem.head_dim, problem.value_dim)
-    cycles = cycles.at_least([math.ceil(least * body.computed) for body in bodies])
+    min_cycles = tile * matrix_cycles(
+        problem.device_kind, products, block_q, block_kv, problem.head_dim, problem.value_dim
+    )
+    cycles = cycles.at_least([math.ceil(min_cycles * body.computed) for body in bodies])
     tiles = local.batch * local.q_heads // tile
     turns = key_turns(config, local.kv_len) * local.batch * local.kv_heads if products == "backward" else 0
     return cycles.total(
@@ -83,12 +85,12 @@ def tiles_of(
 
     local = LocalMask(mask, 0, q_len, kv_len, query_offset or 0)
     if not mask.is_static or query_offset is None:
-        live = mask.live_blocks(*block, q_len=q_len, kv_len=kv_len, query_offset=query_offset or 0) > 0
+        visible = mask.live_blocks(*block, q_len=q_len, kv_len=kv_len, query_offset=query_offset or 0) > 0
         if query_offset is None:
-            live = np.ones_like(live)
+            visible = np.ones_like(visible)
         of_block = block[0] // unit[0], block[1] // unit[1]
-        bodies = run_time_variants(local, unit, (live.shape[0], live.shape[1]), of_block)
-        return bodies, [0.0] * (len(bodies) - 1) + [float(live.sum())], live.shape[0 if slow == "q" else 1]
+        bodies = run_time_variants(local, unit, (visible.shape[0], visible.shape[1]), of_block)
+        return bodies, [0.0] * (len(bodies) - 1) + [float(visible.sum())], visible.shape[0 if slow == "q" else 1]
     bodies, numbers = tile_variants(local, block, unit, tables if local.heads_differ else 1)
     bodies, numbers = variants_of_part(bodies, numbers[..., :key_blocks])
     counts = np.bincount(np.asarray(numbers).reshape(-1), minlength=len(bodies) + 1)[1:]

@@ -30,7 +30,7 @@ _ENVIRONMENT = {
 }
 # libtpu's own form. It reads '' as a topology of its choice, and a size of 0 kills the process (SIGFPE, libtpu 0.0.51).
 _FORM = re.compile(r"[A-Za-z0-9_ ]+[=_:]([1-9][0-9]*(?:x[1-9][0-9]*)*)(?:_twisted|_untwisted)?")
-_MOST_CHIPS = 2**16  # seven times the largest pod; each device is an object
+_MAX_CHIPS = 2**16  # seven times the largest pod; each device is an object
 # If two threads asked first at the same time, both would load libtpu, and one would fail.
 _loading = threading.Lock()
 
@@ -65,8 +65,8 @@ def described_mesh(topology: str, sizes: Mapping[str, int] | None = None) -> Mes
 
 def _check_form(topology: str) -> None:
     match = _FORM.fullmatch(topology)
-    if match is None or math.prod(int(size[:9]) for size in match[1].split("x")) > _MOST_CHIPS:
+    if match is None or math.prod(int(size[:9]) for size in match[1].split("x")) > _MAX_CHIPS:
         raise ConfigError(
-            f"topology {shown(topology)}; wanted a generation and sizes from 1 on, of at most {_MOST_CHIPS} chips; names that "
+            f"topology {shown(topology)}; wanted a generation and sizes from 1 on, of at most {_MAX_CHIPS} chips; names that "
             f"work: {', '.join(TOPOLOGIES)}." + nearest(topology, TOPOLOGIES)
         )

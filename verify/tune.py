@@ -12,7 +12,7 @@ import jax
 from ..devices import gpu_specs, spec_of_kind
 from ..distribution import with_extras
 from ..errors import AttnOpsError, ConfigError, RefusedError, shown
-from ..operators.call.ambient import ambient_platform
+from ..operators.call.current_device import current_device
 from ..planning import AttentionProblem, Implementation, OperationConfig, PassSizes, Placement, Plan, PlannedOperation
 from ..planning.paged.paged_problem import PagedProblem
 from ..planning.tune_cache import Choice, Measured
@@ -23,7 +23,7 @@ from .gpu.gpu_mesh import has_cuda_plugin
 from .gpu.sass import disassembler
 from .gpu_clock import compiled_kernels, gpu_cost, same_splits
 from .local_call import LocalProblem
-from .search import MOST, Progress, Scheduled, Search, Todo, TuneReport, run_search
+from .search import MAX_CANDIDATES, Progress, Scheduled, Search, Todo, TuneReport, run_search
 from .tile_counts import kernel_cycles
 
 __all__ = ["measured_by", "readable_kernels", "tune_plan", "tune_problem"]
@@ -44,7 +44,7 @@ class _CallSearch(Search):
         runs = self.operation.implementation(self.method, self.problem.config)
         offered = runs.candidates(self.problem, self.placement)
         if how == "static" and self.problem.platform == "cuda":
-            return {part: same_splits(ways) for part, ways in offered.items()}
+            return {part: same_splits(options) for part, options in offered.items()}
         return offered
 
     def resolve(self, fields: Mapping[str, Any]) -> OperationConfig:
@@ -61,9 +61,9 @@ class _CallSearch(Search):
 
     def _kernels(self, part: str, fields: dict[str, Any]) -> tuple[OperationConfig, tuple[tuple[str, PassSizes], ...]]:
         """(the candidate's whole config, its kernels)."""
-        asked = replace(self.problem, config=self.problem.config.with_fields(fields))
-        runs = self.operation.implementation(self.method, asked.config)
-        config = runs.resolve(asked, self.placement)
+        candidate = replace(self.problem, config=self.problem.config.with_fields(fields))
+        runs = self.operation.implementation(self.method, candidate.config)
+        config = runs.resolve(candidate, self.placement)
         return config, readable_kernels(runs, config, part == "backward")
 
     def by_clock(self, todo: Todo) -> Iterator[Measured]:
@@ -90,14 +90,14 @@ def tune_problem(
 ) -> Choice:
     """Search with the defaults, for a plan with tuning='tune'. Errors: ConfigError if nothing can be measured."""
     search = _CallSearch(operation, method, problem, placement)
-    found = run_search(search, measured_by(problem, None), MOST, None)[1]
-    if found.choice is None:
+    search_result = run_search(search, measured_by(problem, None), MAX_CANDIDATES, None)[1]
+    if search_result.choice is None:
         raise ConfigError(f"{problem.describe()}: no candidate compiles or runs; `attnops tune` shows why.")
-    return found.choice
+    return search_result.choice
 
 
 def tune_plan(
-    decided: Plan, *, how: str | None = None, most: int = MOST, progress: Progress | None = None
+    decided: Plan, *, how: str | None = None, most: int = MAX_CANDIDATES, progress: Progress | None = None
 ) -> TuneReport:
     """Search the sizes of a planned call.
 
@@ -113,24 +113,24 @@ def tune_plan(
             f"{decided.implementation} has no sizes to search for this call: they are all declared, or its path has none, or "
             "queries or keys are split over devices."
         )
-    way = measured_by(problem, how)
+    clock = measured_by(problem, how)
     search = _CallSearch(decided.operation, decided.method, problem, decided.placement)
-    return TuneReport(decided, way, *run_search(search, way, most, progress))
+    return TuneReport(decided, clock, *run_search(search, clock, most, progress))
 
 
 def measured_by(problem: AttentionProblem | PagedProblem, how: str | None) -> str:
     """'device' or 'static', as asked or by what is here. Errors: ConfigError where neither is possible."""
-    ours = ambient_platform(())
-    kinds = ("", problem.platform, ours.device_kind)
-    here = ours.serves(problem.platform) and problem.device_kind in kinds
+    device = current_device(())
+    kinds = ("", problem.platform, device.device_kind)
+    is_planned_device = device.serves(problem.platform) and problem.device_kind in kinds
     if how not in (None, "static", "device"):
         raise ConfigError(f"how={shown(how)}; wanted 'static' or 'device'.")
-    if how == "device" and not here:
+    if how == "device" and not is_planned_device:
         raise ConfigError(
-            f"planned for {problem.device}, and this machine has {ours.device_kind}; run it there, or search by "
+            f"planned for {problem.device}, and this machine has {device.device_kind}; run it there, or search by "
             "static clock."
         )
-    if how == "device" or (how is None and here):
+    if how == "device" or (how is None and is_planned_device):
         return "device"
     if problem.platform == "cuda" and isinstance(problem, AttentionProblem):
         _require_gpu_compiler(problem)

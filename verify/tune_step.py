@@ -19,7 +19,7 @@ from ..planning.tuning import config_with
 from .drawn_step import draw_step
 from .paged_clock import LocalStep, kernels_of_step, step_visits
 from .paged_step import plan_declared
-from .search import MOST, Progress, Scheduled, Search, TuneReport, run_search
+from .search import MAX_CANDIDATES, Progress, Scheduled, Search, TuneReport, run_search
 from .tune import measured_by
 
 __all__ = ["tune_step"]
@@ -35,8 +35,8 @@ class _StepSearch(Search):
 
     def candidates(self, how: str) -> Mapping[str, tuple[dict[str, Any], ...]]:
         del how
-        found: Mapping[str, tuple[dict[str, Any], ...]] = self.plan.runs.candidates(self.plan.problem, None)
-        return found
+        candidates: Mapping[str, tuple[dict[str, Any], ...]] = self.plan.runs.candidates(self.plan.problem, None)
+        return candidates
 
     def resolve(self, fields: Mapping[str, Any]) -> OperationConfig:
         return config_with(self.plan.operation, self.method, self.plan.problem, self.plan.placement, fields)
@@ -50,9 +50,9 @@ class _StepSearch(Search):
 
         def run() -> Any:
             nonlocal state
-            made = step(state, *others)
-            state = made.state
-            return made
+            output = step(state, *others)
+            state = output.state
+            return output
 
         return run
 
@@ -76,7 +76,7 @@ def tune_step(
     step: DeclaredStep,
     *,
     how: str | None = None,
-    most: int = MOST,
+    most: int = MAX_CANDIDATES,
     progress: Progress | None = None,
 ) -> TuneReport:
     """Measure each candidate for the declared batch. Each measurement is stored as it is made and isn't repeated.
@@ -89,19 +89,19 @@ def tune_step(
     if plan.method is None or plan.runs is None or plan.cache.refused:
         plan.require()
         raise RefusedError(plan.refusal())
-    way = measured_by(plan.problem, how)
-    if way == "static" and not plan.runs.static_clock:
+    clock = measured_by(plan.problem, how)
+    if clock == "static" and not plan.runs.static_clock:
         raise ConfigError(
             f"{plan.implementation} runs this step on {plan.problem.device}, and the static clock knows only the TPU kernels; "
             "`attnops plan` says why they don't run."
         )
-    if way == "static" and not sequence_reads(plan.problem, step.batch):
+    if clock == "static" and not sequence_reads(plan.problem, step.batch):
         raise ConfigError(
             "the declared batch has no queries, so no cycles can be counted; declare q_lens of 1 or more."
         )
     search = _StepSearch(operation, step, plan, plan.method)
-    if not any(search.candidates(way).values()):
+    if not any(search.candidates(clock).values()):
         raise ConfigError(
             f"{plan.implementation} has no sizes to search for this step: they are all declared, or it only writes."
         )
-    return TuneReport(plan, way, *run_search(search, way, most, progress))
+    return TuneReport(plan, clock, *run_search(search, clock, most, progress))

@@ -16,8 +16,8 @@ __all__ = ["is_differentiable", "outputs", "outputs_and_gradients"]
 
 def outputs(operation: Operation, arguments: Mapping[str, Any]) -> tuple[jax.Array, ...]:
     """What the call returns: its output, and the weights and the lse if requested."""
-    made = operation(**arguments)
-    return tuple(x for x in (made.attention_outputs, made.attention_weights, made.lse) if x is not None)
+    result = operation(**arguments)
+    return tuple(x for x in (result.attention_outputs, result.attention_weights, result.lse) if x is not None)
 
 
 def outputs_and_gradients(operation: Operation, arguments: Mapping[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -24,9 +24,9 @@ def attention_flops(plan: Plan, backward: bool) -> float:
     sizes = {axis.name: axis.size for axis in problem.mesh}
     devices = math.prod(sizes[axis] for axis in plan.placement.axes)
     total = 0.0
-    for one in (*runs.passes(plan.config, False), *(runs.passes(plan.config, True) if backward else ())):
-        dims = one.head_dims * problem.head_dim + one.value_dims * problem.value_dim
-        total += 2.0 * _weights(plan, one) * dims
+    for kernel in (*runs.passes(plan.config, False), *(runs.passes(plan.config, True) if backward else ())):
+        dims = kernel.head_dims * problem.head_dim + kernel.value_dims * problem.value_dim
+        total += 2.0 * _weights(plan, kernel) * dims
     return total * problem.batch * problem.q_heads / devices
 
 
@@ -35,18 +35,18 @@ def exact_products(plan: Plan) -> bool:
     return plan.problem.runtime_dtype == "float32" and plan.runs is not None and plan.runs.exact_products
 
 
-def _weights(plan: Plan, one: PassSizes) -> int:
+def _weights(plan: Plan, kernel: PassSizes) -> int:
     """Weights per head, in tiles that may be live."""
     problem = plan.problem
     q_len, kv_len, offset = problem.q_len, problem.kv_len, problem.query_offset or 0
-    known = problem.mask.is_static and not problem.dynamic_query_offset
-    if one.compute_q is not None and one.compute_kv is not None and known:
-        whole = (one.block_q, one.block_kv), (one.compute_q, one.compute_kv)
-        bodies, counts, _ = tiles_of(problem.mask, *whole, q_len, kv_len, offset, tables=problem.kv_heads)
+    is_static = problem.mask.is_static and not problem.dynamic_query_offset
+    if kernel.compute_q is not None and kernel.compute_kv is not None and is_static:
+        block_sizes = (kernel.block_q, kernel.block_kv), (kernel.compute_q, kernel.compute_kv)
+        bodies, counts, _ = tiles_of(problem.mask, *block_sizes, q_len, kv_len, offset, tables=problem.kv_heads)
         return round(
-            sum(n * body.computed for n, body in zip(counts, bodies, strict=True)) * one.block_q * one.block_kv
+            sum(n * body.computed for n, body in zip(counts, bodies, strict=True)) * kernel.block_q * kernel.block_kv
         )
-    block_q, block_kv = min(one.block_q, q_len), min(one.block_kv, kv_len)
+    block_q, block_kv = min(kernel.block_q, q_len), min(kernel.block_kv, kv_len)
     if problem.dynamic_query_offset:
         return math.ceil(q_len / block_q) * block_q * math.ceil(kv_len / block_kv) * block_kv
     kinds = problem.mask.live_blocks(block_q, block_kv, q_len=q_len, kv_len=kv_len, query_offset=offset)

@@ -21,7 +21,7 @@ from ...registry.kinds import short_axes
 from ..call.arguments import check_names, takes_call_arguments
 from ..call.arrays import is_array
 from ..call.output import AttentionOutput
-from .attention_keywords import given
+from .attention_keywords import parse_attention
 from .declared_options import call_options, step_options
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Attention"]
 
-_KEPT_PLANS = 64
+_MAX_PLANS = 64
 
 
 class Attention:
@@ -53,7 +53,7 @@ class Attention:
     """
 
     def __init__(self, declared: Declaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None:
-        self.declaration, metadata, self._stated = given(declared, keywords)
+        self.declaration, metadata, self._stated = parse_attention(declared, keywords)
         name = self.declaration.operation
         operation: Any = OperationRegistry.get(name)
         self.operation: Any = operation(metadata)
@@ -111,7 +111,7 @@ class Attention:
         decided = output.plan
         assert decided is not None  # the call itself sets it
         with self._lock:
-            new = decided not in self._plans and len(self._plans) < _KEPT_PLANS
+            new = decided not in self._plans and len(self._plans) < _MAX_PLANS
         if new:  # with array masks, plan again: plan() also looks at their values
             again = not self._in_pages and decided.problem.leaves
             noted = self.operation.plan(query, key, value, **options) if again else decided
@@ -158,14 +158,14 @@ class Attention:
                 f"this declaration of {self.declaration.operation!r} has enabled=false, which selects a framework's own "
                 "attention, but there is none here; call that one, or remove 'enabled' from the file."
             )
-        given: dict[str, Any] = {**call}
+        arguments: dict[str, Any] = {**call}
         if self._in_pages:
-            return step_options(self.declaration, query, given)
-        check_names(given, self.operation.operands.names)
-        found = call_options(self.declaration, query, key, value, given)
-        if is_array(found.get("mask")) and found.get("causal") is None and self.states("causal"):
-            found["causal"] = self.operation.metadata.causal  # declared, so not just a default
-        return found
+            return step_options(self.declaration, query, arguments)
+        check_names(arguments, self.operation.operands.names)
+        options = call_options(self.declaration, query, key, value, arguments)
+        if is_array(options.get("mask")) and options.get("causal") is None and self.states("causal"):
+            options["causal"] = self.operation.metadata.causal  # declared, so not just a default
+        return options
 
     def _key(self) -> tuple[Any, ...]:
         # In an adapter a specified causal or dropout_prob is more than a default of the same value.

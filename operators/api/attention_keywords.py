@@ -16,13 +16,13 @@ from ...registry.metadata import METADATA_ARGUMENTS
 from ...registry.step_declaration import STEP_OPTIONS
 from ..choices.bounded_cache import BoundedCache
 
-__all__ = ["Given", "given", "is_operation_name"]
+__all__ = ["ParsedAttention", "is_operation_name", "parse_attention"]
 
 _CALL = ("mask", *CALL_OPTIONS)
 _TAGS = frozenset({"operation", "schema_version"})
 
 
-class Given(NamedTuple):
+class ParsedAttention(NamedTuple):
     """What an Attention is made of: `metadata` is complete; the fields in `stated` were specified."""
 
     declaration: Declaration
@@ -31,7 +31,7 @@ class Given(NamedTuple):
 
 
 _LONGEST = 255
-_made: BoundedCache[Given] = BoundedCache(256)
+_cache: BoundedCache[ParsedAttention] = BoundedCache(256)
 
 
 def is_operation_name(text: str) -> bool:
@@ -40,13 +40,13 @@ def is_operation_name(text: str) -> bool:
     return text in OperationRegistry.names() or (bare and not os.path.exists(text))
 
 
-def given(declared: Any, keywords: Mapping[str, Any]) -> Given:
+def parse_attention(declared: Any, keywords: Mapping[str, Any]) -> ParsedAttention:
     """Read a declaration, or an operation's name with its keywords.
 
     Errors: ConfigError, InputTypeError for unknown keywords; UnknownNameError for an operation that isn't registered.
     """
     if isinstance(declared, str) and is_operation_name(declared):
-        return _kept(declared, keywords)
+        return _cached(declared, keywords)
     others = [name for name in keywords if name not in METADATA_ARGUMENTS]
     if others:
         raise InputTypeError(
@@ -59,21 +59,23 @@ def given(declared: Any, keywords: Mapping[str, Any]) -> Given:
     elif not isinstance(declared, Declaration):
         declared = Declaration.from_dict(declared)
     declared = declared.checked()
-    return Given(declared, declared.operation_metadata(keywords), frozenset({**declared.metadata, **keywords}))
+    return ParsedAttention(
+        declared, declared.operation_metadata(keywords), frozenset({**declared.metadata, **keywords})
+    )
 
 
-def _kept(name: str, keywords: Mapping[str, Any]) -> Given:
+def _cached(name: str, keywords: Mapping[str, Any]) -> ParsedAttention:
     """`_named`, cached for equal keywords: a model may make an Attention in every layer."""
     key = (name, OperationRegistry.get(name), *((key, _types(value), value) for key, value in keywords.items()))
     try:
-        found = None if "base_config" in keywords else _made.find(key)
+        declared = None if "base_config" in keywords else _cache.find(key)
     except TypeError:  # not hashable, for example a mesh given as a dict
         return _named(name, keywords)
-    if found is None:
-        found = _named(name, keywords)
+    if declared is None:
+        declared = _named(name, keywords)
         if "base_config" not in keywords:  # its attributes may change
-            _made.put(key, found)
-    return found
+            _cache.put(key, declared)
+    return declared
 
 
 def _types(value: Any) -> Any:
@@ -81,7 +83,7 @@ def _types(value: Any) -> Any:
     return tuple(map(type, value)) if isinstance(value, tuple) else type(value)
 
 
-def _named(name: str, keywords: Mapping[str, Any]) -> Given:
+def _named(name: str, keywords: Mapping[str, Any]) -> ParsedAttention:
     """The declaration that the keywords make; `metadata` among them is a complete OperationMetadata."""
     operation: Any = OperationRegistry.get(name)
     fields = [field for field in operation.config.model_fields if field not in _TAGS]
@@ -93,8 +95,8 @@ def _named(name: str, keywords: Mapping[str, Any]) -> Given:
         if key == "metadata":
             continue
         # What both the call and the metadata have goes to the call: it applies to every call, even with a Mask object.
-        known = {request: options, "metadata": METADATA_ARGUMENTS, "config": fields}
-        part = next((part for part, names in known.items() if key in names), None)
+        groups_of_names = {request: options, "metadata": METADATA_ARGUMENTS, "config": fields}
+        part = next((part for part, names in groups_of_names.items() if key in names), None)
         if part is None:
             every = sorted({*options, *METADATA_ARGUMENTS, *fields, "metadata"})
             groups = {
@@ -102,16 +104,18 @@ def _named(name: str, keywords: Mapping[str, Any]) -> Given:
                 "of the metadata": METADATA_ARGUMENTS,
                 "of the operation's config": fields,
             }
-            wanted = "; ".join(f"{whose}: {', '.join(sorted(names))}" for whose, names in groups.items() if names)
+            accepted = "; ".join(f"{whose}: {', '.join(sorted(names))}" for whose, names in groups.items() if names)
             raise InputTypeError(
                 f"{shown(key)} is not an argument of Attention({name!r}, ...)."
-                + (other_name(key, every, "call") or f" Wanted one {wanted}.")
+                + (other_name(key, every, "call") or f" Wanted one {accepted}.")
             )
         parts[part][key] = value
     metadata = _metadata(name, parts["metadata"], parts["config"], keywords.get("metadata"))
     declared = {request: parts[request]} if parts[request] else {}
     declaration = Declaration.from_dict({"operation": name} | declared, f"Attention({name!r}, ...)")
-    return Given(declaration.checked(), metadata, frozenset(parts["metadata"]) | _said(keywords.get("metadata")))
+    return ParsedAttention(
+        declaration.checked(), metadata, frozenset(parts["metadata"]) | _stated_fields(keywords.get("metadata"))
+    )
 
 
 def _metadata(name: str, fields: dict[str, Any], config: dict[str, Any], whole: Any) -> OperationMetadata:
@@ -132,9 +136,9 @@ def _metadata(name: str, fields: dict[str, Any], config: dict[str, Any], whole: 
     return metadata.replace(operation_configs={**metadata.operation_configs, name: config})
 
 
-def _said(whole: OperationMetadata | None) -> frozenset[str]:
+def _stated_fields(metadata: OperationMetadata | None) -> frozenset[str]:
     """The fields of a whole metadata that differ from their defaults."""
-    if whole is None:
+    if metadata is None:
         return frozenset()
     unsaid = OperationMetadata().to_dict()
-    return frozenset(name for name, value in whole.to_dict().items() if value != unsaid[name])
+    return frozenset(name for name, value in metadata.to_dict().items() if value != unsaid[name])

@@ -31,8 +31,8 @@ def declared_config(
         operation.name if elsewhere is None else f"{operation.name} on {platform}, which runs {elsewhere}'s kernels"
     )
     for name, other in sorted(metadata.operation_configs.items()):
-        if name not in read and (given := _given(other)):
-            notes.append(note("config.other_unread", name=name, fields=given, reader=reader))
+        if name not in read and (set_fields := _set_fields(other)):
+            notes.append(note("config.other_unread", name=name, fields=set_fields, reader=reader))
     return config, notes
 
 
@@ -42,16 +42,16 @@ def _with_kernels(
     kernels = metadata.operation_configs.get(operation.backend_operation or "")
     if kernels is None:
         return config
-    given = _given(kernels)
-    for field in given:
-        ours, theirs = getattr(config, field), getattr(kernels, field)
-        if config.is_set(field) and ours != theirs:
+    set_fields = _set_fields(kernels)
+    for field in set_fields:
+        declared, of_kernels = getattr(config, field), getattr(kernels, field)
+        if config.is_set(field) and declared != of_kernels:
             raise ConfigError(
-                f"operation_configs: {operation.name!r} has {field}={ours!r} and {kernels.operation!r}, whose kernel it runs, "
-                f"{field}={theirs!r}; make them agree, or leave {field} out of one."
+                f"operation_configs: {operation.name!r} has {field}={declared!r} and {kernels.operation!r}, whose kernel it "
+                f"runs, {field}={of_kernels!r}; make them agree, or leave {field} out of one."
             )
     try:
-        return config.with_fields({field: getattr(kernels, field) for field in given})
+        return config.with_fields({field: getattr(kernels, field) for field in set_fields})
     except ConfigError as error:
         raise ConfigError(
             f"operation_configs: {operation.name!r} and {kernels.operation!r}, whose kernel it runs, together: {error}"
@@ -85,5 +85,5 @@ def _fed(
         raise ConfigError(f"{sources} can't feed the config of {operation.name}: {error}") from None
 
 
-def _given(config: OperationConfig) -> list[str]:
+def _set_fields(config: OperationConfig) -> list[str]:
     return sorted(config.model_fields_set - {"operation", "schema_version"})

@@ -60,42 +60,44 @@ def call_options(declaration: Declaration, query: Any, key: Any, value: Any, cal
     """The arguments of a call. Errors: ConfigError for an option that both give and that differs; InputError for declared arrays
     that are missing, and for sizes and dtypes other than the declared ones."""
     declared = declaration.call
-    found = _combined(declared, CALL_OPTIONS, call)
-    wanted = {x: name for x, name in DECLARED_BY.items() if x not in _MAY_LACK and getattr(declared, name) is not None}
+    options = _combined(declared, CALL_OPTIONS, call)
+    required = {
+        x: name for x, name in DECLARED_BY.items() if x not in _MAY_LACK and getattr(declared, name) is not None
+    }
     if declared.kv_dtype is not None and declared.kv_scales is not None:
-        wanted |= dict.fromkeys(_SCALES, "kv_scales")
-    wanted |= {name: f"operands.{name}" for name in declared.operands or {}}
-    for argument, name in wanted.items():
-        if found.get(argument) is None:
+        required |= dict.fromkeys(_SCALES, "kv_scales")
+    required |= {name: f"operands.{name}" for name in declared.operands or {}}
+    for argument, name in required.items():
+        if options.get(argument) is None:
             raise InputError(f"call.{name} is declared, but the call has no {argument}; pass it, or leave {name} out.")
     # The operation refuses what isn't an array.
     arrays = {n: x for n, x in (("query", query), ("key", key), ("value", value)) if is_array(x)}
-    layout = found.get("layout")
+    layout = options.get("layout")
     _check_sizes(declared, arrays, "bthd" if layout is None else canonical_layout(layout))
     _check_dtypes(declared, arrays)
-    return found
+    return options
 
 
 def _combined(declared: Any, names: Sequence[str], call: dict[str, Any]) -> dict[str, Any]:
     """The arguments with the declared ones; masks intersect."""
-    found = {**call}
+    combined = {**call}
     for name in names:
-        value, given = getattr(declared, name), found.get(name)
+        value, argument = getattr(declared, name), combined.get(name)
         if name == "mask" or not declared.is_set(name) or value is None:
             continue
-        if given is not None and (is_array(given) or _plain(name, given) != _plain(name, value)):
+        if argument is not None and (is_array(argument) or _plain(name, argument) != _plain(name, value)):
             raise ConfigError(
-                f"{name}: the declaration says {shown(value)}, the call says {shown(given)}; leave one of them out."
+                f"{name}: the declaration says {shown(value)}, the call says {shown(argument)}; leave one of them out."
             )
-        found[name] = value
+        combined[name] = value
     if declared.mask is not None:
-        given = found.get("mask")
-        found["mask"] = declared.mask if given is None else declared.mask & _as_mask(given)
-    return found
+        argument = combined.get("mask")
+        combined["mask"] = declared.mask if argument is None else declared.mask & _as_mask(argument)
+    return combined
 
 
-def _as_mask(given: Any) -> Mask:
-    return given if isinstance(given, Mask) else Dense(given)
+def _as_mask(mask: Any) -> Mask:
+    return mask if isinstance(mask, Mask) else Dense(mask)
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -122,9 +124,9 @@ def _check_dtypes(declared: CallDeclaration, arrays: Mapping[str, Any]) -> None:
         quantised = declared.kv_dtype is not None and name != "query"
         field = "kv_dtype" if quantised else "dtype"
         dtype = shaped(name, array).dtype
-        wanted = getattr(declared, field)
-        if wanted is not None and dtype != jnp.dtype(wanted):
+        declared_dtype = getattr(declared, field)
+        if declared_dtype is not None and dtype != jnp.dtype(declared_dtype):
             raise InputError(
-                f"{name} is {dtype}; the file declares call.{field}={wanted!r}. Cast it, or "
+                f"{name} is {dtype}; the file declares call.{field}={declared_dtype!r}. Cast it, or "
                 f"leave {field} out; metadata.runtime_dtype declares the dtype to compute in."
             )

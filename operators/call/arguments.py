@@ -51,12 +51,12 @@ _STATIC_OR_ARRAY = "query_offset"
 
 def takes_call_arguments(function: Function) -> Function:
     """Show the `**call` of a method as its actual keywords, for help() and inspect.signature."""
-    whole = inspect.signature(function)
-    shown_as = [p for p in whole.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    signature = inspect.signature(function)
+    shown_as = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     for name, kind in CallArguments.__annotations__.items():
         written, default = getattr(kind, "__forward_arg__", kind), Options._field_defaults.get(name)
         shown_as.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=written))
-    function.__signature__ = whole.replace(parameters=shown_as)  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=shown_as)  # type: ignore[attr-defined]
     return function
 
 
@@ -78,16 +78,16 @@ def split_arguments(
     check_names(call, table.names)
     options: dict[str, Any] = {}
     leaves: tuple[Any, ...] = ()
-    for name, given in call.items():
+    for name, argument in call.items():
         check = _CHECKS.get(name)
         if name == "mask":
-            if given is not None:
-                options["mask"], options["mask_is_array"], leaves = _structure(given)
-        elif check is None or (name == _STATIC_OR_ARRAY and is_array(given)):
-            if given is not None:
-                arrays[name] = given
+            if argument is not None:
+                options["mask"], options["mask_is_array"], leaves = _structure(argument)
+        elif check is None or (name == _STATIC_OR_ARRAY and is_array(argument)):
+            if argument is not None:
+                arrays[name] = argument
         else:
-            options[name] = check(name, given)
+            options[name] = check(name, argument)
     return Arrays(arrays, leaves), Options(**options) if options else _DEFAULTS
 
 
@@ -98,11 +98,11 @@ def _structure(mask: Any) -> tuple[Mask, bool, tuple[Any, ...]]:
             f"mask is {a_type(mask)}; wanted a Mask (such as Causal()) or a boolean array that broadcasts "
             "to [batch, heads, q, kv]."
         )
-    whole = mask if isinstance(mask, Mask) else Dense(mask)
-    if whole.is_static:
-        return whole, False, ()
-    structure, leaves = whole.split()
-    return structure, whole is not mask, tuple(leaf.array for leaf in leaves)
+    joined = mask if isinstance(mask, Mask) else Dense(mask)
+    if joined.is_static:
+        return joined, False, ()
+    structure, leaves = joined.split()
+    return structure, joined is not mask, tuple(leaf.array for leaf in leaves)
 
 
 def join_mask(arrays: Arrays, options: Options, default_causal: bool) -> Mask:
@@ -160,9 +160,9 @@ def bound_mask(
 
 def run_time_offset(mask: Mask, arrays: Arrays, options: Options, batch: int, q_len: int, kv_len: int) -> jax.Array:
     """The [batch] offset that is known only at run time: as given, or from the cache's lengths or its symbolic length."""
-    given = arrays.query_offset if options.query_offset is None else options.query_offset
-    if given is not None:
-        return jnp.broadcast_to(jnp.asarray(given, jnp.int32), (batch,))
+    query_offset = arrays.query_offset if options.query_offset is None else options.query_offset
+    if query_offset is not None:
+        return jnp.broadcast_to(jnp.asarray(query_offset, jnp.int32), (batch,))
     lengths = cache_lengths(mask, arrays)
     if lengths is None:
         return jnp.broadcast_to(jnp.asarray(kv_len - q_len, jnp.int32), (batch,))
@@ -174,12 +174,12 @@ def cache_lengths(mask: Mask, arrays: Arrays) -> Any:
 
     Errors: InputError if there are several, because they might disagree.
     """
-    found = [m.kv for m in mask.conjuncts() if isinstance(m, Lengths)]
-    if len(found) > 1:
+    lengths = [m.kv for m in mask.conjuncts() if isinstance(m, Lengths)]
+    if len(lengths) > 1:
         raise InputError(
-            f"the mask {mask.describe()} holds lengths {len(found)} times; pass query_offset, or merge them."
+            f"the mask {mask.describe()} holds lengths {len(lengths)} times; pass query_offset, or merge them."
         )
-    return found[0] if found else arrays.kv_lengths
+    return lengths[0] if lengths else arrays.kv_lengths
 
 
 # By the type in CallOptions; a new type needs a check here.

@@ -22,18 +22,18 @@ class Arrays(NamedTuple):
     """Every array of a call (or its ShapeDtypeStruct) by its operand's name. A pytree. An array of attention that wasn't given
     reads as None."""
 
-    given: dict[str, Any]
+    by_name: dict[str, Any]
     mask_leaves: tuple[Any, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         if name in ATTENTION:
-            return self.given.get(name)
+            return self.by_name.get(name)
         raise AttributeError(name)
 
     def changed(self, **arrays: Any) -> Arrays:
         """The same with other arrays; None takes one out."""
-        given = {name: x for name, x in (self.given | arrays).items() if x is not None}
-        return self._replace(given=given)
+        by_name = {name: x for name, x in (self.by_name | arrays).items() if x is not None}
+        return self._replace(by_name=by_name)
 
 
 def is_array(value: object) -> bool:

@@ -27,11 +27,11 @@ from ...sharding.mesh import AnyMesh
 from ..choices.bounded_cache import BoundedCache
 from ..notes.mask_notes import causal_by_default, hides_later_keys, value_notes
 from ..notes.placement_notes import moved_notes
-from .ambient import ambient_platform
 from .arguments import Options, split_arguments, takes_call_arguments
 from .arrays import Arrays
 from .call_devices import explain_devices
 from .call_values import checked_values
+from .current_device import current_device
 from .declared import DeclaredOperation, signature
 from .describe import describe
 from .execute import execute
@@ -55,7 +55,7 @@ class _Prepared(NamedTuple):
 
 # For all operations: equal ones share their plans. Compiled programs are in jax's own cache.
 _prepared: BoundedCache[_Prepared] = BoundedCache(1024)
-_told: BoundedCache[bool] = BoundedCache(1024)  # operations and axes of which a warning was given
+_warned_calls: BoundedCache[bool] = BoundedCache(1024)  # operations and axes of which a warning was given
 _wide = operator.attrgetter("jax_enable_x64")  # includes what a context manager has set; missing from jax's types
 
 
@@ -87,24 +87,24 @@ class Operation(DeclaredOperation):
         if call:
             arrays = checked_values(arrays, options, self.operands)
         mesh = self._mesh()
-        given = [*arrays.given.values(), *arrays.mask_leaves]
+        leaves = [*arrays.by_name.values(), *arrays.mask_leaves]
         # Everything that planning and its checks read; jax itself caches compiled programs.
-        asked = (
+        call_key = (
             self,
             mesh,
-            ambient_platform(given) if mesh is None else get_abstract_mesh(),
+            current_device(leaves) if mesh is None else get_abstract_mesh(),
             options,
             _wide(jax.config),
             cache_generation(),
-            *(arrays.given if call else ()),  # the names; without keywords those of query, key and value
-            *map(signature, given),
-            None if mesh is None else tuple(map(_place, given)),
+            *(arrays.by_name if call else ()),  # the names; without keywords those of query, key and value
+            *map(signature, leaves),
+            None if mesh is None else tuple(map(_place, leaves)),
         )
-        found = _prepared.find(asked)
-        if found is None:
-            found = self._prepare(arrays, options, mesh)
-            _prepared.put(asked, found)
-        decided, program, devices, unsplit = found
+        prepared = _prepared.find(call_key)
+        if prepared is None:
+            prepared = self._prepare(arrays, options, mesh)
+            _prepared.put(call_key, prepared)
+        decided, program, devices, unsplit = prepared
         if unsplit and isinstance(arrays.query, jax.core.Tracer):
             decided, arrays = self._watched(decided, arrays, unsplit)
         if devices is not None:
@@ -186,14 +186,14 @@ def _warn_of_causal(name: str, shape: tuple[int, ...]) -> None:
 
 def _warn_of_repeats(name: str, repeated: tuple[RepeatedAxis, ...]) -> None:
     key = name, tuple((axis.axis, axis.cause) for axis in repeated)  # prompts of many lengths give one warning
-    if _told.find(key) is not None:
+    if _warned_calls.find(key) is not None:
         return
-    told = "\n".join(f"  {line}" for line in repeated_lines(repeated))
+    lines = "\n".join(f"  {line}" for line in repeated_lines(repeated))
     warn_caller(
-        f"{name}: devices of the mesh repeat each other's work.\n{told}\nDeclare strict=True to refuse such calls.",
+        f"{name}: devices of the mesh repeat each other's work.\n{lines}\nDeclare strict=True to refuse such calls.",
         ShardingWarning,
     )
-    _told.put(key, True)
+    _warned_calls.put(key, True)
 
 
 def _place(x: Any) -> Any:
@@ -215,7 +215,7 @@ def _on_devices(arrays: Arrays, decided: Plan, mesh: Mesh) -> Arrays:
     def put(name: str, x: Any) -> Any:
         return place(x, decided.placement.call_spec(name, x.shape), mesh) if _concrete(x) else x
 
-    moved = {name: put(name, x) for name, x in arrays.given.items()}
+    moved = {name: put(name, x) for name, x in arrays.by_name.items()}
     # The mask argument's own arrays come first among those of the whole mask.
     leaves = zip(decided.problem.leaves, arrays.mask_leaves, strict=False)
     return Arrays(moved, tuple(put("mask" if leaf.name == "mask" else "", x) for leaf, x in leaves))

@@ -35,11 +35,11 @@ def checked_values(arrays: Arrays, options: Options, table: OperandTable) -> Arr
     known; InputError for invalid values.
     """
     changed: dict[str, Any] = {}
-    for name, given in arrays.given.items():
+    for name, array in arrays.by_name.items():
         if table[name].dtype == "integers":
-            found = _checked(name, given, arrays, options)
-            if found is not given:
-                changed[name] = found
+            checked = _checked(name, array, arrays, options)
+            if checked is not array:
+                changed[name] = checked
     arrays = arrays.changed(**changed) if changed else arrays
     if arrays.mask_leaves and options.mask is not None:
         named = zip(_leaf_names(options.mask), arrays.mask_leaves, strict=True)

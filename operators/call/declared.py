@@ -16,7 +16,7 @@ from ...planning.decision import Decision
 from ...registry import OperationMetadata
 from ...sharding import current_mesh, devices_platform
 from ...sharding.mesh import AnyMesh
-from .runnable import check_runnable
+from .check_devices import check_devices
 
 __all__ = ["DeclaredOperation", "signature", "varying_axes"]
 
@@ -51,7 +51,7 @@ class DeclaredOperation(PlannedOperation):
         if decided.kind == "fallback" and decided.policy.fallback == "warn":
             _warn_of_fallback(decided)
         problem = decided.problem
-        check_runnable(jax.tree.leaves(arrays), mesh, problem.devices, problem.platform, problem.platform_source)
+        check_devices(jax.tree.leaves(arrays), mesh, problem.devices, problem.platform, problem.platform_source)
         return decided
 
     def _mesh(self) -> AnyMesh | None:

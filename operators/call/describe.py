@@ -61,7 +61,7 @@ def describe(
     """Build the problem of a call. Errors: InputError and InputTypeError give the argument, its value, what is wanted and a
     hint."""
     layout = canonical_layout(options.layout)
-    shapes = Arrays({name: shaped(name, x) for name, x in arrays.given.items()}, arrays.mask_leaves)
+    shapes = Arrays({name: shaped(name, x) for name, x in arrays.by_name.items()}, arrays.mask_leaves)
     sizes = sizes_of(shapes, layout)
     mode = _mode(options.mode, sizes["q_len"], sizes["kv_len"])
     axes, strategy = axes_of(mesh), declared_strategy(operation, metadata.policy.sequence_parallel)
@@ -79,9 +79,9 @@ def describe(
     shapes = packed(shapes, layout)
 
     mask = join_mask(shapes, options, metadata.causal)
-    offset_given = options.query_offset is not None or shapes.query_offset is not None
+    has_offset = options.query_offset is not None or shapes.query_offset is not None
     if not any(by_caller):
-        _check_manual_sequence(metadata, axes, q_len, mask, offset_given)
+        _check_manual_sequence(metadata, axes, q_len, mask, has_offset)
     mask, offset, dynamic = bound_mask(mask, shapes, options, mode, q_len, kv_len)
     structure, leaves = mask.split()
     mask = with_query_heads(structure, sizes)
@@ -110,7 +110,7 @@ def describe(
         raise InputError(f"logits_soft_cap={cap}; wanted a positive number, or None for no cap.")
 
     operands = _operands(operation, metadata, shapes, mode, layout)
-    wanted = {
+    required = {
         "logits_soft_cap": cap is not None,
         "dropout": dropping,
         "return_weights": options.return_weights,
@@ -120,7 +120,7 @@ def describe(
         "dynamic_query_offset": dynamic,
         "quantized_kv": any(x.dtype.name in QUANTISED for x in (shapes.key, shapes.value)),
     }
-    wanted |= {x.operand.feature: True for x in operands if x.operand.feature}
+    required |= {x.operand.feature: True for x in operands if x.operand.feature}
     platform, kind, source = planned_platform(metadata, mesh, arrays)
     config, config_notes = declared_config(operation, metadata, platform)
     vma = any(map(varying_axes, jax.tree.leaves(arrays)))
@@ -146,7 +146,7 @@ def describe(
         mode=mode,
         mask=mask,
         leaves=leaf_shapes,
-        features=mask.features() | {name for name, asked in wanted.items() if asked},
+        features=mask.features() | {name for name, is_required in required.items() if is_required},
         softmax_scale=scale,
         logits_soft_cap=cap,
         dropout_prob=probability if dropping else 0.0,
@@ -191,15 +191,15 @@ def _operands(
     operation: type[PlannedOperation], metadata: OperationMetadata, shapes: Arrays, mode: str, layout: str,
 ) -> tuple[OperandShape, ...]:  # fmt: skip
     """The optional operands of a call, in the order of the operation's table. A spec is declared for an operation's own."""
-    found = []
+    operands = []
     for operand in operation.operands.part("operands"):
-        array = shapes.given.get(operand.name)
+        array = shapes.by_name.get(operand.name)
         if not operand.optional or array is None:
             continue
-        own = operand.name not in ATTENTION
-        spec = resolve_spec(metadata.partition_axis, operand.split_dims(layout), mode) if own else None
-        found.append(OperandShape(operand, tuple(array.shape), array.dtype.name, spec))
-    return tuple(found)
+        is_extra = operand.name not in ATTENTION
+        spec = resolve_spec(metadata.partition_axis, operand.split_dims(layout), mode) if is_extra else None
+        operands.append(OperandShape(operand, tuple(array.shape), array.dtype.name, spec))
+    return tuple(operands)
 
 
 def packed(arrays: Arrays, layout: str) -> Arrays:
@@ -222,13 +222,13 @@ def _mode(mode: str | None, q_len: int, kv_len: int) -> str:
 
 
 def _check_manual_sequence(
-    metadata: OperationMetadata, axes: tuple[MeshAxis, ...], q_len: int, mask: Mask, given: bool
+    metadata: OperationMetadata, axes: tuple[MeshAxis, ...], q_len: int, mask: Mask, has_offset: bool
 ) -> None:
     """Raise where the position of the caller's own shard in the sequence is unknown."""
     rules = metadata.partition_axis
     names = {n for entry in (rules.query_sequence_axis, rules.key_sequence_axis) for n in _flat(entry)}
     manual = [a.name for a in axes if a.kind == "manual" and a.size > 1 and a.name in names]
-    if manual and mask.needs_offset and not given and q_len != 1:
+    if manual and mask.needs_offset and not has_offset and q_len != 1:
         raise InputError(
             f"the sequence axis {'+'.join(manual)} is Manual here (this runs inside your own shard_map), so the position of the "
             f"local queries isn't known and the mask {mask.describe()} depends on it; pass query_offset, or "
@@ -283,13 +283,13 @@ def _notes(
         add("mask.default_causal")
     if options.causal is False and structured and "causal" in mask.features():
         add("mask.causal_false")
-    given = options.query_offset is not None or arrays.query_offset is not None
-    if given and offset is None and not dynamic:
+    has_offset = options.query_offset is not None or arrays.query_offset is not None
+    if has_offset and offset is None and not dynamic:
         add("mask.offset_unused")
     if options.mode is None:
         add("mode.derived")
-    if not given and offset not in (None, 0):
+    if not has_offset and offset not in (None, 0):
         add("mask.offset_at_end", offset=offset)
-    if not given and dynamic:
+    if not has_offset and dynamic:
         add("mask.offset_of_cache")
     return notes

@@ -110,22 +110,22 @@ def _prepare(
         x = jnp.asarray(x) if name in problem.quantised else jnp.asarray(x, dtype)
         return x[None] if problem.layout == "thd" else x
 
-    operands = {row.name: tensor(row.name, arrays.given[row.name]) for row in ATTENTION.required}
+    operands = {row.name: tensor(row.name, arrays.by_name[row.name]) for row in ATTENTION.required}
     if placement.kv_repeat > 1:
         # On Explicit axes a split dimension can't be repeated: its heads are gathered first.
         whole_heads = PartitionSpec(*(None if i == heads_at else axes for i, axes in enumerate(placement.spec("key"))))
         for name in ("key", "value"):
             operands[name] = jnp.repeat(pin(operands[name], whole_heads, mesh), placement.kv_repeat, axis=heads_at)
     for operand in problem.operands:
-        array = arrays.given[operand.name]
+        array = arrays.by_name[operand.name]
         if operand.name == "softmax_aux":
             operands["softmax_aux"] = _one_sink_a_head(array, problem, mesh)
         elif operand.name in problem.scales:
             operands[operand.name] = _scale(array, kv_len, problem, placement, mesh)
         else:
             operands[operand.name] = _as_inside(operand.operand, jnp.asarray(array), problem, placement, mesh)
-    whole = packed(_paired_segments(arrays), problem.layout)
-    joined = join_mask(whole, options, default_causal)
+    packed_arrays = packed(_paired_segments(arrays), problem.layout)
+    joined = join_mask(packed_arrays, options, default_causal)
     _, leaves = joined.split()
     offset = (
         run_time_offset(joined, arrays, options, problem.batch, problem.q_len, problem.kv_len)
@@ -155,8 +155,8 @@ def _as_inside(
         x = x[None]
     if placement.kv_repeat > 1 and "kv_heads" in inside and x.shape[inside.index("kv_heads")] > 1:
         at = inside.index("kv_heads")
-        whole = PartitionSpec(*(None if i == at else axes for i, axes in enumerate(placement.spec(operand.name))))
-        x = jnp.repeat(pin(x, whole, mesh), placement.kv_repeat, axis=at)
+        spec = PartitionSpec(*(None if i == at else axes for i, axes in enumerate(placement.spec(operand.name))))
+        x = jnp.repeat(pin(x, spec, mesh), placement.kv_repeat, axis=at)
     return x
 
 
@@ -219,14 +219,15 @@ def _hides_keys(problem: AttentionProblem, arrays: Arrays) -> bool:
         return True
     mask, offset = problem.mask, problem.query_offset or 0
     parts = mask.conjuncts()
-    own = [part for part in parts if isinstance(part, Slot) and part.kind == SegmentIds.kind]
+    segment_slots = [part for part in parts if isinstance(part, Slot) and part.kind == SegmentIds.kind]
     shared = (arrays.q_segment_ids is None) != (arrays.kv_segment_ids is None)
-    if shared and len(own) == 1 and problem.q_len == problem.kv_len:
+    if shared and len(segment_slots) == 1 and problem.q_len == problem.kv_len:
         # A key has the id of its own query, which sees it if the rest of the mask lets it.
-        rest, places = And([part for part in parts if part is not own[0]]), np.arange(problem.kv_len, dtype=np.int32)
+        rest = And([part for part in parts if part is not segment_slots[0]])
+        places = np.arange(problem.kv_len, dtype=np.int32)
         return not (rest.is_static and np.all(rest.test(places, places + np.int32(offset), places)))
-    seen = certainly_seen(mask, problem.q_len, problem.kv_len, query_offset=offset)
-    return seen is None or not seen.all()
+    visible = certainly_seen(mask, problem.q_len, problem.kv_len, query_offset=offset)
+    return visible is None or not visible.all()
 
 
 def _of_heads(mask: Mask, shard: int | jax.Array, count: int) -> Mask:

@@ -30,8 +30,8 @@ class LocalOutput(NamedTuple):
 class Ring:
     """axis: the mesh axes that split the sequence, as one. steps: how many shards the keys have moved at each step in which any
     device has visible keys; the first is 0. scan: one compiled step for all, else one for each. zigzag: this device's
-    rows and keys are the k-th of 2 * size pieces and the k-th from the end; otherwise they are the k-th of size.
-    whole_pairs: with zigzag, a piece of the rows sees all of each earlier piece of the keys, so that no mask is needed.
+    rows and keys are the k-th of 2 * size chunks and the k-th from the end; otherwise they are the k-th of size.
+    full_chunk_pairs: with zigzag, a chunk of the rows sees all of each earlier chunk of the keys, so that no mask is needed.
     """
 
     axes: tuple[str, ...]
@@ -39,11 +39,11 @@ class Ring:
     steps: tuple[int, ...]
     scan: bool
     zigzag: bool = False
-    whole_pairs: bool = False
+    full_chunk_pairs: bool = False
 
     @property
-    def pieces(self) -> int:
-        """How many pieces of the sequence a device's rows and keys form."""
+    def chunks(self) -> int:
+        """How many chunks of the sequence a device's rows and keys form."""
         return 2 if self.zigzag else 1
 
 
@@ -106,11 +106,11 @@ class LocalCall:
 
         assert self.ring is None
         tensors = self.key, self.value, self.key_scale, self.value_scale
-        seen = seen_keys(self.mask, self.key.shape[self.layout.index("h")], tensors)
-        if seen is None:
+        visible = seen_keys(self.mask, self.key.shape[self.layout.index("h")], tensors)
+        if visible is None:
             return self
         key, value, key_scale, value_scale = (
-            x if x is None else zero_where_hidden(x, seen, self.layout) for x in tensors
+            x if x is None else zero_where_hidden(x, visible, self.layout) for x in tensors
         )
         assert key is not None
         assert value is not None

@@ -53,21 +53,21 @@ def unsplit_batch_axes(plan: Plan) -> tuple[MeshAxis, ...]:
 
 def watch_mapped(query: Any, name: str, axes: tuple[MeshAxis, ...]) -> tuple[Any, tuple[Mapped, ...]]:
     """The same query, which warns if rows mapped by jax.vmap aren't split over `axes`; and what is already known to be mapped."""
-    before: list[Mapped] | None = getattr(_listening, "found", None)
-    found: list[Mapped] = []
-    _listening.found = found
+    before: list[Mapped] | None = getattr(_listening, "mapped", None)
+    mapped: list[Mapped] = []
+    _listening.mapped = mapped
     try:
         watched = _watched.bind(query, name=name, axes=axes, mapped=())
     finally:
-        _listening.found = before
-    return watched, tuple(found)
+        _listening.mapped = before
+    return watched, tuple(mapped)
 
 
 def mapped_note(problem: AttentionProblem, axes: tuple[MeshAxis, ...], mapped: Sequence[Mapped]) -> str:
     """What a plan says of the mapped calls around it; '' if it isn't mapped."""
     if not mapped:
         return ""
-    rows = " x ".join(str(one.rows) for one in mapped)
+    rows = " x ".join(str(axis.rows) for axis in mapped)
     unsplit = _unsplit(axes, mapped)
     consequence = f"; {_problem_of(unsplit)}. {_hint(unsplit)}" if unsplit else ""
     return note("mesh.mapped", rows=rows, batch=problem.batch, consequence=consequence)
@@ -87,7 +87,7 @@ def explain_mapped_rows(name: str, error: ValueError) -> None:
 
 
 def _unsplit(axes: Sequence[MeshAxis], mapped: Sequence[Mapped]) -> tuple[MeshAxis, ...]:
-    splitting = {name for one in mapped for name in one.axes}
+    splitting = {name for mapped_axis in mapped for name in mapped_axis.axes}
     return tuple(axis for axis in axes if axis.name not in splitting)
 
 
@@ -105,16 +105,15 @@ def _hint(axes: Sequence[MeshAxis]) -> str:
 # -- the primitive ---------------------------------------------------------------------------------------------------------
 
 _watched = Primitive("watch_mapped")
-_listening = (
-    threading.local()
-)  # the call that binds the primitive now; the rule of a jax.vmap directly around it runs at once
+# The call that binds the primitive now; the rule of a jax.vmap directly around it runs at once.
+_listening = threading.local()
 
 
 def _check(name: str, axes: tuple[MeshAxis, ...], mapped: tuple[Mapped, ...]) -> None:
     unsplit = _unsplit(axes, mapped)
     if not mapped or not unsplit or _warned.find((name, unsplit)) is not None:
         return
-    rows = " x ".join(str(one.rows) for one in mapped)
+    rows = " x ".join(str(axis.rows) for axis in mapped)
     warnings.warn(
         f"{name}: jax.vmap maps {rows} calls, and {_problem_of(unsplit)}.\n{_hint(unsplit)}.",
         ShardingWarning,
@@ -127,11 +126,11 @@ def _mapped(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *, nam
     (query,), (dim,) = operands, dims
     if dim is None:
         return _watched.bind(query, name=name, axes=axes, mapped=mapped), None
-    one = Mapped(axis_data.size, tuple(axis_data.spmd_name or ()))
-    listener = getattr(_listening, "found", None)
+    added = Mapped(axis_data.size, tuple(axis_data.spmd_name or ()))
+    listener = getattr(_listening, "mapped", None)
     if listener is not None:
-        listener.append(one)
-    return _watched.bind(query, name=name, axes=axes, mapped=(*mapped, one)), dim
+        listener.append(added)
+    return _watched.bind(query, name=name, axes=axes, mapped=(*mapped, added)), dim
 
 
 def _run(query: jax.Array, *, name: str, axes: tuple[MeshAxis, ...], mapped: tuple[Mapped, ...]) -> jax.Array:

@@ -43,10 +43,10 @@ class AttentionOutput:
             "attention_weights": self.attention_weights,
             "lse": self.lse,
         }
-        told = rows((name, _shape_text(array)) for name, array in arrays.items() if array is not None)
+        table = rows((name, _shape_text(array)) for name, array in arrays.items() if array is not None)
         where = "no plan: what comes out of jax.jit, scan or tree_map has none"
         plan = rows([("plan", where)]) if self.plan is None else self.plan._repr_html_()
-        return fragment([heading("AttentionOutput"), told, plan])
+        return fragment([heading("AttentionOutput"), table, plan])
 
     def __getitem__(self, index: object) -> NoReturn:
         raise InputTypeError(

@@ -10,7 +10,7 @@ from ...errors import InputError
 from ...registry import OperationMetadata
 from ...sharding import devices_platform
 from ...sharding.mesh import AnyMesh
-from .ambient import ambient_platform
+from .current_device import current_device
 
 __all__ = ["planned_platform"]
 
@@ -20,27 +20,27 @@ def planned_platform(metadata: OperationMetadata, mesh: AnyMesh | None, arrays: 
 
     `arrays` is a tree of the call's arrays. Errors: InputError if metadata.platform differs.
     """
-    found = devices_platform(mesh)
-    here = ambient_platform(jax.tree.leaves(arrays))
-    if found is not None:
-        platform, kind, source = *found, "the mesh's devices"
+    of_mesh = devices_platform(mesh)
+    device = current_device(jax.tree.leaves(arrays))
+    if of_mesh is not None:
+        platform, kind, source = *of_mesh, "the mesh's devices"
     elif metadata.backend is not None:
         platform, kind, source = metadata.backend, "", "metadata.backend"
     elif metadata.platform is not None:
         platform, kind, source = metadata.platform, "", "metadata.platform"
     else:
-        platform, kind, source = here
-    if platform == "gpu" and here.platform in ("cuda", "rocm"):
+        platform, kind, source = device
+    if platform == "gpu" and device.platform in ("cuda", "rocm"):
         # jax calls every vendor's GPUs 'gpu'; the process's own GPUs tell the vendor.
-        platform, kind = here.platform, here.device_kind
-    elif platform in ("cuda", "rocm") and not kind and here.platform == platform:
-        kind = here.device_kind
+        platform, kind = device.platform, device.device_kind
+    elif platform in ("cuda", "rocm") and not kind and device.platform == platform:
+        kind = device.device_kind
     elif platform == "gpu" and kind.startswith("NVIDIA"):  # described GPUs that aren't here
         platform = "cuda"
-    wanted = metadata.platform
-    if wanted is not None and wanted != platform and not (wanted == "gpu" and platform in ("cuda", "rocm")):
+    declared = metadata.platform
+    if declared is not None and declared != platform and not (declared == "gpu" and platform in ("cuda", "rocm")):
         raise InputError(
-            f"metadata.platform={wanted!r}, but {source} says {platform!r}; leave platform out, or plan for {wanted} with a "
+            f"metadata.platform={declared!r}, but {source} says {platform!r}; leave platform out, or plan for {declared} with a "
             "mesh made of its (described) devices."
         )
     return platform, kind, source

@@ -36,7 +36,7 @@ def sizes_of(arrays: Arrays, layout: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     read: dict[str, str] = {}
     for operand in ATTENTION.required:
-        name, dims, shape = operand.name, operand.dims_in(layout), arrays.given[operand.name].shape
+        name, dims, shape = operand.name, operand.dims_in(layout), arrays.by_name[operand.name].shape
         if len(shape) != len(dims):
             raise InputError(f"{name} has shape {shape}; layout {layout!r} requires {words[layout]}.")
         if 0 in shape:
@@ -48,9 +48,9 @@ def sizes_of(arrays: Arrays, layout: str) -> dict[str, int]:
                     "and the lengths may be symbolic."
                 )
     for operand in ATTENTION.required:
-        for dim, size in zip(operand.dims_in(layout), arrays.given[operand.name].shape, strict=True):
+        for dim, size in zip(operand.dims_in(layout), arrays.by_name[operand.name].shape, strict=True):
             if sizes.setdefault(dim, size) != size:
-                every = ", ".join(f"{row.name} {arrays.given[row.name].shape}" for row in ATTENTION.required)
+                every = ", ".join(f"{row.name} {arrays.by_name[row.name].shape}" for row in ATTENTION.required)
                 raise InputError(
                     f"{read[dim]} and {operand.name} differ in {_WORDS[dim]}: {sizes[dim]} and {size} ({every}, layout "
                     f"{layout!r})."
@@ -69,7 +69,7 @@ def _other_layout(arrays: Arrays, layout: str) -> str:
     if layout == "thd":
         return ""
     (q_heads, _), (kv_heads, kv_len) = (
-        [arrays.given[n].shape[layout.index(a)] for a in "th"] for n in ("query", "key")
+        [arrays.by_name[n].shape[layout.index(a)] for a in "th"] for n in ("query", "key")
     )
     swapped = "bhtd" if layout == "bthd" else "bthd"
     fits = q_heads % kv_heads == 0 and kv_heads < kv_len
@@ -102,7 +102,7 @@ def check_dtypes(arrays: Arrays, metadata: OperationMetadata) -> None:
                 f"{jax.dtypes.canonicalize_dtype(declared).name}; turn it on before the call, with "
                 "jax.config.update('jax_enable_x64', True) or JAX_ENABLE_X64=1, or declare float32."
             )
-    dtypes = {row.name: arrays.given[row.name].dtype for row in ATTENTION.required}
+    dtypes = {row.name: arrays.by_name[row.name].dtype for row in ATTENTION.required}
     dtypes = {name: d for name, d in dtypes.items() if ATTENTION[name].dtype != "stored" or d.name not in QUANTISED}
     for name, dtype in dtypes.items():
         if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
@@ -117,7 +117,7 @@ def check_scales(arrays: Arrays, layout: str) -> None:
     """Check that what has a scale is quantised, and that int8 has one."""
     words = {"bthd": "[batch, kv, kv_heads, 1]", "bhtd": "[batch, kv_heads, kv, 1]", "thd": "[kv, kv_heads, 1]"}[layout]
     for name in ("key", "value"):
-        tensor, scale = arrays.given[name], arrays.given.get(f"{name}_scale")
+        tensor, scale = arrays.by_name[name], arrays.by_name.get(f"{name}_scale")
         quantised = tensor.dtype.name in QUANTISED
         if scale is None:
             if tensor.dtype == jnp.int8:
@@ -135,7 +135,7 @@ def check_scales(arrays: Arrays, layout: str) -> None:
 def check_operands(arrays: Arrays, table: OperandTable, layout: str, sizes: Mapping[str, int]) -> None:
     """Check the dtype and the shape of each optional operand by its row of the table."""
     for operand in table:
-        array = arrays.given.get(operand.name)
+        array = arrays.by_name.get(operand.name)
         if array is None or not operand.optional or operand.dtype == "key":
             continue
         check = is_integer(array.dtype) if operand.dtype == "integers" else jnp.issubdtype(array.dtype, jnp.floating)

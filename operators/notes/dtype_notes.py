@@ -16,7 +16,7 @@ __all__ = ["width_notes"]
 def width_notes(arrays: Arrays, metadata: OperationMetadata) -> list[str]:
     """Notes on float64 arrays computed in float32; query, key and value are cast to the declared run-time dtype."""
     notes: list[str] = []
-    for name, x in arrays.given.items():
+    for name, x in arrays.by_name.items():
         operand = ATTENTION.get(name)
         if operand is None or operand.part != "operands" or x.dtype != np.float64:
             continue

@@ -54,49 +54,49 @@ def hides_later_keys(problem: AttentionProblem, array: Any) -> bool | None:
 
 def value_notes(notes: Sequence[str], problem: AttentionProblem, leaves: Sequence[Any]) -> tuple[str, ...]:
     """The same notes if the arrays' values are known: what each array is replaces 'not known'."""
-    found, mask, q_len, kv_len = list(notes), problem.mask, problem.q_len, problem.kv_len
+    updated, mask, q_len, kv_len = list(notes), problem.mask, problem.q_len, problem.kv_len
 
     def place_of(code: str, array: Any) -> int | None:
-        return next((n for n, one in enumerate(found) if _is_of(one, code, array.shape)), None)
+        return next((n for n, text in enumerate(updated) if _is_of(text, code, array.shape)), None)
 
     for array in leaves:
         causal = place_of("mask.array_causal", array)
         if causal is not None and hides_later_keys(problem, array) is False:
-            del found[causal]
+            del updated[causal]
         at = place_of("mask.array_unknown", array)
         if _readable(array) and array.dtype == np.bool_ and at is not None:
-            found[at] = _known(array, mask, q_len, kv_len)
-    return tuple(found)
+            updated[at] = _known(array, mask, q_len, kv_len)
+    return tuple(updated)
 
 
-def _is_of(one: str, code: str, shape: Sequence[int]) -> bool:
-    return isinstance(one, Note) and one.code == code and one.values["shape"] == list(shape)
+def _is_of(text: str, code: str, shape: Sequence[int]) -> bool:
+    return isinstance(text, Note) and text.code == code and text.values["shape"] == list(shape)
 
 
 def _cells(array: Any, q_len: int) -> tuple[np.ndarray, np.ndarray]:
     """The rows to read, and their cells [batch, heads, rows, kv]. Of a large mask these are the first row, the last and some in
     between, of the first plane."""
-    whole = array.size <= _ALL_CELLS
-    rows = np.arange(q_len) if whole else np.unique(np.linspace(0, q_len - 1, _ROWS).astype(int))
+    is_complete = array.size <= _ALL_CELLS
+    rows = np.arange(q_len) if is_complete else np.unique(np.linspace(0, q_len - 1, _ROWS).astype(int))
     with jax.ensure_compile_time_eval():
-        return rows, np.asarray(array) if whole else np.asarray(array[:1, :1, rows])
+        return rows, np.asarray(array) if is_complete else np.asarray(array[:1, :1, rows])
 
 
 def _known(array: Any, mask: Mask, q_len: int, kv_len: int) -> Note:
-    planes, whole = array.shape[0] * array.shape[1], array.size <= _ALL_CELLS
+    planes, is_complete = array.shape[0] * array.shape[1], array.size <= _ALL_CELLS
     rows, cells = _cells(array, q_len)
-    said = recognise(cells.reshape(-1, len(rows), kv_len), rows, q_len, kv_len)
-    if said is None:
+    recognised = recognise(cells.reshape(-1, len(rows), kv_len), rows, q_len, kv_len)
+    if recognised is None:
         return note("mask.array_unstructured", shape=list(array.shape))
-    name = f"mask: the array {list(array.shape)} is {said.describe()}"
-    if not whole:
+    name = f"mask: the array {list(array.shape)} is {recognised.describe()}"
+    if not is_complete:
         name += f" in the {len(rows)} rows" + (f" of the first of {planes} planes" if planes > 1 else "") + " looked at"
-    if said.bind(0) in [part for part in mask.conjuncts() if part.is_static]:
+    if recognised.bind(0) in [part for part in mask.conjuncts() if part.is_static]:
         return note("mask.array_declared", array=name)
-    if said.describe() == "full":
+    if recognised.describe() == "full":
         return note("mask.array_full", array=name)
-    short = '"causal": true or ' if said.describe() == "causal" else ""
-    words = f'{short}"mask": {json.dumps(said.to_dict())}'
+    short = '"causal": true or ' if recognised.describe() == "causal" else ""
+    words = f'{short}"mask": {json.dumps(recognised.to_dict())}'
     return note("mask.array_structured", array=name, words=words)
 
 

@@ -21,7 +21,7 @@ from ..call.arrays import Arrays
 __all__ = ["moved_notes"]
 
 
-class _Given(NamedTuple):
+class _CallArray(NamedTuple):
     """An array of the call that already has a place. `tensor`: its name among the fitted specs, '' if it has none."""
 
     name: str
@@ -40,19 +40,19 @@ def moved_notes(plan: Plan, arrays: Arrays, mesh: AnyMesh | None) -> tuple[str, 
     """
     if mesh is None or any(axis.kind == "manual" for axis in plan.problem.mesh):
         return ()
-    return tuple(made for given in _given(plan, arrays, mesh) if (made := _note(given, plan, mesh)))
+    return tuple(text for array in _call_arrays(plan, arrays, mesh) if (text := _note(array, plan, mesh)))
 
 
-def _given(plan: Plan, arrays: Arrays, mesh: AnyMesh) -> Iterator[_Given]:
-    named = [(name, name, x) for name, x in arrays.given.items()]
+def _call_arrays(plan: Plan, arrays: Arrays, mesh: AnyMesh) -> Iterator[_CallArray]:
+    named = [(name, name, x) for name, x in arrays.by_name.items()]
     # The mask argument's own arrays come first among those of the whole mask.
     leaves = zip(plan.problem.leaves, arrays.mask_leaves, strict=False)
     named += [(f"mask ({leaf.name})", "mask" if leaf.name == "mask" else "", x) for leaf, x in leaves]
     for name, tensor, x in named:
         sharding = _place(x)
         if sharding is not None and not any(map(is_symbolic, x.shape)):  # the bytes would be unknown
-            apart = isinstance(mesh, Mesh) and not _abstract(sharding) and not same_devices(mesh, x)
-            yield _Given(name, tensor, x.shape, x.dtype.itemsize, sharding, apart)
+            elsewhere = isinstance(mesh, Mesh) and not _abstract(sharding) and not same_devices(mesh, x)
+            yield _CallArray(name, tensor, x.shape, x.dtype.itemsize, sharding, elsewhere)
 
 
 def _place(x: Any) -> Sharding | None:
@@ -66,54 +66,54 @@ def _place(x: Any) -> Sharding | None:
     return x.sharding if isinstance(x, jax.Array) and x.committed else None
 
 
-def _note(given: _Given, plan: Plan, mesh: AnyMesh) -> str | None:
+def _note(array: _CallArray, plan: Plan, mesh: AnyMesh) -> str | None:
     """Where it comes from, where it goes, and what is sent; None if it is placed as declared."""
-    if not given.elsewhere and plan.placement.fitted.get(given.tensor) is None:
+    if not array.elsewhere and plan.placement.fitted.get(array.tensor) is None:
         return None  # small, and without a declared placement
-    declared = NamedSharding(mesh, plan.placement.call_spec(given.tensor, given.shape))
-    comes: dict[str, Any] = {"array": given.name, "given": _words(given, mesh)}
-    if not comparable(given.sharding, declared):
-        return note("moved.unknown", **comes, wanted=_text(declared.spec, given))
-    positions = _abstract(given.sharding) or _abstract(declared)
-    source = parts_of(given.sharding, given.shape, positions=positions)
+    declared = NamedSharding(mesh, plan.placement.call_spec(array.tensor, array.shape))
+    comes: dict[str, Any] = {"array": array.name, "given": _words(array, mesh)}
+    if not comparable(array.sharding, declared):
+        return note("moved.unknown", **comes, wanted=_text(declared.spec, array))
+    positions = _abstract(array.sharding) or _abstract(declared)
+    source = parts_of(array.sharding, array.shape, positions=positions)
     if source is None:
         raise InputError(
-            f"{given.name} comes {comes['given']}, which doesn't divide its shape {given.shape}; give it another sharding."
+            f"{array.name} comes {comes['given']}, which doesn't divide its shape {array.shape}; give it another sharding."
         )
-    wanted = _parts(declared, given, positions)
-    if _alike(source, wanted):
+    target_parts = _parts(declared, array, positions)
+    if _alike(source, target_parts):
         return None
     # An array on other devices is moved to the declared placement. Any other array enters the program as it is, and is then moved
     # directly to where the operation requires it.
-    target = declared if given.elsewhere else NamedSharding(mesh, _inside(plan, given, declared.spec))
-    whither = _text(target.spec, given)
-    if _text(declared.spec, given) != whither:
-        whither += f" (declared {_text(declared.spec, given)})"
-    needed = _parts(target, given, positions)
-    sent = lacking(source, needed) * given.itemsize
+    target = declared if array.elsewhere else NamedSharding(mesh, _inside(plan, array, declared.spec))
+    target_text = _text(target.spec, array)
+    if _text(declared.spec, array) != target_text:
+        target_text += f" (declared {_text(declared.spec, array)})"
+    needed = _parts(target, array, positions)
+    sent = lacking(source, needed) * array.itemsize
     if not sent.any():
-        return note("moved.nothing", **comes, wanted=whither, size=int(source.sizes.max()) * given.itemsize)
-    most = int(sent.max())
+        return note("moved.nothing", **comes, wanted=target_text, size=int(source.sizes.max()) * array.itemsize)
+    max_sent = int(sent.max())
     if (sent == sent[0]).all():
-        return note("moved.each", **comes, wanted=whither, size=most)
-    return note("moved.some", **comes, wanted=whither, size=most, total=int(sent.sum()))
+        return note("moved.each", **comes, wanted=target_text, size=max_sent)
+    return note("moved.some", **comes, wanted=target_text, size=max_sent, total=int(sent.sum()))
 
 
-def _inside(plan: Plan, given: _Given, declared: PartitionSpec) -> PartitionSpec:
+def _inside(plan: Plan, array: _CallArray, declared: PartitionSpec) -> PartitionSpec:
     """Where the operation requires a tensor at its entry, in the caller's layout."""
     problem, placement = plan.problem, plan.placement
-    if given.tensor not in ("query", "key", "value"):
-        return placement.spec("bias") if given.tensor == "bias" else declared
-    entries = list(placement.spec(given.tensor))
-    if given.tensor != "query" and placement.kv_repeat > 1:
+    if array.tensor not in ("query", "key", "value"):
+        return placement.spec("bias") if array.tensor == "bias" else declared
+    entries = list(placement.spec(array.tensor))
+    if array.tensor != "query" and placement.kv_repeat > 1:
         entries[problem.kernel_layout.index("h")] = None  # its heads are repeated first
     return PartitionSpec(*entries[1 if problem.layout == "thd" else 0 :])
 
 
-def _parts(sharding: NamedSharding, given: _Given, positions: bool) -> Parts:
-    found = parts_of(sharding, given.shape, positions=positions)
-    assert found is not None, f"{sharding.spec} was fitted to {given.shape}"
-    return found
+def _parts(sharding: NamedSharding, array: _CallArray, positions: bool) -> Parts:
+    parts = parts_of(sharding, array.shape, positions=positions)
+    assert parts is not None, f"{sharding.spec} was fitted to {array.shape}"
+    return parts
 
 
 def _alike(source: Parts, target: Parts) -> bool:
@@ -121,9 +121,9 @@ def _alike(source: Parts, target: Parts) -> bool:
     return same and not lacking(source, target).any() and not lacking(target, source).any()
 
 
-def _words(given: _Given, mesh: AnyMesh) -> str:
+def _words(array: _CallArray, mesh: AnyMesh) -> str:
     """`as P(fsdp, -, -, -)`, with any difference in its devices or its mesh."""
-    sharding = given.sharding
+    sharding = array.sharding
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
         return f"on {device_name(device)} alone"
@@ -131,18 +131,18 @@ def _words(given: _Given, mesh: AnyMesh) -> str:
         return f"split over {len(sharding.device_set)} devices"
     same_axes = dict(sharding.mesh.shape) == dict(mesh.shape)
     of = "" if same_axes else f" of mesh {describe_mesh(sharding.mesh)}"
-    if given.elsewhere and isinstance(mesh, Mesh):
+    if array.elsewhere and isinstance(mesh, Mesh):
         inside = set(np.ravel(mesh.devices))
         common = len(inside & sharding.device_set)
         if common == len(inside) == len(sharding.device_set):
             of += " on the same devices in another order"
         else:
             of += f" on {len(sharding.device_set)} devices, {common} of them the mesh's {len(inside)}"
-    return f"as {_text(sharding.spec, given)}{of}"
+    return f"as {_text(sharding.spec, array)}{of}"
 
 
-def _text(spec: PartitionSpec, given: _Given) -> str:
-    return spec_text(PartitionSpec(*spec, *[None] * (len(given.shape) - len(spec))))
+def _text(spec: PartitionSpec, array: _CallArray) -> str:
+    return spec_text(PartitionSpec(*spec, *[None] * (len(array.shape) - len(spec))))
 
 
 def _abstract(sharding: Sharding) -> bool:

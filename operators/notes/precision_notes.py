@@ -5,10 +5,10 @@ from __future__ import annotations
 from ...planning import AttentionProblem
 from ...planning.notes import note
 
-__all__ = ["ambient_precision"]
+__all__ = ["default_precision_notes"]
 
 
-def ambient_precision(problem: AttentionProblem) -> tuple[str, ...]:
+def default_precision_notes(problem: AttentionProblem) -> tuple[str, ...]:
     """For float32 on an accelerator: its published tolerance requires a setting. On a CPU the setting changes nothing."""
     if problem.platform == "cpu" or problem.runtime_dtype != "float32":
         return ()

@@ -34,11 +34,13 @@ class DeclaredStep(NamedTuple):
     def draw(self, seed: int) -> dict[str, Any]:
         """Normal query, key, value and sinks, in the dtypes of the shapes; None for absent ones."""
         random = np.random.default_rng(seed)
-        found: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
         for name in ("query", "key", "value", "sinks"):
             shape = getattr(self, name)
-            found[name] = None if shape is None else random.standard_normal(shape.shape, np.float32).astype(shape.dtype)
-        return found
+            arrays[name] = (
+                None if shape is None else random.standard_normal(shape.shape, np.float32).astype(shape.dtype)
+            )
+        return arrays
 
 
 def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: str | None = None) -> DeclaredStep:
@@ -58,18 +60,18 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
         raise ConfigError("step.q_heads missing; declare the number of the query's heads.")
     plan = plan.groups[step.group(cache)]
     rows = step.rows(cache)
-    each = plan.local_sequences
-    shards = [rows[n * each : (n + 1) * each] for n in range(plan.shards)]
-    if len(rows) <= plan.shards * each and plan.shards > 1:
+    per_shard = plan.local_sequences
+    shards = [rows[n * per_shard : (n + 1) * per_shard] for n in range(plan.shards)]
+    if len(rows) <= plan.shards * per_shard and plan.shards > 1:
         shards = [rows[n :: plan.shards] for n in range(plan.shards)]
-    tokens = max(1, *(sum(q for q, _ in own) for own in shards))
+    tokens = max(1, *(sum(q for q, _ in shard_rows) for shard_rows in shards))
     if step.tokens is not None:
         if step.tokens % plan.shards or step.tokens // plan.shards < tokens:
             raise ConfigError(
                 f"step.tokens={step.tokens}; wanted at least {tokens * plan.shards}, a multiple of the {plan.shards} shards."
             )
         tokens = step.tokens // plan.shards
-    batches = [_batch(plan, own, tokens) for own in shards]
+    batches = [_batch(plan, shard_rows, tokens) for shard_rows in shards]
     count, dtype = tokens * plan.shards, step.dtype or cache.dtype
     options = step.options() | ({} if mode is None else {"mode": mode})
     writes = (step.update or update) != "none"
@@ -91,22 +93,22 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
 
 def _batch(plan: CachePlan, rows: tuple[tuple[int, int], ...], tokens: int) -> RaggedBatch:
     page, table, n = plan.cache.page_size, [], plan.sequence_shards
-    given = [0] * n
+    allocated = [0] * n
     for row, (queries, length) in enumerate(rows):
         first = first_visible_page(length - queries, plan.window_tokens, page)
-        own = [plan.local_pages] * first
+        page_ids = [plan.local_pages] * first
         for at in (number % n for number in range(first, -(-length // page))):
-            own.append(given[at] * n + at)
-            given[at] += 1
-        if max(given) > plan.local_pages // n:
+            page_ids.append(allocated[at] * n + at)
+            allocated[at] += 1
+        if max(allocated) > plan.local_pages // n:
             where = "" if n == 1 else f" of one of {n} sequence shards"
             raise ConfigError(
-                f"step: the first {row + 1} sequences of a shard need {max(given)} pages of {page}{where}, but it has "
+                f"step: the first {row + 1} sequences of a shard need {max(allocated)} pages of {page}{where}, but it has "
                 f"{plan.local_pages // n}; declare more pages, or fewer keys."
             )
-        table.append(own)
+        table.append(page_ids)
     starts = np.cumsum([0, *(q for q, _ in rows)])
-    made = RaggedBatch.make(
+    batch = RaggedBatch.make(
         plan, cu_q_lens=starts, kv_lens=[n for _, n in rows], page_table=table, num_seqs=len(rows), tokens=tokens
     )
-    return made if made.shards is None else jax.tree.map(lambda x: x[0], made)
+    return batch if batch.shards is None else jax.tree.map(lambda x: x[0], batch)

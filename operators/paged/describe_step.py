@@ -23,7 +23,7 @@ from ..call.arrays import shaped
 from ..call.planned_platform import planned_platform
 from ..paged_cache.attend import check_written
 from ..paged_cache.known_sizes import known_sizes
-from ..paged_cache.stored_tokens import check_kept
+from ..paged_cache.stored_tokens import check_token_scale
 from .step_arguments import Step, StepArrays
 
 __all__ = ["describe_step"]
@@ -37,7 +37,7 @@ def describe_step(
     cache: KVCache,
     group: int,
     tokens: tuple[Any, Any, Any],
-    more: StepArrays,
+    step_arrays: StepArrays,
     step: Step,
     mesh: AnyMesh | None,
     arrays: Any,
@@ -53,7 +53,7 @@ def describe_step(
     update = str(step.update or getattr(config, "update", "before"))
     query, key, value = (None if x is None else shaped(n, x) for n, x in zip(_NAMES, tokens, strict=True))
     known_sizes(query=query, key=key, value=value)
-    _check_given(step, update, query, key, value)
+    _check_arrays(step, update, query, key, value)
     first = query if query is not None else key
     assert first is not None
     count, heads = first.shape[0], cache.kv_heads if query is None else query.shape[1]
@@ -65,16 +65,16 @@ def describe_step(
             f"strict: {names} of the mesh split nothing of the cache, so their devices do the same work; declare pages_axis, "
             "kv_head_axis or page_sequence_axis for them, or another mesh."
         )
-    kept = []
-    for name, x, own in (("key", key, more.key_scale), ("value", value, more.value_scale)):
+    stored = []
+    for name, x, token_scale in (("key", key, step_arrays.key_scale), ("value", value, step_arrays.value_scale)):
         if x is not None:
-            check_kept(cache, name, x, own)
-            kept += [name] if x.dtype != jnp.dtype(cache.dtype) else []
-        elif own is not None:
+            check_token_scale(cache, name, x, token_scale)
+            stored += [name] if x.dtype != jnp.dtype(cache.dtype) else []
+        elif token_scale is not None:
             raise InputError(f"{name}_scale is given without {name}; wanted both, or neither.")
-    if kept:
-        notes.append(note("paged.stored_as_given", names=" and ".join(kept), dtype=cache.stored_dtype))
-    if more.sinks is not None and (s := shaped("softmax_aux", more.sinks)).shape != (heads,):
+    if stored:
+        notes.append(note("paged.stored_as_given", names=" and ".join(stored), dtype=cache.stored_dtype))
+    if step_arrays.sinks is not None and (s := shaped("softmax_aux", step_arrays.sinks)).shape != (heads,):
         raise InputError(f"softmax_aux has shape {s.shape}; wanted [heads] = ({heads},): merge several with logsumexp.")
     scale = metadata.softmax_scale if step.softmax_scale is None else step.softmax_scale
     scale = cache.head_dim**-0.5 if scale is None else scale
@@ -83,10 +83,10 @@ def describe_step(
     cap = step.logits_soft_cap
     if cap is not None and not (math.isfinite(cap) and cap > 0):
         raise InputError(f"logits_soft_cap={cap}; wanted a positive number, or None for no cap.")
-    given = cache.dtype if query is None else query.dtype.name
-    runtime = given if metadata.runtime_dtype is None else metadata.runtime_dtype.name
-    if runtime != given:
-        notes.append(note("paged.cast", given=given, runtime=runtime))
+    input_dtype = cache.dtype if query is None else query.dtype.name
+    runtime = input_dtype if metadata.runtime_dtype is None else metadata.runtime_dtype.name
+    if runtime != input_dtype:
+        notes.append(note("paged.cast", given=input_dtype, runtime=runtime))
     if metadata.dropout_prob > 0:
         notes.append(note("dropout.serving", probability=metadata.dropout_prob))
     for name in ("sequence_parallel", "ring_order", "scan_ring_attention"):
@@ -94,9 +94,9 @@ def describe_step(
             notes.append(note("paged.policy_unread", name=name, value=declared))
     if metadata.partition_axis != OperationMetadata().partition_axis:
         notes.append(note("paged.axes_unread"))
-    wanted = {
+    required = {
         "logits_soft_cap": cap is not None,
-        "sinks": more.sinks is not None,
+        "sinks": step_arrays.sinks is not None,
         "return_lse": step.return_lse,
         "gqa": heads != cache.kv_heads,
         "value_dim": cache.value_size != cache.head_dim,
@@ -108,7 +108,7 @@ def describe_step(
         cache=plan,
         tokens=count,
         q_heads=heads,
-        input_dtype=given,
+        input_dtype=input_dtype,
         key_dtype=cache.dtype if key is None else key.dtype.name,
         value_dtype=cache.dtype if value is None else value.dtype.name,
         runtime_dtype=runtime,
@@ -117,15 +117,15 @@ def describe_step(
         update=update,
         max_q_len=step.max_q_len,
         mask=step.mask,
-        features=step.mask.features() | {name for name, asked in wanted.items() if asked},
+        features=step.mask.features() | {name for name, is_required in required.items() if is_required},
         softmax_scale=scale,
         logits_soft_cap=cap,
         operands=tuple(
             OperandShape(STEP_OPERANDS[name], tuple(x.shape), x.dtype.name)
             for name, x in (
-                ("key_scale", more.key_scale),
-                ("value_scale", more.value_scale),
-                ("softmax_aux", more.sinks),
+                ("key_scale", step_arrays.key_scale),
+                ("value_scale", step_arrays.value_scale),
+                ("softmax_aux", step_arrays.sinks),
             )
             if x is not None
         ),
@@ -140,7 +140,7 @@ def describe_step(
 _NAMES = ("query", "key", "value")
 
 
-def _check_given(step: Step, update: str, query: Any, key: Any, value: Any) -> None:
+def _check_arrays(step: Step, update: str, query: Any, key: Any, value: Any) -> None:
     check_written(update, key, value)
     if query is None and step.mode != "insert":
         raise InputError(f"query is None in mode {step.mode!r}; pass it, or mode='insert' to only write.")
@@ -183,7 +183,7 @@ def _check_tokens(
 
 def _causal_notes(step: Step) -> tuple[str, ...]:
     """A mask that isn't causal sees keys that later tokens of the same step wrote: noted, because it is rarely intended."""
-    found = causal_window(step.mask)
-    if found is None or found.causal or step.max_q_len == 1 or step.mode == "insert":
+    window = causal_window(step.mask)
+    if window is None or window.causal or step.max_q_len == 1 or step.mode == "insert":
         return ()
     return (note("paged.not_causal"),)

@@ -78,7 +78,7 @@ class PagesOnTpu(PagedImplementation):
             return not reasons_against(*tpu_call(problem, problem.config.with_fields(fields)))
 
         every = super().candidates(problem, placement)
-        return {part: tuple(sorted(filter(accepted, ways), key=distance)) for part, ways in every.items()}
+        return {part: tuple(sorted(filter(accepted, candidates), key=distance)) for part, candidates in every.items()}
 
     def reasons(self, problem: PagedProblem) -> tuple[Reason, ...]:
         """What the kernels' geometry and VMEM don't allow."""

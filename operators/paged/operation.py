@@ -24,7 +24,7 @@ from ...planning.repeated import named_axes
 from ...planning.tune_cache import cache_generation
 from ...sharding import describe_mesh
 from ...sharding.mesh import AnyMesh
-from ..call.ambient import ambient_platform
+from ..call.current_device import current_device
 from ..call.declared import DeclaredOperation, signature
 from ..call.program import Program, attention
 from ..choices.bounded_cache import BoundedCache
@@ -77,34 +77,34 @@ class PagedOperation(DeclaredOperation):
         state donated: outside, the layer's pages are copied. There is no gradient. Errors: InputError, InputTypeError (bad
         arguments, known invalid batches), RefusedError (nothing can run it).
         """
-        step, more = step_of(call, self.metadata.causal)
-        own = alone(state, layer, batch)
-        pages, group = own.layers[0], state.cache.group_of(int(layer))
+        step, step_arrays = step_of(call, self.metadata.causal)
+        layer_state = alone(state, layer, batch)
+        pages, group = layer_state.layers[0], state.cache.group_of(int(layer))
         mesh = self._mesh()
-        arrays = (query, key, value, *more, pages, batch)
-        asked = (
+        arrays = (query, key, value, *step_arrays, pages, batch)
+        request = (
             self,
             mesh,
-            ambient_platform(jax.tree.leaves(arrays)) if mesh is None else get_abstract_mesh(),
+            current_device(jax.tree.leaves(arrays)) if mesh is None else get_abstract_mesh(),
             state.cache,
             group,
             step,
             cache_generation(),
             _wide(jax.config),
-            *map(signature, (query, key, value, *more)),
+            *map(signature, (query, key, value, *step_arrays)),
         )
-        decided = _prepared.find(asked)
+        decided = _prepared.find(request)
         if decided is None:
-            decided = self._prepare(state.cache, group, (query, key, value), more, step, mesh, arrays)
-            _prepared.put(asked, decided)
+            decided = self._prepare(state.cache, group, (query, key, value), step_arrays, step, mesh, arrays)
+            _prepared.put(request, decided)
         _check_pages(decided, state, pages, mesh)
         tokens = key if query is None else query
-        own = replace(own, cache=state.cache.part(group, decided.cache.pages))
-        check_step(own, 0, batch, tokens, debug=False, writes=decided.problem.update != "none")
+        layer_state = replace(layer_state, cache=state.cache.part(group, decided.cache.pages))
+        check_step(layer_state, 0, batch, tokens, debug=False, writes=decided.problem.update != "none")
         check_longest(batch, step.max_q_len, debug=False)
         # One layer, so that all layers of a group share a program.
         program = Program(self, decided, mesh, step.debug)
-        output, lse, after = attention(program, StepInputs(own, batch, query, key, value, more))
+        output, lse, after = attention(program, StepInputs(layer_state, batch, query, key, value, step_arrays))
         return StepOutput(
             output, lse if step.return_lse else None, state.with_layer(layer, after.layers[0]), plan=decided
         )
@@ -126,16 +126,18 @@ class PagedOperation(DeclaredOperation):
         For a batch with known values the plan also says which pages are read. A plan of kind 'refused' is returned, not raised.
         """
         declared = cache_of(cache)
-        step, more = step_of(call, self.metadata.causal)
+        step, step_arrays = step_of(call, self.metadata.causal)
         if layer is None and len(declared.groups) > 1:
             raise InputError(
                 f"the cache's layers are in {len(declared.groups)} groups; specify the step's layer, such as layer=0."
             )
         group = declared.group_of(0 if layer is None else layer)
         mesh = self._mesh()
-        decided = self._plan(declared, group, (query, key, value), more, step, mesh, (query, key, value, *more))
-        known = batch is not None and all(known_values(x) is not None for x in jax.tree.leaves(batch))
-        return replace(decided, reads=page_reads(decided.problem, batch)) if known else decided
+        decided = self._plan(
+            declared, group, (query, key, value), step_arrays, step, mesh, (query, key, value, *step_arrays)
+        )
+        has_values = batch is not None and all(known_values(x) is not None for x in jax.tree.leaves(batch))
+        return replace(decided, reads=page_reads(decided.problem, batch)) if has_values else decided
 
     def explain(
         self,
@@ -158,12 +160,12 @@ class PagedOperation(DeclaredOperation):
         cache: KVCache,
         group: int,
         tokens: tuple[Any, Any, Any],
-        more: StepArrays,
+        step_arrays: StepArrays,
         step: Step,
         mesh: AnyMesh | None,
         arrays: Any,
     ) -> PagedPlan:
-        problem = describe_step(type(self), self.metadata, cache, group, tokens, more, step, mesh, arrays)
+        problem = describe_step(type(self), self.metadata, cache, group, tokens, step_arrays, step, mesh, arrays)
         decided: PagedPlan = plan(type(self), problem, self.metadata.policy)
         return decided
 
@@ -172,14 +174,14 @@ class PagedOperation(DeclaredOperation):
         cache: KVCache,
         group: int,
         tokens: tuple[Any, Any, Any],
-        more: StepArrays,
+        step_arrays: StepArrays,
         step: Step,
         mesh: AnyMesh | None,
         arrays: Any,
     ) -> PagedPlan:
-        decided = self._ready(self._plan(cache, group, tokens, more, step, mesh, arrays), arrays, mesh)
-        known = named_axes(self.metadata.partition_axis)
-        idle = tuple(f"{a.name}={a.size}" for a in decided.cache.idle_axes if a.name not in known)
+        decided = self._ready(self._plan(cache, group, tokens, step_arrays, step, mesh, arrays), arrays, mesh)
+        axes = named_axes(self.metadata.partition_axis)
+        idle = tuple(f"{a.name}={a.size}" for a in decided.cache.idle_axes if a.name not in axes)
         if idle:
             _warn_of_idle(self.name, idle)
         return decided
@@ -194,11 +196,11 @@ class PagedOperation(DeclaredOperation):
     def reasons_against(cls, method: str, problem: PagedProblem) -> tuple[Reason, ...]:
         """Every reason against a method: missing features, rules that fail, the layout that a name stands for."""
         runs = cls.implementation(method)
-        found = step_reasons(problem, method, runs.capability.consumes, cls.name, cls.cache_layout)
-        found += runs.reasons(problem) if isinstance(runs, PagedImplementation) else ()
+        reasons = step_reasons(problem, method, runs.capability.consumes, cls.name, cls.cache_layout)
+        reasons += runs.reasons(problem) if isinstance(runs, PagedImplementation) else ()
         rules = runs.capability.rules
-        found += [r for rule in rules if (r := rule.check(problem, problem.config)) is not None]  # type: ignore[arg-type]
-        return tuple(found)
+        reasons += [r for rule in rules if (r := rule.check(problem, problem.config)) is not None]  # type: ignore[arg-type]
+        return tuple(reasons)
 
 
 class Paged(PagedOperation):
@@ -214,12 +216,12 @@ def _check_pages(decided: PagedPlan, state: CacheState, pages: Any, mesh: AnyMes
     """Refuse a state made for a different mesh than the one in force."""
     if mesh is not None and any(axis.kind == "manual" for axis in decided.problem.mesh):
         return  # inside the caller's own shard_map: these are a device's parts
-    wanted = decided.cache.pages_array.fitted.shape
+    planned_shape = decided.cache.pages_array.fitted.shape
     check_mesh(state, decided.cache)
-    if pages.key.shape != wanted:
+    if pages.key.shape != planned_shape:
         raise InputError(
             f"the state's pages have shape {pages.key.shape}; on the mesh {describe_mesh(decided.problem.mesh)} they are "
-            f"{wanted}: make the state with init(cache, mesh) of the operation's mesh and kv_heads policy."
+            f"{planned_shape}: make the state with init(cache, mesh) of the operation's mesh and kv_heads policy."
         )
 
 

@@ -28,7 +28,7 @@ class StepInputs(NamedTuple):
     query: Any
     key: Any
     value: Any
-    more: StepArrays
+    step_arrays: StepArrays
 
 
 def written_when(operation: type[PlannedOperation], plan: Any) -> Literal["before", "fused", "none"]:
@@ -47,10 +47,10 @@ def run_step(program: Program, inputs: StepInputs) -> tuple[jax.Array | None, ja
     scales = {"key_scale": arrays.key_scale, "value_scale": arrays.value_scale}
     if problem.mode == "insert":
         return None, None, insert(state, 0, batch, key, value, **scales, debug=debug)
-    found = causal_window(problem.mask)
-    assert found is not None  # otherwise nothing would run it
-    causal, window = found.causal, found.window
-    made = attend(
+    window_mask = causal_window(problem.mask)
+    assert window_mask is not None  # otherwise nothing would run it
+    causal, window = window_mask.causal, window_mask.window
+    result = attend(
         state,
         0,
         batch,
@@ -73,4 +73,4 @@ def run_step(program: Program, inputs: StepInputs) -> tuple[jax.Array | None, ja
         sizes=PagedSizes(**{name: getattr(config, name) for name in PagedSizes._fields if hasattr(config, name)}),
         check_vma=program.operation.capability(plan.method or "").check_vma,
     )
-    return made.output, made.lse, made.state
+    return result.output, result.lse, result.state

@@ -86,8 +86,8 @@ def cache_of(cache: Any) -> KVCache:
 def step_of(call: StepArguments, default_causal: bool) -> tuple[Step, StepArrays]:
     """(the static arguments, the arrays). Errors: InputTypeError for names that a step doesn't have, InputError for invalid
     values."""
-    given: Mapping[str, Any] = call
-    for name in given:
+    arguments: Mapping[str, Any] = call
+    for name in arguments:
         if name in StepArguments.__annotations__:
             continue
         if name in _ELSEWHERE:
@@ -95,20 +95,20 @@ def step_of(call: StepArguments, default_causal: bool) -> tuple[Step, StepArrays
         raise InputTypeError(
             f"unknown argument {shown(name)} of a step over pages." + nearest(name, StepArguments.__annotations__)
         )
-    shared: Any = {name: value for name, value in given.items() if name in CALL_ARGUMENTS and name != "mode"}
+    shared: Any = {name: value for name, value in arguments.items() if name in CALL_ARGUMENTS and name != "mode"}
     arrays, options = split_arguments(None, None, None, shared)
     if options.mask_is_array or arrays.mask_leaves:
         raise InputTypeError(
             "mask holds arrays; wanted a Mask of Causal and SlidingWindow: keys lie in pages, which an array can't mask."
         )
-    longest = given.get("max_q_len")
+    longest = arguments.get("max_q_len")
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
         raise InputError(f"max_q_len={shown(longest)}; wanted a whole number from 1 on, or None for any.")
-    mode = _mode(given.get("mode"), longest)
-    update = given.get("update")
+    mode = _mode(arguments.get("mode"), longest)
+    update = arguments.get("update")
     if update not in (None, "before", "fused", "none"):
         raise InputError(f"update={shown(update)}; wanted 'before', 'fused' or 'none', or None for the config's.")
-    debug = given.get("debug", False)
+    debug = arguments.get("debug", False)
     if not isinstance(debug, bool):
         raise InputTypeError(f"debug={shown(debug)}; wanted True or False.")
     return (

@@ -28,34 +28,32 @@ DTYPE = Rule(
 
 def step_reasons(problem: PagedProblem, method: str, consumes: Set[str], name: str, layout: str | None) -> list[Reason]:
     """`consumes` are the method's features, `layout` the page layout that the operation's name stands for."""
-    found = []
+    reasons = []
     if causal_window(problem.mask) is None:
         text = f"the mask {problem.mask.describe()}: over pages it is Causal and SlidingWindow, by positions"
-        found.append(Reason("paged.mask", "mask", text, "Attend to a dense cache with 'vanilla' for any other."))
-    found += _window_reasons(problem)
+        reasons.append(Reason("paged.mask", "mask", text, "Attend to a dense cache with 'vanilla' for any other."))
+    reasons += _window_reasons(problem)
     for feature in sorted(problem.features - consumes - problem.mask.features()):
         hint = "Leave it out, or declare fallback='allow'."
-        found.append(Reason(f"feature.{feature}", feature, f"{method} has no {feature}", hint))
+        reasons.append(Reason(f"feature.{feature}", feature, f"{method} has no {feature}", hint))
     if layout not in (None, problem.layout):
         text = f"{name} stands for pages of layout {layout!r}, but the cache declares {problem.layout!r}"
         hint = f"Declare cache.layout={layout!r}, or use the operation 'paged'."
-        found.append(Reason("paged.layout", "cache.layout", text, hint))
-    return found
+        reasons.append(Reason("paged.layout", "cache.layout", text, hint))
+    return reasons
 
 
 def _window_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
     """The reason against a window larger than the one for which the layer's pages are kept."""
-    seen, kept = causal_window(problem.mask), problem.cache.window_tokens
-    if seen is None or kept is None or problem.mode == "insert":
+    window, stored = causal_window(problem.mask), problem.cache.window_tokens
+    if window is None or stored is None or problem.mode == "insert":
         return ()
-    left = seen.left
-    if left is not None and left < kept:
+    left = window.left
+    if left is not None and left < stored:
         return ()
     text = (
-        f"the mask {problem.mask.describe()} sees more than the window of {kept} tokens for which the cache keeps these layers' "
-        "pages: older ones may hold another sequence"
+        f"the mask {problem.mask.describe()} sees more than the window of {stored} tokens for which the cache keeps these "
+        "layers' pages: older ones may hold another sequence"
     )
-    hint = (
-        f"Give sliding_window=({kept - 1}, 0) or a smaller one, or declare the layer in a group without window_tokens."
-    )
+    hint = f"Give sliding_window=({stored - 1}, 0) or a smaller one, or declare the layer in a group without window_tokens."
     return (Reason("paged.window_prefix", "sliding_window", text, hint),)

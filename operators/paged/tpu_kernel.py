@@ -46,15 +46,18 @@ def tpu_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
     geometry, options = _geometry(problem), _options(problem, problem.config)
     room = _room(problem, problem.config)
     sized = chosen_sizes(geometry, options, room)
-    found = reasons_against(geometry, sized) + [found for found in advice(geometry) if found[0] == _COPIES]
-    reasons = [
-        Reason(f"paged.{code}", _FIELDS.get(code, code), message, _sentence(hint)) for code, message, hint in found
+    kernel_reasons = reasons_against(geometry, sized) + [
+        advised for advised in advice(geometry) if advised[0] == _COPIES
     ]
-    taken = max_vmem(geometry, sized)
-    if taken > room:
+    reasons = [
+        Reason(f"paged.{code}", _FIELDS.get(code, code), message, _sentence(hint))
+        for code, message, hint in kernel_reasons
+    ]
+    vmem_bytes = max_vmem(geometry, sized)
+    if vmem_bytes > room:
         text = (
-            f"blocks of {sized.pages_per_block} pages and {sized.queries_per_block} queries take {bytes_text(taken)} of VMEM, "
-            f"but a kernel may take {bytes_text(room)}"
+            f"blocks of {sized.pages_per_block} pages and {sized.queries_per_block} queries take {bytes_text(vmem_bytes)} of "
+            f"VMEM, but a kernel may take {bytes_text(room)}"
         )
         hint = "Declare smaller blocks, or a larger vmem_limit_bytes where the device has it."
         reasons.append(Reason("paged.vmem", "vmem_limit_bytes", text, hint))

@@ -84,17 +84,19 @@ def attend(
     RaggedBatch.check; InputError for shapes, and for keys that `update` doesn't use or that it needs and doesn't get.
     """
     check_operands(state, layer, query, key, value, update)
-    own = alone(state, layer, batch)
-    cache = own.cache
+    layer_state = alone(state, layer, batch)
+    cache = layer_state.cache
     check_window(cache.window_tokens, sliding_window)
     rows = None
     if key is None or value is None:
-        check_step(own, 0, batch, query, debug=debug, writes=False)
-    elif update == "fused" and _writable(own, batch, query, sinks, key, value, mesh):
+        check_step(layer_state, 0, batch, query, debug=debug, writes=False)
+    elif update == "fused" and _writable(layer_state, batch, query, sinks, key, value, mesh):
         which: Any = "none" if max_q_len == 1 else "several"
-        own, rows = write(own, 0, batch, key, value, (key_scale, value_scale), debug=debug, which=which)
+        layer_state, rows = write(layer_state, 0, batch, key, value, (key_scale, value_scale), debug=debug, which=which)
     else:
-        own = insert(own, 0, batch, key, value, key_scale=key_scale, value_scale=value_scale, debug=debug)
+        layer_state = insert(
+            layer_state, 0, batch, key, value, key_scale=key_scale, value_scale=value_scale, debug=debug
+        )
     check_longest(batch, max_q_len, debug=debug)
 
     def shard(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any, index: Any = 0) -> Attended:
@@ -113,26 +115,26 @@ def attend(
             max_q_len,
             platform,
             sizes,
-            own.sequence_shards,
+            layer_state.sequence_shards,
             index,
             rows,
         )
         return method(call)
 
-    pages = own.layers[0]
-    output, lse, after = _by_device(shard, own, pages, batch, query, sinks, rows, mesh, kv_heads, check_vma)
+    pages = layer_state.layers[0]
+    output, lse, after = _by_device(shard, layer_state, pages, batch, query, sinks, rows, mesh, kv_heads, check_vma)
     if after is not None:  # scales that aren't by token stay as they are
         pages = LayerPages(*(x if new is None else new for x, new in zip(pages, after, strict=True)))  # type: ignore[arg-type]
     return PagedOutput(output, lse, state.with_layer(layer, pages))
 
 
 def _writable(
-    own: CacheState, batch: RaggedBatch, query: Any, sinks: Any, key: Any, value: Any, mesh: AnyMesh | None
+    state: CacheState, batch: RaggedBatch, query: Any, sinks: Any, key: Any, value: Any, mesh: AnyMesh | None
 ) -> bool:
     """Whether a method can hand back a layer's own arrays: not if they are taken apart by shards here, nor if the queries, but
     not the pages, differ on the devices of a caller's shard_map."""
-    apart = batch.shards is not None and (mesh is None or mesh.size == 1)
-    return not apart and varying((query, sinks)) <= varying((own.layers[0], batch, key, value))
+    split_here = batch.shards is not None and (mesh is None or mesh.size == 1)
+    return not split_here and varying((query, sinks)) <= varying((state.layers[0], batch, key, value))
 
 
 def check_operands(state: CacheState, layer: Any, query: Any, key: Any, value: Any, update: str) -> None:
@@ -163,9 +165,9 @@ def check_window(window_tokens: int | None, sliding_window: tuple[int | None, in
 def check_written(update: str, key: Any, value: Any) -> None:
     """Refuse keys and values that an update doesn't use, or lacks. Errors: InputError."""
     if (key is None) != (value is None) or (key is None) != (update == "none"):
-        given = " and ".join(name for name, x in (("key", key), ("value", value)) if x is not None) or "neither"
-        wanted = "neither: the pages have them" if update == "none" else "key and value, to be written"
-        raise InputError(f"update={update!r} with {given}; wanted {wanted}.")
+        present = " and ".join(name for name, x in (("key", key), ("value", value)) if x is not None) or "neither"
+        expected = "neither: the pages have them" if update == "none" else "key and value, to be written"
+        raise InputError(f"update={update!r} with {present}; wanted {expected}.")
 
 
 def check_longest(batch: RaggedBatch, max_q_len: int | None, *, debug: bool) -> None:
@@ -181,8 +183,8 @@ def check_longest(batch: RaggedBatch, max_q_len: int | None, *, debug: bool) -> 
 
 def _longest(starts: Any, count: Any, max_q_len: int) -> None:
     starts, count = np.asarray(starts), np.asarray(count)
-    live = np.arange(starts.shape[-1] - 1) < count[..., None]
-    longest = int(np.where(live, np.diff(starts, axis=-1), 0).max(initial=0))
+    used = np.arange(starts.shape[-1] - 1) < count[..., None]
+    longest = int(np.where(used, np.diff(starts, axis=-1), 0).max(initial=0))
     if longest > max_q_len:
         raise InputError(
             f"max_q_len={max_q_len}, but a row of the batch has {longest} queries; pass the longest, or leave it out."
@@ -204,8 +206,8 @@ def _by_device(
     """Each shard of the pages with its own part of the batch; on a mesh, each device also with its own heads."""
     sinks = None if sinks is None else jnp.asarray(sinks)
     if mesh is None or mesh.size == 1 or all(axis.kind == "manual" for axis in axes_of(mesh)):
-        given = jnp.asarray(query), pages, batch, sinks, rows
-        return on_auto_axes(partial(_all_shards, shard), *given, specs=lambda: _specs_like(*given[:2], rows))
+        arrays = jnp.asarray(query), pages, batch, sinks, rows
+        return on_auto_axes(partial(_all_shards, shard), *arrays, specs=lambda: _specs_like(*arrays[:2], rows))
     plan = state.cache.plan(mesh, kv_heads=kv_heads).require()
     check_mesh(state, plan)
     of_query, of_layer, of_batch = step_specs(plan)
@@ -221,8 +223,8 @@ def _by_device(
             return shard(query, pages, batch, sinks, rows)
         index = lax.axis_index(along)
         batch = replace(batch, page_table=batch.page_table[0])
-        made = shard(query, pages, batch, sinks_of(sinks, index), rows, index)
-        return Attended(*combine_over_devices(made.output, made.lse, along))
+        result = shard(query, pages, batch, sinks_of(sinks, index), rows, index)
+        return Attended(*combine_over_devices(result.output, result.lse, along))
 
     of_rows = None if rows is None else jax.tree.map(lambda _: PartitionSpec(tokens, heads), rows)
     in_specs = (*specs, None if sinks is None else PartitionSpec(heads), of_rows)
@@ -243,7 +245,7 @@ def _written(of_layer: LayerPages, rows: LayerPages | None) -> LayerPages | None
     """Of a layer's specs, those of the arrays that hold the written rows."""
     if rows is None:
         return None
-    return LayerPages(*(None if own is None else spec for spec, own in zip(of_layer, rows, strict=True)))  # type: ignore[arg-type]
+    return LayerPages(*(None if array is None else spec for spec, array in zip(of_layer, rows, strict=True)))  # type: ignore[arg-type]
 
 
 def _specs_like(query: jax.Array, pages: LayerPages, rows: LayerPages | None) -> Attended:
@@ -256,22 +258,24 @@ def _specs_like(query: jax.Array, pages: LayerPages, rows: LayerPages | None) ->
 def _all_shards(shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any) -> Attended:
     """Without a mesh: one shard of the pages after the other."""
     if batch.shards is None:
-        return _one_by_one(shard, query, pages, batch, sinks, rows)
+        return _merged_over_shards(shard, query, pages, batch, sinks, rows)
     parts = [_part(batch.shards, n, query, pages, batch, rows) for n in range(batch.shards)]
-    found = [_one_by_one(shard, *part, sinks=sinks, rows=own) for part, own in parts]
-    return jax.tree.map(lambda *of_shards: jnp.concatenate(of_shards), *found)
+    results = [_merged_over_shards(shard, *part, sinks=sinks, rows=shard_rows) for part, shard_rows in parts]
+    return jax.tree.map(lambda *of_shards: jnp.concatenate(of_shards), *results)
 
 
-def _one_by_one(shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any) -> Attended:
+def _merged_over_shards(
+    shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any
+) -> Attended:
     """Without a mesh: one sequence shard after the other, if there are several, with their outputs merged."""
     if (n := batch.sequence_shards) == 1:
         return shard(query, pages, batch, sinks, rows)
-    found = []
+    results = []
     for index in range(n):
-        own: Any = (x if x is None or x.ndim < 3 else rows_by_shard(n, x, "pages")[index] for x in pages)
+        shard_pages: Any = (x if x is None or x.ndim < 3 else rows_by_shard(n, x, "pages")[index] for x in pages)
         table = replace(batch, page_table=batch.page_table[index])
-        found.append(shard(query, LayerPages(*own), table, sinks_of(sinks, index), rows, index))
-    return Attended(*combine_by_lse([(x.output, x.lse) for x in found]))
+        results.append(shard(query, LayerPages(*shard_pages), table, sinks_of(sinks, index), rows, index))
+    return Attended(*combine_by_lse([(x.output, x.lse) for x in results]))
 
 
 def _part(
@@ -282,5 +286,5 @@ def _part(
     def part(x: Any) -> Any:
         return rows_by_shard(shards, x, "rows")[n]
 
-    own: Any = (x if x is None or x.ndim < 3 else part(x) for x in pages)
-    return (part(query), LayerPages(*own), jax.tree.map(lambda x: x[n], batch)), jax.tree.map(part, rows)
+    shard_pages: Any = (x if x is None or x.ndim < 3 else part(x) for x in pages)
+    return (part(query), LayerPages(*shard_pages), jax.tree.map(lambda x: x[n], batch)), jax.tree.map(part, rows)

@@ -75,9 +75,15 @@ class RaggedBatch:
         if len(table) != len(lens):
             raise InputError(f"page_table has {len(table)} rows and kv_lens {len(lens)}; wanted the same number.")
         count = int(_numbers("num_seqs", [len(lens) if num_seqs is None else num_seqs])[0])
-        if tokens is not None and (most := plan.cache.max_tokens) is not None and tokens > most // plan.shards:
-            each = "" if plan.shards == 1 else f", {most // plan.shards} on each of {plan.shards} shards"
-            raise InputError(f"tokens={shown(tokens)}; wanted no more than the cache's max_tokens={most}{each}.")
+        if (
+            tokens is not None
+            and (max_tokens := plan.cache.max_tokens) is not None
+            and tokens > max_tokens // plan.shards
+        ):
+            per_shard = "" if plan.shards == 1 else f", {max_tokens // plan.shards} on each of {plan.shards} shards"
+            raise InputError(
+                f"tokens={shown(tokens)}; wanted no more than the cache's max_tokens={max_tokens}{per_shard}."
+            )
         missing = rows - len(lens)
         host: Any = (
             np.concatenate([starts, np.full(missing, starts[-1], np.int32)]),
@@ -85,14 +91,14 @@ class RaggedBatch:
             np.concatenate([table, np.full((missing, width), padding, np.int32)]),
             np.asarray(count, np.int32),
         )
-        made = cls(host[0], host[1], host[2], host[3], 0 if plan.group is None else plan.group[0])
-        made.check(padding, plan.cache.page_size, tokens, plan.window_tokens, writes)
+        batch = cls(host[0], host[1], host[2], host[3], 0 if plan.group is None else plan.group[0])
+        batch.check(padding, plan.cache.page_size, tokens, plan.window_tokens, writes)
         if split > 1:
             if problem := table_problem(host[2], split, padding):
                 raise InputError(problem)
             table = split_table(host[2], split, padding)
-            made = replace(made, page_table=table)  # type: ignore[arg-type]
-        return made.stack([made]) if plan.cache.pages_axis is not None and plan.shards == 1 else made
+            batch = replace(batch, page_table=table)  # type: ignore[arg-type]
+        return batch.stack([batch]) if plan.cache.pages_axis is not None and plan.shards == 1 else batch
 
     @classmethod
     def stack(cls, batches: Sequence[RaggedBatch]) -> RaggedBatch:
@@ -146,9 +152,9 @@ class RaggedBatch:
                 raise InputTypeError(f"{name} is {got}; wanted int32: RaggedBatch.make checks and converts.")
         lead = self.kv_lens.shape[:-1]
         rows = self.kv_lens.shape[-1] if self.kv_lens.shape else 0
-        wanted = {"kv_lens": (*lead, rows), "cu_q_lens": (*lead, rows + 1), "num_seqs": lead}
+        expected = {"kv_lens": (*lead, rows), "cu_q_lens": (*lead, rows + 1), "num_seqs": lead}
         table = self.page_table.shape
-        wrong = [name for name, shape in wanted.items() if tuple(arrays[name].shape) != shape]
+        wrong = [name for name, shape in expected.items() if tuple(arrays[name].shape) != shape]
         tables = table[:-1] == (*lead, rows) or (
             len(table) == len(lead) + 3 and (*table[:-3], table[-2]) == (*lead, rows)
         )
@@ -180,9 +186,9 @@ def _table(value: Any, rows: int, width: int, padding: int) -> np.ndarray:
     if hasattr(value, "ndim") and value.ndim != 2:
         raise InputError(f"page_table has shape {value.shape}; wanted [rows, pages].")
     listed = [_numbers(f"page_table[{row}]", ids) for row, ids in enumerate(value)]
-    made = np.full((len(listed), width), padding, np.int32)
+    table = np.full((len(listed), width), padding, np.int32)
     for row, ids in enumerate(listed):
         if np.any(ids[width:] != padding):
             raise InputError(f"row {row}: {len(ids)} pages; wanted at most {width}, those of max_length tokens.")
-        made[row, : len(ids)] = ids[:width]
-    return made
+        table[row, : len(ids)] = ids[:width]
+    return table

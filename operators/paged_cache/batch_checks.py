@@ -90,8 +90,8 @@ def _shard_problem(
     needed = -(-lens // page_size)
     slots = np.arange(width)
     first = np.zeros_like(lens) if window is None else np.maximum(lens - q_lens - window + 1, 0) // page_size
-    live = (slots >= first[:, None]) & (slots < needed[:, None])
-    missing = live & (live_table == pages)
+    used = (slots >= first[:, None]) & (slots < needed[:, None])
+    missing = used & (live_table == pages)
     if (at := _first(missing)) is not None:
         row, slot = divmod(at, width)
         return _missing(row, slot, int(lens[row]), int(needed[row]), int(first[row]), page_size, window)
@@ -99,12 +99,12 @@ def _shard_problem(
         return f"row {row}: kv_len {lens[row]} needs {needed[row]} pages of {page_size}, but the table has {width}."
     if not writes:
         return ""
-    written = live & (slots >= ((lens - q_lens) // page_size)[:, None]) & (q_lens > 0)[:, None]
-    readers = np.bincount(live_table[live], minlength=pages + 1)
+    written = used & (slots >= ((lens - q_lens) // page_size)[:, None]) & (q_lens > 0)[:, None]
+    readers = np.bincount(live_table[used], minlength=pages + 1)
     if (at := _first(written & (readers[live_table] > 1))) is not None:
         row, slot = divmod(at, width)
         page = live_table[row, slot]
-        others = [int(r) for r in np.flatnonzero((live & (live_table == page)).any(1)) if r != row]
+        others = [int(r) for r in np.flatnonzero((used & (live_table == page)).any(1)) if r != row]
         shared = f"row {others[0]} reads too" if others else "the same row has twice"
         return f"row {row}: its tokens go to page {page}, which {shared}; copy the page first."
     return ""

@@ -50,13 +50,15 @@ def dense_insert(
         place = starts[:, None] + jnp.arange(tokens[0].shape[1], dtype=jnp.int32)[None]
         place = jnp.where(place < 0, length, place)
         # Uses vmap, not two index arrays, so that a batch split over devices stays split.
-        put_rows = jax.vmap(lambda one, at, own: put(one, (at,), own))
-        return tuple(put_rows(cache, place, own) for cache, own in zip(caches, tokens, strict=True))
+        put_rows = jax.vmap(lambda cache_row, at, rows: put(cache_row, (at,), rows))
+        return tuple(put_rows(cache, place, rows) for cache, rows in zip(caches, tokens, strict=True))
 
     caches = jnp.asarray(cache_key), jnp.asarray(cache_value)
-    given = (jnp.asarray(key), jnp.asarray(value)), starts
-    made: tuple[jax.Array, jax.Array] = on_auto_axes(write, caches, *given, specs=lambda: tuple(map(spec_of, caches)))
-    return made
+    arrays = (jnp.asarray(key), jnp.asarray(value)), starts
+    updated: tuple[jax.Array, jax.Array] = on_auto_axes(
+        write, caches, *arrays, specs=lambda: tuple(map(spec_of, caches))
+    )
+    return updated
 
 
 def _starts(start: Any, batch: int, length: int, q_len: int) -> jax.Array:
@@ -66,17 +68,17 @@ def _starts(start: Any, batch: int, length: int, q_len: int) -> jax.Array:
         raise InputTypeError(f"start has dtype {array.dtype}; wanted whole numbers, [batch].")
     if tuple(array.shape) not in ((), (batch,)):
         raise InputError(f"start has shape {tuple(array.shape)}; wanted [{batch}], one per row, or one number.")
-    known = known_values(array)
-    if known is not None:
-        wrong = np.atleast_1d((known < 0) | (known > length - q_len))
+    values = known_values(array)
+    if values is not None:
+        wrong = np.atleast_1d((values < 0) | (values > length - q_len))
         if wrong.any():
             row = int(wrong.argmax())
             raise InputError(
-                f"row {row}: {q_len} tokens from {np.atleast_1d(known)[row]} on in a cache of {length}; wanted a start from 0 to "
-                f"{length - q_len}."
+                f"row {row}: {q_len} tokens from {np.atleast_1d(values)[row]} on in a cache of {length}; wanted a start from 0 "
+                f"to {length - q_len}."
             )
     elif problem := beyond_int32(array, "start"):
         raise InputError(f"{problem}.")
     # With a very large traced start, start + i would overflow and write elsewhere.
-    made = jnp.asarray(array).astype(jnp.int32)
-    return jnp.broadcast_to(jnp.where(made > length, length, made), (batch,))
+    starts = jnp.asarray(array).astype(jnp.int32)
+    return jnp.broadcast_to(jnp.where(starts > length, length, starts), (batch,))

@@ -23,7 +23,7 @@ from .known_sizes import known_sizes
 from .put import put
 from .sequence_shards import by_sequence_shard
 from .state import CacheState, LayerPages, alone, layer_of
-from .stored_tokens import as_stored, check_kept
+from .stored_tokens import as_stored, check_token_scale
 from .token_slots import by_shard, rows_by_shard, token_slots
 
 __all__ = ["check_shards", "check_step", "insert", "write"]
@@ -74,12 +74,12 @@ def write(
         _check_tokens(name, tokens, scale, pages.key, shape.kv_heads, dim, state)
     if key.shape[0] != value.shape[0]:
         raise InputError(f"key has {key.shape[0]} tokens and value {value.shape[0]}; wanted the same number.")
-    own_pages, own_tokens = check_step(state, layer, batch, key, debug=debug)
+    shard_pages, shard_tokens = check_step(state, layer, batch, key, debug=debug)
     along = state.sequence_shards
-    slots: Any = partial(token_slots, tokens=own_tokens, pages=own_pages // along, page_size=cache.page_size)
+    slots: Any = partial(token_slots, tokens=shard_tokens, pages=shard_pages // along, page_size=cache.page_size)
     slots = partial(slots, singles=which == "all")
     if along > 1:
-        slots = _on_each(partial(slots, stride=along), along)
+        slots = _on_each_shard(partial(slots, stride=along), along)
 
     def put_in(stored: jax.Array, page: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:
         return put(stored, LAYOUTS[cache.layout].places(page, row), tokens)
@@ -96,23 +96,23 @@ def write(
         if which == "none":
             return pages, tokens
         where = slots(*arrays) if shards is None else jax.vmap(slots)(*arrays)
-        after: Any = (x if own is None else put_tokens(x, own, where) for x, own in zip(pages, tokens, strict=True))
+        after: Any = (x if rows is None else put_tokens(x, rows, where) for x, rows in zip(pages, tokens, strict=True))
         return LayerPages(*after), tokens
 
     def specs() -> tuple[Any, Any]:
         stored = jax.tree.map(spec_of, pages)
         heads = axes_at(stored.key, cache.heads_at)
-        apart = tuple(axis for axis in axes_at(spec_of(key), 0) if axis not in heads)
+        token_axes = tuple(axis for axis in axes_at(spec_of(key), 0) if axis not in heads)
         by_token = (
             pages.value is not None,
             *[cache.quantised is not None and cache.quantised.scale == "token_head"] * 2,
         )
-        rows = PartitionSpec(apart or None, heads or None)
-        return stored, LayerPages(rows, *(rows if kept else None for kept in by_token))  # type: ignore[arg-type]
+        rows = PartitionSpec(token_axes or None, heads or None)
+        return stored, LayerPages(rows, *(rows if has_rows else None for has_rows in by_token))  # type: ignore[arg-type]
 
     arrays = (batch.cu_q_lens, batch.kv_lens, batch.page_table, batch.num_seqs)
-    given = jax.tree.map(jnp.asarray, (key, value, scales, *arrays))
-    after, tokens = on_auto_axes(run, pages, *given, specs=specs)
+    operands = jax.tree.map(jnp.asarray, (key, value, scales, *arrays))
+    after, tokens = on_auto_axes(run, pages, *operands, specs=specs)
     return whole.with_layer(at, after), tokens
 
 
@@ -144,12 +144,14 @@ def check_shards(state: CacheState, batch: RaggedBatch) -> None:
         )
 
 
-def _on_each(slots: Callable[..., tuple[jax.Array, jax.Array]], n: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _on_each_shard(
+    slots: Callable[..., tuple[jax.Array, jax.Array]], n: int
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """token_slots of each of n sequence shards, [n, tokens]; each has its own table."""
 
     def of_all(starts: jax.Array, lens: jax.Array, tables: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-        own = jax.vmap(lambda table, shard: slots(starts, lens, table, count, shard=shard))
-        return own(tables, jnp.arange(n, dtype=jnp.int32))
+        of_shards = jax.vmap(lambda table, shard: slots(starts, lens, table, count, shard=shard))
+        return of_shards(tables, jnp.arange(n, dtype=jnp.int32))
 
     return of_all
 
@@ -170,6 +172,6 @@ def _check_tokens(
         )
     fitting = {heads} | ({cache.kv_heads} if heads % cache.kv_heads == 0 else set())
     if len(tokens.shape) != 3 or tokens.shape[1] not in fitting or tokens.shape[2] != dim:
-        wanted = " or ".join(f"[tokens, {count}, {dim}]" for count in sorted(fitting))
-        raise InputError(f"{name} has shape {tuple(tokens.shape)}; wanted {wanted}, the cache's own heads and size.")
-    check_kept(cache, name, tokens, scale)
+        expected = " or ".join(f"[tokens, {count}, {dim}]" for count in sorted(fitting))
+        raise InputError(f"{name} has shape {tuple(tokens.shape)}; wanted {expected}, the cache's own heads and size.")
+    check_token_scale(cache, name, tokens, scale)

@@ -51,17 +51,17 @@ def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int])
     Errors: InputError for a row that doesn't exist, and for pages out of range if they are known.
     """
     if len(state.cache.groups) > 1:
-        parts = [extract(own, one, sequence) for own, one in _by_group(state, batch)]
-        whole = state
+        parts = [extract(group_state, group_batch, sequence) for group_state, group_batch in _by_group(state, batch)]
+        restored = state
         for group, part in enumerate(parts):
-            whole = whole.with_group(group, replace(state.group(group), layers=part.layers))
-        return SavedSequence(whole.layers, parts[0].length)
-    batch = _one(batch)
+            restored = restored.with_group(group, replace(state.group(group), layers=part.layers))
+        return SavedSequence(restored.layers, parts[0].length)
+    batch = _single_batch(batch)
     table, length, first, count = _row(state, batch, sequence)
     size = state.cache.page_size
-    known, known_length = known_values(table), known_values(length)
-    if known is not None and known_length is not None:
-        table = _needed(known, int(known_length), state, count, sequence)
+    table_values, known_length = known_values(table), known_values(length)
+    if table_values is not None and known_length is not None:
+        table = _needed(table_values, int(known_length), state, count, sequence)
     by_head = state.cache.heads_at == 1
 
     def run(stored: tuple[LayerPages, ...], table: jax.Array, length: jax.Array) -> tuple[LayerPages, ...]:
@@ -72,17 +72,17 @@ def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int])
         def take(array: jax.Array | None) -> jax.Array | None:
             if array is None or array.ndim < 3:
                 return array
-            found = array[jnp.where(inside, ids + first, 0)]
-            there = written[:, None] if by_head else written
-            there = there.reshape(*there.shape, *(1,) * (array.ndim - there.ndim))
-            return jnp.where(there, found, jnp.zeros((), array.dtype))
+            gathered = array[jnp.where(inside, ids + first, 0)]
+            mask = written[:, None] if by_head else written
+            mask = mask.reshape(*mask.shape, *(1,) * (array.ndim - mask.ndim))
+            return jnp.where(mask, gathered, jnp.zeros((), array.dtype))
 
         return tuple(LayerPages(*map(take, pages)) for pages in stored)  # type: ignore[arg-type]
 
     def spec(array: jax.Array) -> PartitionSpec:
         """A page isn't split, only what it holds."""
-        own = spec_of(array)
-        return PartitionSpec(None, *own[1:]) if array.ndim >= 3 else own
+        array_spec = spec_of(array)
+        return PartitionSpec(None, *array_spec[1:]) if array.ndim >= 3 else array_spec
 
     length = jnp.asarray(length, jnp.int32)
     specs = lambda: jax.tree.map(spec, state.layers)  # noqa: E731
@@ -99,36 +99,41 @@ def restore(state: CacheState, saved: SavedSequence, batch: _Batches, sequence: 
     if len(state.cache.groups) > 1:
         _check_same(state, saved)
         of_groups = layer_numbers(state.cache.groups)
-        for group, (own, one) in enumerate(_by_group(state, batch)):
+        for group, (group_state, group_batch) in enumerate(_by_group(state, batch)):
             layers = tuple(saved.layers[number] for number in of_groups[group])
-            state = state.with_group(group, restore(own, replace(saved, layers=layers), one, sequence))
+            state = state.with_group(group, restore(group_state, replace(saved, layers=layers), group_batch, sequence))
         return state
-    batch = _one(batch)
+    batch = _single_batch(batch)
     table, length, first, count = _row(state, batch, sequence)
     size, total = state.cache.page_size, state.pages
     _check_same(state, saved)
-    known, kept = known_values(table), known_values(saved.length)
-    if known is not None and kept is not None:
-        needed = _needed(known, int(kept), state, count, sequence)
+    table_values, saved_length = known_values(table), known_values(saved.length)
+    if table_values is not None and saved_length is not None:
+        needed = _needed(table_values, int(saved_length), state, count, sequence)
         _check_alone(_tables(batch, count), batch.kv_lens, needed[needed < count], sequence, size)
         known_length = known_values(length)
-        if known_length is not None and int(known_length) < int(kept):
-            raise InputError(f"sequence {sequence}: kv_len is {int(known_length)}, but {int(kept)} tokens were saved.")
+        if known_length is not None and int(known_length) < int(saved_length):
+            raise InputError(
+                f"sequence {sequence}: kv_len is {int(known_length)}, but {int(saved_length)} tokens were saved."
+            )
     slots = min(saved.layers[0].key.shape[0], table.shape[0])
 
-    def run(stored: tuple[LayerPages, ...], kept: tuple[LayerPages, ...], table: Any, length: Any) -> Any:
+    def run(stored: tuple[LayerPages, ...], saved_pages: tuple[LayerPages, ...], table: Any, length: Any) -> Any:
         ids = stored_ids(table[:slots], state.sequence_shards, count)
         used = (ids >= 0) & (ids < count) & (jnp.arange(slots, dtype=jnp.int32) * size < length)
         where = jnp.where(used, ids + first, total)
 
-        def bring(array: jax.Array | None, own: jax.Array | None) -> jax.Array | None:
-            return array if array is None or own is None or array.ndim < 3 else put(array, (where,), own[:slots])
+        def bring(array: jax.Array | None, saved_array: jax.Array | None) -> jax.Array | None:
+            if array is None or saved_array is None or array.ndim < 3:
+                return array
+            return put(array, (where,), saved_array[:slots])
 
-        return tuple(LayerPages(*map(bring, pages, own)) for pages, own in zip(stored, kept, strict=True))  # type: ignore[arg-type]
+        layers = zip(stored, saved_pages, strict=True)
+        return tuple(LayerPages(*map(bring, pages, saved_layer)) for pages, saved_layer in layers)  # type: ignore[arg-type]
 
-    given = jax.tree.map(jnp.asarray, (saved.layers, table, saved.length))
+    arrays = jax.tree.map(jnp.asarray, (saved.layers, table, saved.length))
     specs = lambda: jax.tree.map(spec_of, state.layers)  # noqa: E731
-    return replace(state, layers=on_auto_axes(run, state.layers, *given, specs=specs))
+    return replace(state, layers=on_auto_axes(run, state.layers, *arrays, specs=specs))
 
 
 def _row(state: CacheState, batch: RaggedBatch, sequence: Any) -> tuple[Any, Any, int, int]:
@@ -166,11 +171,11 @@ def _needed(table: np.ndarray, length: int, state: CacheState, count: int, seque
     size = state.cache.page_size
     needed, first = -(-length // size), first_visible_page(length, state.cache.window_tokens, size)
     ids = table[:needed]
-    kept = ids[first:]
-    if length < 0 or len(ids) < needed or ((kept < 0) | (kept >= count)).any():
+    page_ids = ids[first:]
+    if length < 0 or len(ids) < needed or ((page_ids < 0) | (page_ids >= count)).any():
         raise InputError(
             f"sequence {sequence}: {length} tokens need {needed - first} pages with ids 0 to {count - 1}; the table gives "
-            f"{shown(kept.tolist())}."
+            f"{shown(page_ids.tolist())}."
         )
     return ids
 
@@ -178,13 +183,13 @@ def _needed(table: np.ndarray, length: int, state: CacheState, count: int, seque
 def _by_group(state: CacheState, batches: _Batches) -> list[tuple[CacheState, RaggedBatch]]:
     """Each group's layers with its batch. Errors: InputError unless there is one batch per group, in order."""
     count = len(state.cache.groups)
-    given = [] if isinstance(batches, RaggedBatch) else list(batches)
-    if [one.group for one in given] != list(range(count)):
+    group_batches = [] if isinstance(batches, RaggedBatch) else list(batches)
+    if [group_batch.group for group_batch in group_batches] != list(range(count)):
         raise InputError(f"the cache's layers are in {count} groups; wanted a list with the batch of each, in order.")
-    return [(state.group(number), one) for number, one in enumerate(given)]
+    return [(state.group(number), group_batch) for number, group_batch in enumerate(group_batches)]
 
 
-def _one(batches: _Batches) -> RaggedBatch:
+def _single_batch(batches: _Batches) -> RaggedBatch:
     """The batch of the only group."""
     if isinstance(batches, RaggedBatch):
         return batches
@@ -209,15 +214,16 @@ def _check_same(state: CacheState, saved: SavedSequence) -> None:
     """Errors: InputError for layers, shapes, dtypes and fixed scales that differ from the cache's."""
     if len(saved.layers) != len(state.layers):
         raise InputError(f"{len(saved.layers)} layers were saved; the cache has {len(state.layers)}.")
-    for layer, (pages, own) in enumerate(zip(state.layers, saved.layers, strict=True)):
-        for name, stored, kept in zip(LayerPages._fields, pages, own, strict=True):
+    for layer, (pages, saved_pages) in enumerate(zip(state.layers, saved.layers, strict=True)):
+        for name, stored, saved_array in zip(LayerPages._fields, pages, saved_pages, strict=True):
             forms = [
-                None if x is None else (x.shape[1:] if x.ndim >= 3 else x.shape, str(x.dtype)) for x in (stored, kept)
+                None if x is None else (x.shape[1:] if x.ndim >= 3 else x.shape, str(x.dtype))
+                for x in (stored, saved_array)
             ]
             if forms[0] != forms[1]:
                 raise InputError(f"layer {layer}, {name}: saved {forms[1]}, but the cache has {forms[0]}.")
             if stored is None or stored.ndim >= 3:
                 continue
-            values = [known_values(x) for x in (stored, kept)]
+            values = [known_values(x) for x in (stored, saved_array)]
             if values[0] is not None and values[1] is not None and not np.array_equal(values[0], values[1]):
                 raise InputError(f"layer {layer}, {name}: saved with other scales than the cache has.")

@@ -15,7 +15,7 @@ from ...errors import InputError, InputTypeError
 from ...masks.int_arrays import beyond_int32, is_integer, known_values
 from ...sharding import on_auto_axes, spec_of
 from .put import put
-from .sequence_shards import by_sequence_shard, own_ids
+from .sequence_shards import by_sequence_shard, shard_ids
 from .state import CacheState, LayerPages
 from .token_slots import by_shard, rows_by_shard
 
@@ -34,13 +34,13 @@ def copy(state: CacheState, pairs: Int32[Array, "*shards pairs 2"], *, group: in
         return state.with_group(number, copy(state.group(number), pairs))
     state.group_number(group)
     pairs = _ids(state, "pairs", pairs, (2,))
-    known = known_values(pairs)
-    if known is not None:
-        _check_pairs(known, _own_pages(state, _shards(pairs, 3)), state.sequence_shards)
+    values = known_values(pairs)
+    if values is not None:
+        _check_pairs(values, _pages_per_shard(state, _shards(pairs, 3)), state.sequence_shards)
 
-    def change(pages: jax.Array, own: jax.Array) -> jax.Array:
+    def change(pages: jax.Array, page_pairs: jax.Array) -> jax.Array:
         count = pages.shape[0]
-        source, target = own[:, 0], own[:, 1]
+        source, target = page_pairs[:, 0], page_pairs[:, 1]
         right = (source >= 0) & (source < count) & (target >= 0)
         return put(pages, (jnp.where(right, target, count),), pages[jnp.where(right, source, 0)])
 
@@ -56,8 +56,8 @@ def scrub(state: CacheState, pages: Int32[Array, "*shards pages"], *, group: int
     state.group_number(group)
     ids = _ids(state, "pages", pages, ())
 
-    def change(stored: jax.Array, own: jax.Array) -> jax.Array:
-        return put(stored, (jnp.where(own < 0, stored.shape[0], own),), jnp.zeros((), stored.dtype))
+    def change(stored: jax.Array, page_ids: jax.Array) -> jax.Array:
+        return put(stored, (jnp.where(page_ids < 0, stored.shape[0], page_ids),), jnp.zeros((), stored.dtype))
 
     return _every_shard(state, change, ids, _shards(ids, 2))
 
@@ -67,17 +67,17 @@ def _every_shard(state: CacheState, change: Callable[..., jax.Array], ids: Any, 
     to shard ids."""
     n = state.sequence_shards
 
-    def on_one(pages: jax.Array, own: jax.Array, shard: jax.Array) -> jax.Array:
-        return change(pages, own_ids(own, n, shard, pages.shape[0]))
+    def on_one(pages: jax.Array, page_ids: jax.Array, shard: jax.Array) -> jax.Array:
+        return change(pages, shard_ids(page_ids, n, shard, pages.shape[0]))
 
-    def on_all(pages: jax.Array, own: jax.Array) -> jax.Array:
-        return by_sequence_shard(n, on_one, (None, 0))(pages, own, jnp.arange(n, dtype=jnp.int32))
+    def on_all(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
+        return by_sequence_shard(n, on_one, (None, 0))(pages, page_ids, jnp.arange(n, dtype=jnp.int32))
 
-    whole = change if n == 1 else on_all
+    on_pages = change if n == 1 else on_all
 
     def run(layers: tuple[LayerPages, ...], ids: jax.Array) -> tuple[LayerPages, ...]:
         def changed(array: jax.Array | None) -> jax.Array | None:
-            return array if array is None or array.ndim < 3 else by_shard(shards, whole, array, ids)
+            return array if array is None or array.ndim < 3 else by_shard(shards, on_pages, array, ids)
 
         return tuple(LayerPages(*map(changed, pages)) for pages in layers)  # type: ignore[arg-type]
 
@@ -89,7 +89,7 @@ def _shards(ids: Any, rank: int) -> int | None:
     return ids.shape[0] if len(ids.shape) == rank else None
 
 
-def _own_pages(state: CacheState, shards: int | None) -> int:
+def _pages_per_shard(state: CacheState, shards: int | None) -> int:
     return rows_by_shard(shards, state.layers[0].key, "pages").shape[0 if shards is None else 1]
 
 
@@ -107,27 +107,27 @@ def _ids(state: CacheState, name: str, value: Any, last: tuple[int, ...]) -> Any
     if problem := beyond_int32(array, name):
         raise InputError(f"{problem}.")
     shards = array.shape[0] if rank == 2 else None
-    count = _own_pages(state, shards)
-    known = known_values(array)
-    if known is not None and ((known < 0) | (known > count)).any():
-        wrong = np.argwhere((known < 0) | (known > count))[0]
+    count = _pages_per_shard(state, shards)
+    values = known_values(array)
+    if values is not None and ((values < 0) | (values > count)).any():
+        wrong = np.argwhere((values < 0) | (values > count))[0]
         raise InputError(
-            f"{name}[{', '.join(map(str, wrong))}] is {known[tuple(wrong)]}; wanted 0 to {count - 1}, or {count} for padding."
+            f"{name}[{', '.join(map(str, wrong))}] is {values[tuple(wrong)]}; wanted 0 to {count - 1}, or {count} for padding."
         )
     return array.astype(np.int32)
 
 
 def _check_pairs(pairs: np.ndarray, count: int, n: int) -> None:
     """Errors: InputError for a page that is written twice, for padding copied to a page, and for two sequence shards."""
-    for own in pairs if pairs.ndim == 3 else pairs[None]:
-        source, target = own[own[:, 1] < count].T
+    for shard_pairs in pairs if pairs.ndim == 3 else pairs[None]:
+        source, target = shard_pairs[shard_pairs[:, 1] < count].T
         pages, times = np.unique(target, return_counts=True)
         if (times > 1).any():
             raise InputError(f"pairs: page {pages[times > 1][0]} is written twice; wanted each page once.")
         if (source == count).any():
             raise InputError(f"pairs: {count}, the id of padding, is copied to page {target[source == count][0]}.")
-        if (apart := source % n != target % n).any():
+        if (crossing := source % n != target % n).any():
             raise InputError(
-                f"pairs: page {source[apart][0]} is copied to page {target[apart][0]}, which lies on another of {n} sequence "
-                f"shards; wanted two ids that are equal modulo {n}."
+                f"pairs: page {source[crossing][0]} is copied to page {target[crossing][0]}, which lies on another of {n} "
+                f"sequence shards; wanted two ids that are equal modulo {n}."
             )

@@ -32,8 +32,8 @@ def put(array: jax.Array, index: tuple[Any, ...], rows: jax.Array) -> jax.Array:
 
     def scatter_bits(array: jax.Array, rows: jax.Array, *ids: jax.Array) -> jax.Array:
         bits = jnp.uint16 if array.dtype.itemsize == 2 else jnp.uint8
-        stored, own = (lax.bitcast_convert_type(x, bits) for x in (array, rows.astype(array.dtype)))
-        return lax.bitcast_convert_type(_scatter(stored, own, *whole(ids)), array.dtype)
+        stored, row_bits = (lax.bitcast_convert_type(x, bits) for x in (array, rows.astype(array.dtype)))
+        return lax.bitcast_convert_type(_scatter(stored, row_bits, *whole(ids)), array.dtype)
 
     return lax.platform_dependent(array, rows, *ids, cpu=scatter_bits, default=scatter)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import InputError
 
-__all__ = ["by_sequence_shard", "own_ids", "split_table", "stored_ids", "table_problem", "whole_table"]
+__all__ = ["by_sequence_shard", "shard_ids", "split_table", "stored_ids", "table_problem", "whole_table"]
 
 
 def split_table(table: np.ndarray, n: int, pages: int) -> np.ndarray:
@@ -30,26 +30,26 @@ def split_table(table: np.ndarray, n: int, pages: int) -> np.ndarray:
 def whole_table(table: Any, pages: int) -> Any:
     """The host's table [..., rows, width] from [..., n, rows, width / n]; `pages` counts those of all n. Invalid ids stay
     invalid in a known table, and become padding in a traced one."""
-    known = isinstance(table, np.ndarray)
-    own: Any = np if known else jnp
+    is_static = isinstance(table, np.ndarray)
+    numpy: Any = np if is_static else jnp
     n = table.shape[-3]
-    ids = (table.astype(np.int64) if known else table) * n + np.arange(n, dtype=np.int32)[:, None, None]
+    ids = (table.astype(np.int64) if is_static else table) * n + np.arange(n, dtype=np.int32)[:, None, None]
     padding = table == pages // n
-    if not known:  # ids out of range might overflow
+    if not is_static:  # ids out of range might overflow
         padding = (table < 0) | (table >= pages // n)
-    ids = own.where(padding, np.int32(pages), ids)
-    return own.moveaxis(ids, -3, -1).reshape(*table.shape[:-3], table.shape[-2], -1)
+    ids = numpy.where(padding, np.int32(pages), ids)
+    return numpy.moveaxis(ids, -3, -1).reshape(*table.shape[:-3], table.shape[-2], -1)
 
 
 def stored_ids(ids: Any, n: int, pages: int) -> Any:
     """Where pages are in an array of `pages`; `pages` itself for an id out of range."""
     if n == 1:
         return ids
-    own: Any = np if isinstance(ids, np.ndarray) else jnp
-    return own.where((ids >= 0) & (ids < pages), ids % n * (pages // n) + ids // n, pages)
+    numpy: Any = np if isinstance(ids, np.ndarray) else jnp
+    return numpy.where((ids >= 0) & (ids < pages), ids % n * (pages // n) + ids // n, pages)
 
 
-def own_ids(ids: Any, n: int, shard: Any, pages: int) -> Any:
+def shard_ids(ids: Any, n: int, shard: Any, pages: int) -> Any:
     """Local ids on one of n shards of `pages` each; `pages` itself for ids on other shards or out of range."""
     return jnp.where((ids >= 0) & (ids < n * pages) & (ids % n == shard), ids // n, pages)
 

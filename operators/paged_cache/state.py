@@ -45,7 +45,10 @@ class LayerPages(NamedTuple):
     value_scale: Float[Array, ...] | None = None
 
 
-@exported(lambda static: [static[0].to_dict(), static[1]], lambda held: (KVCache.from_dict(held[0]), held[1]))
+@exported(
+    lambda static: [static[0].to_dict(), static[1]],
+    lambda fields: (KVCache.from_dict(fields[0]), fields[1]),
+)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CacheState:
@@ -86,12 +89,12 @@ class CacheState:
         layers = tuple(self.layers[number] for number in layer_numbers(self.cache.groups)[group])
         return CacheState(layers, self.cache.part(group, layers[0].key.shape[0]), self.sequence_shards)
 
-    def with_group(self, group: int, own: CacheState) -> CacheState:
+    def with_group(self, group: int, group_state: CacheState) -> CacheState:
         """The state with another state for one group's layers."""
         if len(self.cache.groups) == 1:
-            return own
+            return group_state
         layers = list(self.layers)
-        for number, pages in zip(layer_numbers(self.cache.groups)[group], own.layers, strict=True):
+        for number, pages in zip(layer_numbers(self.cache.groups)[group], group_state.layers, strict=True):
             layers[number] = pages
         return replace(self, layers=tuple(layers))
 
@@ -138,8 +141,8 @@ def alone(state: CacheState, layer: int, batch: RaggedBatch) -> CacheState:
             f"layer {layer} is in group {group} of the cache's layers, but the batch was made for group {batch.group}: page ids "
             f"belong to a group; make one with RaggedBatch.make(plan.groups[{group}], ...)."
         )
-    own = cache if group is None else cache.part(group, pages.key.shape[0])
-    return CacheState((pages,), own, state.sequence_shards)
+    layer_cache = cache if group is None else cache.part(group, pages.key.shape[0])
+    return CacheState((pages,), layer_cache, state.sequence_shards)
 
 
 def init(
@@ -159,42 +162,52 @@ def init(
     plan = cache.plan(mesh, kv_heads=kv_heads).require()
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ShardingError("init requires a mesh of devices, but got an abstract one; pass one from jax.make_mesh.")
-    scales = {name: _fixed_scale(plan, name, given) for name, given in (("key", key_scale), ("value", value_scale))}
+    scales = {
+        name: _fixed_scale(plan, name, scale_value)
+        for name, scale_value in (("key", key_scale), ("value", value_scale))
+    }
 
-    def place(own: CachePlan, name: str) -> Any:
-        return None if mesh is None else NamedSharding(mesh, own[name].fitted.spec)
+    def place(group_plan: CachePlan, name: str) -> Any:
+        return None if mesh is None else NamedSharding(mesh, group_plan[name].fitted.spec)
 
-    def zeros(own: CachePlan, name: str) -> jax.Array | None:
-        array = own.get(name)
-        return None if array is None else jnp.zeros(array.fitted.shape, array.dtype, device=place(own, name))
+    def zeros(group_plan: CachePlan, name: str) -> jax.Array | None:
+        array = group_plan.get(name)
+        return None if array is None else jnp.zeros(array.fitted.shape, array.dtype, device=place(group_plan, name))
 
-    def scale(own: CachePlan, tensor: str, layer: int) -> jax.Array | None:
+    def scale(group_plan: CachePlan, tensor: str, layer: int) -> jax.Array | None:
         fixed, name = scales[tensor], f"{tensor}_scale"
-        return zeros(own, name) if fixed is None else jax.device_put(fixed[layer], place(own, name))
+        return zeros(group_plan, name) if fixed is None else jax.device_put(fixed[layer], place(group_plan, name))
 
     layers = []
     for layer in range(cache.layer_count):
-        own = plan.groups[cache.group_of(layer)]
-        key = zeros(own, own.pages_array.name)
+        of_group = plan.groups[cache.group_of(layer)]
+        key = zeros(of_group, of_group.pages_array.name)
         assert key is not None
-        layers.append(LayerPages(key, zeros(own, "value_pages"), scale(own, "key", layer), scale(own, "value", layer)))
+        layers.append(
+            LayerPages(
+                key,
+                zeros(of_group, "value_pages"),
+                scale(of_group, "key", layer),
+                scale(of_group, "value", layer),
+            )
+        )
     return CacheState(tuple(layers), cache, plan.sequence_shards)
 
 
 def abstract(plan: CachePlan, mesh: AnyMesh | None = None, *, layers: int | None = None) -> CacheState:
     """The state as shapes, placed as planned, to lower and compile with. `layers`: fewer than all, if given."""
 
-    def of(own: CachePlan, name: str) -> Any:
-        array = own.get(name)
+    def of(group_plan: CachePlan, name: str) -> Any:
+        array = group_plan.get(name)
         if array is None:
             return None
         where = None if mesh is None else NamedSharding(mesh, array.fitted.spec)
         return jax.ShapeDtypeStruct(array.fitted.shape, array.dtype, sharding=where)
 
     count = plan.cache.layer_count if layers is None else layers
-    owns = [plan.groups[plan.cache.group_of(layer)] for layer in range(count)]
-    made = tuple(LayerPages(*(of(own, name) for name in _names(own))) for own in owns)
-    return CacheState(made, plan.cache, plan.sequence_shards)  # type: ignore[arg-type]
+    plans = [plan.groups[plan.cache.group_of(layer)] for layer in range(count)]
+    pages = tuple(LayerPages(*(of(group_plan, name) for name in _names(group_plan))) for group_plan in plans)
+    return CacheState(pages, plan.cache, plan.sequence_shards)  # type: ignore[arg-type]
 
 
 def shardings(cache: KVCache, mesh: Mesh, *, kv_heads: Literal["replicate", "error"] = "replicate") -> CacheShardings:
@@ -205,7 +218,7 @@ def shardings(cache: KVCache, mesh: Mesh, *, kv_heads: Literal["replicate", "err
     """
     plan = cache.plan(mesh, kv_heads=kv_heads).require()
     groups = [
-        jax.tree.map(lambda spec: NamedSharding(mesh, spec), step_specs(own), is_leaf=_is_spec) for own in plan.groups
+        jax.tree.map(lambda spec: NamedSharding(mesh, spec), step_specs(part), is_leaf=_is_spec) for part in plan.groups
     ]
     key = NamedSharding(mesh, token_specs(plan)[1])
     layers = tuple(groups[cache.group_of(layer)][1] for layer in range(cache.layer_count))
@@ -237,15 +250,15 @@ def _is_spec(x: object) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _fixed_scale(plan: CachePlan, tensor: str, given: Any) -> np.ndarray | None:
+def _fixed_scale(plan: CachePlan, tensor: str, value: Any) -> np.ndarray | None:
     """float32 [layers] or [layers, stored heads] of a scale declared as fixed, else None."""
     quantised, name = plan.cache.quantised, f"{tensor}_scale"
     if quantised is None or quantised.scale == "token_head":
-        if given is not None:
+        if value is not None:
             why = "the cache isn't quantised" if quantised is None else "scales are per token and head"
             raise InputError(f"{name} is given, but {why}; leave it out.")
         return None
-    if given is None:
+    if value is None:
         raise InputError(
             f"{name} is missing: the cache's scale is per {quantised.scale} and fixed before anything is written; pass a "
             "number, the largest value to be stored over the largest of the dtype."
@@ -254,9 +267,9 @@ def _fixed_scale(plan: CachePlan, tensor: str, given: Any) -> np.ndarray | None:
     if quantised.scale != "tensor":
         shape = (*shape, plan.cache.kv_heads)
     try:
-        scale = np.broadcast_to(np.asarray(given, np.float32), shape)
+        scale = np.broadcast_to(np.asarray(value, np.float32), shape)
     except (TypeError, ValueError):
-        raise InputError(f"{name}={shown(given)}; wanted a number, or an array that broadcasts to {shape}.") from None
+        raise InputError(f"{name}={shown(value)}; wanted a number, or an array that broadcasts to {shape}.") from None
     if not (np.isfinite(scale) & (scale > 0)).all():
-        raise InputError(f"{name}={shown(given)}; wanted finite numbers above 0.")
+        raise InputError(f"{name}={shown(value)}; wanted finite numbers above 0.")
     return scale if quantised.scale == "tensor" else np.repeat(scale, plan.kv_repeat, axis=1)

@@ -13,10 +13,10 @@ from ...page_layouts import LAYOUTS
 from ...planning.cache.kv_cache import KVCache
 from .state import LayerPages
 
-__all__ = ["as_stored", "check_kept", "quantised_tokens"]
+__all__ = ["as_stored", "check_token_scale", "quantised_tokens"]
 
 
-def check_kept(cache: KVCache, name: str, tokens: Any, scale: Any) -> None:
+def check_token_scale(cache: KVCache, name: str, tokens: Any, scale: Any) -> None:
     """Check the dtype of tokens [tokens, heads, dim], and the scale of tokens that come quantised.
 
     Errors: InputTypeError for a dtype that is neither the declared one nor that of quantised pages; InputError for a scale that
@@ -30,27 +30,29 @@ def check_kept(cache: KVCache, name: str, tokens: Any, scale: Any) -> None:
             f"{name} is {dtype}, but the cache is declared {cache.dtype}{or_stored}; convert it, or declare that dtype for the "
             "cache."
         )
-    own = f"{name}_scale"
+    scale_name = f"{name}_scale"
     if not comes_quantised or quantised is None or quantised.scale != "token_head":
         if scale is not None:
             why = (
-                f"the cache has one {own} per {quantised.scale}, which its state holds"
+                f"the cache has one {scale_name} per {quantised.scale}, which its state holds"
                 if comes_quantised and quantised is not None
                 else f"{name} doesn't come quantised"
             )
-            raise InputError(f"{own} is given, but {why}; leave it out.")
+            raise InputError(f"{scale_name} is given, but {why}; leave it out.")
         return
     if scale is None:
         raise InputError(
-            f"{own} is missing: {name} comes as {dtype}, and the cache has a scale per token and head; pass it, "
+            f"{scale_name} is missing: {name} comes as {dtype}, and the cache has a scale per token and head; pass it, "
             f"[tokens, kv_heads], or pass {name} as {cache.dtype}, to be quantised here."
         )
     if not hasattr(scale, "dtype") or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise InputTypeError(
-            f"{own} is {getattr(scale, 'dtype', a_type(scale))}; wanted floating point, [tokens, kv_heads]."
+            f"{scale_name} is {getattr(scale, 'dtype', a_type(scale))}; wanted floating point, [tokens, kv_heads]."
         )
     if tuple(scale.shape) != tuple(tokens.shape[:2]):
-        raise InputError(f"{own} has shape {tuple(scale.shape)}; wanted {tuple(tokens.shape[:2])}, [tokens, kv_heads].")
+        raise InputError(
+            f"{scale_name} has shape {tuple(scale.shape)}; wanted {tuple(tokens.shape[:2])}, [tokens, kv_heads]."
+        )
 
 
 def as_stored(
@@ -67,7 +69,7 @@ def as_stored(
     Tokens in the dtype of quantised pages are stored as they are, with their scales [tokens, heads] if pages have such.
     """
 
-    def stored(tokens: Any, fixed: jax.Array | None, own: Any) -> tuple[jax.Array, jax.Array | None]:
+    def stored(tokens: Any, fixed: jax.Array | None, scales: Any) -> tuple[jax.Array, jax.Array | None]:
         tokens = jnp.asarray(tokens)
         repeat = kv_heads // tokens.shape[1]
         if repeat > 1:
@@ -76,7 +78,7 @@ def as_stored(
             return tokens, None
         by_token = cache.quantised.scale == "token_head"
         if tokens.dtype == jnp.dtype(cache.quantised.dtype):
-            scale = None if own is None else jnp.repeat(jnp.asarray(own, jnp.float32), repeat, axis=1)
+            scale = None if scales is None else jnp.repeat(jnp.asarray(scales, jnp.float32), repeat, axis=1)
             return tokens, scale
         if not by_token:
             return quantised_tokens(tokens, cache.quantised.dtype, fixed)[0], None
@@ -95,10 +97,10 @@ def quantised_tokens(
     """(tokens divided by their scale in `dtype`, the scale). The scale is per token and head, so that the largest value is the
     dtype's largest, or a given one, [] or [heads]. Values out of range for a given scale become the dtype's least or largest."""
     kind = jnp.dtype(dtype)
-    most = float(jnp.iinfo(kind).max if dtype == "int8" else jnp.finfo(kind).max)
+    max_value = float(jnp.iinfo(kind).max if dtype == "int8" else jnp.finfo(kind).max)
     wide = tokens.astype(jnp.float32)
     if scale is None:
         largest = jnp.abs(wide).max(axis=-1)
-        scale = jnp.where(largest == 0, 1, largest / most)
-    whole = jnp.clip(wide / jnp.broadcast_to(scale, wide.shape[:-1])[..., None], -most, most)
-    return (jnp.round(whole) if dtype == "int8" else whole).astype(kind), scale
+        scale = jnp.where(largest == 0, 1, largest / max_value)
+    quantised = jnp.clip(wide / jnp.broadcast_to(scale, wide.shape[:-1])[..., None], -max_value, max_value)
+    return (jnp.round(quantised) if dtype == "int8" else quantised).astype(kind), scale

@@ -9,7 +9,7 @@ from ...masks.causal_window import causal_window
 from ...planning import STATIC_MASKS, AttentionProblem, Implementation, OperationConfig, Placement, Rule, declares
 from ..call.base import Operation
 from ..call.local import LocalCall, LocalOutput
-from ..notes.precision_notes import ambient_precision
+from ..notes.precision_notes import default_precision_notes
 from .kernel.jax_sdpa import jax_sdpa
 
 __all__ = ["ScaledDotProduct", "SdpaConfig"]
@@ -83,7 +83,7 @@ class _JaxAttention(Implementation[SdpaConfig]):
     def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
         """The precision of jax's products."""
         del placement, config
-        return ambient_precision(problem)
+        return default_precision_notes(problem)
 
 
 class CudnnAttention(_JaxAttention):

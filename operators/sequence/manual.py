@@ -52,7 +52,7 @@ def of_the_whole(
 
     sequence = {"q_len": "q", "kv_len": "kv"}
     whole = {}
-    for name, x in shapes.given.items():
+    for name, x in shapes.by_name.items():
         dims = ATTENTION[name].dims_in(layout) if name in ATTENTION else ()
         for axis, dim in enumerate(dims):
             # A scale of length 1 counts for all keys.

@@ -127,9 +127,9 @@ def _forward(
         return add_pairs(partial, _pairs(ring, distance), keys, distance)
 
     keys, first = (operands.key, operands.value), _first_pairs(ring)
-    begun = [attend(pair, keys, 0) for pair in first[: ring.pieces]]
+    begun = [attend(pair, keys, 0) for pair in first[: ring.chunks]]
     output, lse = (jnp.concatenate(x, axis) for x, axis in zip(zip(*begun, strict=True), (rows, 2), strict=True))
-    partial = add_pairs((output, lse), first[ring.pieces :], keys, 0)
+    partial = add_pairs((output, lse), first[ring.chunks :], keys, 0)
     output, lse = _fold_steps(ring, ring.steps, step_pairs, keys, partial)
     return output.astype(operands.query.dtype), lse
 
@@ -209,13 +209,13 @@ def _seen(
     """The places of a pair for keys that have moved `distance` shards, and its traced values."""
     ring = ring_kernel.ring
     here = lax.axis_index(ring.axes)
-    q_len, kv_len = (n // ring.pieces for n in (whole.q_len, whole.kv_len))
+    q_len, kv_len = (n // ring.chunks for n in (whole.q_len, whole.kv_len))
     start = (_chunk_index(ring, (here - distance) % ring.size, pair.keys) * kv_len).astype(jnp.int32)
     leaves = tuple(
         _cut(x, dims, start, kv_len, pair.query, ring) for x, dims in zip(dynamic.leaves, ring_kernel.dims, strict=True)
     )
     static_args = replace(whole, q_len=q_len, kv_len=kv_len, k_start=None)
-    if pair.behind and ring.whole_pairs:
+    if pair.behind and ring.full_chunk_pairs:
         static_args, leaves = replace(static_args, mask=Full()), ()
     dynamic = dynamic._replace(leaves=leaves, k_start=start)
     if ring.zigzag:

@@ -11,7 +11,7 @@ from ...errors import ConfigError
 from ...planning import ALL_FEATURES, STATIC_MASKS, AttentionProblem, OperationConfig, Placement, Rule
 from ...planning.notes import note
 from ..call.local import LocalCall
-from ..notes.precision_notes import ambient_precision
+from ..notes.precision_notes import default_precision_notes
 from .kernel.splash_blocks import ExternalBlocks
 from .passes import blocks_of
 from .sizes import BlockSizes, choose_block
@@ -158,7 +158,7 @@ def run_external(
 def external_remarks(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> tuple[str, ...]:
     """A plan's notes on another library's kernel."""
     if config.kernel != "tokamax":
-        return ambient_precision(problem)
+        return default_precision_notes(problem)
     from .kernel.tokamax_splash import TRIED, untried_version
 
     local, version = placement.local, untried_version()
@@ -172,4 +172,4 @@ def external_remarks(problem: AttentionProblem, placement: Placement, config: Sp
         notes.append(note("splash.tokamax_reciprocal"))
     if config.use_experimental_scheduler:
         notes.append(note("splash.tokamax_scheduler"))
-    return (*notes, *ambient_precision(problem))
+    return (*notes, *default_precision_notes(problem))

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 import attnops
 from attnops import ConfigError, Declaration, OperationRegistry, RefusedError
 from attnops.advising import Advice, blocks
-from attnops.advising.asked import asked_devices
 from attnops.advising.candidates import AXES, meshes
 from attnops.advising.compiling import compile_best
 from attnops.advising.entries import Entry, Refusals
 from attnops.advising.machine import machine_of
 from attnops.advising.report import COLUMNS, rows, term_rows
+from attnops.advising.search_scope import requested_devices
 from attnops.verify.report import PassReport, TargetReport
 
 CALL = {"batch": 4, "q_len": 4096, "q_heads": 16, "kv_heads": 4, "head_dim": 128, "dtype": "bfloat16", "causal": True}
@@ -221,7 +221,7 @@ def _powers(n: int) -> dict[int, int]:
 def test_devices_are_understood_or_refused(devices: Any) -> None:
     found: tuple[int, ...] = ()
     with contextlib.suppress(ConfigError):
-        found = asked_devices(machine_of("v5e:4x4"), devices)
+        found = requested_devices(machine_of("v5e:4x4"), devices)
         assert found
     assert all(16 % n == 0 for n in found)
 

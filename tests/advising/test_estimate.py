@@ -16,7 +16,7 @@ from attnops import Causal, Full, OperationMetadata, OperationRegistry, SlidingW
 from attnops.advising.cpu_rates import CpuRates
 from attnops.advising.estimate import Estimate, estimate
 from attnops.advising.machine import Machine, cpu_machine, machine_of
-from attnops.advising.tiles import kernels_of_pass, live_of
+from attnops.advising.tiles import kernels_of_pass, visible_blocks
 from attnops.compat import abstract_device
 from attnops.planning import Plan
 from attnops.sharding import virtual_mesh
@@ -50,7 +50,7 @@ def _live(sizes: dict[str, int], mask: Any, units: Any = WHOLE, **fields: Any) -
     plan = _plan(machine, sizes, length=8192, mask=mask, mode="prefill", units=units, **fields)
     (kernel,) = kernels_of_pass(plan, False)
     assert plan.implementation == "splash.forward_tpu"
-    live = live_of(plan, kernel)
+    live = visible_blocks(plan, kernel)
     assert live.block_q == live.block_kv == 512
     return live.tiles
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnops.advising.axis_segments import AxisSegment, PhysicalAxis, assign_axes
 from attnops.advising.machine import machine_of, with_devices
 from attnops.advising.sending import busiest_link, hops, reordered_seconds, ring_hop_seconds, seconds_of
-from attnops.advising.spans import Physical, Span, lay
 from attnops.errors import ConfigError
 from attnops.verify.topology import described_mesh
 
-LINE, RING = Span(4, 10.0), Span(4, 10.0, closed=True)
-SWITCH = Span(4, 10.0, switched=True)
+LINE, RING = AxisSegment(4, 10.0), AxisSegment(4, 10.0, closed=True)
+SWITCH = AxisSegment(4, 10.0, switched=True)
 
 
 def test_links_of_topologies() -> None:
@@ -38,15 +38,15 @@ def test_links_of_topologies() -> None:
 
 def test_whole_axes_are_taken_from_the_last() -> None:
     """tp=4 gets the last axes that have 4, sp=16 the two that are left, as one axis with two dimensions of links."""
-    lies = lay(machine_of("v5p:4x4x4").physical, {"sp": 16, "tp": 4})
-    assert [len(spans) for spans in lies.values()] == [2, 1]
-    assert all(span.closed and span.stride == 1 for spans in lies.values() for span in spans)
+    lies = assign_axes(machine_of("v5p:4x4x4").physical, {"sp": 16, "tp": 4})
+    assert [len(segments) for segments in lies.values()] == [2, 1]
+    assert all(segment.closed and segment.stride == 1 for segments in lies.values() for segment in segments)
 
 
 def test_a_part_of_an_axis_is_no_ring() -> None:
     """Of a ring of 16 chips, counted row by row: tp has 4 neighbours, sp every fourth chip."""
-    lies = lay((Physical(16, 1.0, closed=True),), {"sp": 4, "tp": 4})
-    assert lies == {"sp": (Span(4, 1.0, 4),), "tp": (Span(4, 1.0, 1),)}
+    lies = assign_axes((PhysicalAxis(16, 1.0, closed=True),), {"sp": 4, "tp": 4})
+    assert lies == {"sp": (AxisSegment(4, 1.0, 4),), "tp": (AxisSegment(4, 1.0, 1),)}
 
 
 @given(
@@ -54,13 +54,13 @@ def test_a_part_of_an_axis_is_no_ring() -> None:
     split=st.lists(st.integers(0, 3), min_size=0, max_size=8),
 )
 def test_spans_make_up_the_mesh(shape: list[int], split: list[int]) -> None:
-    """Whatever the sizes, an axis' spans multiply to its size."""
+    """Whatever the sizes, an axis' segments multiply to its size."""
     primes = [p for n in shape for p in {1: (), 2: (2,), 3: (3,), 4: (2, 2), 8: (2, 2, 2)}[n]]
     sizes = dict.fromkeys("abcd", 1)
     for prime, axis in zip(primes, [*split, *[0] * len(primes)], strict=False):
         sizes["abcd"[axis]] *= prime
-    lies = lay(tuple(Physical(n, 1.0) for n in shape), sizes)
-    assert {name: math.prod(span.size for span in spans) for name, spans in lies.items()} == sizes
+    lies = assign_axes(tuple(PhysicalAxis(n, 1.0) for n in shape), sizes)
+    assert {name: math.prod(segment.size for segment in segments) for name, segments in lies.items()} == sizes
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu")
@@ -76,11 +76,11 @@ def test_spans_make_up_the_mesh(shape: list[int], split: list[int]) -> None:
 def test_jax_lays_whole_axes_so(target: str, sizes: dict[str, int]) -> None:
     """The described devices of a row of jax's mesh differ in as many physical axes as we say, of the same sizes."""
     places = described_mesh(target, sizes).devices
-    for index, spans in enumerate(lay(machine_of(target).physical, sizes).values()):
+    for index, segments in enumerate(assign_axes(machine_of(target).physical, sizes).values()):
         row = np.moveaxis(places, index, 0).reshape(places.shape[index], -1)[:, 0]
         coords = np.array([device.coords for device in row])
         found = sorted(len(set(column)) for column in coords.T if len(set(column)) > 1)
-        assert found == sorted(span.size for span in spans)
+        assert found == sorted(segment.size for segment in segments)
 
 
 def test_seconds_by_hand() -> None:
@@ -89,11 +89,11 @@ def test_seconds_by_hand() -> None:
     assert seconds_of("all-gather", 120.0, (RING,)) == 6.0
     assert seconds_of("reduce-scatter", 120.0, (RING, RING)) == 3.0
     assert seconds_of("all-gather", 120.0, (SWITCH,)) == 12.0
-    assert seconds_of("all-gather", 120.0, (Span(4, 10.0, stride=3),)) == 36.0
+    assert seconds_of("all-gather", 120.0, (AxisSegment(4, 10.0, stride=3),)) == 36.0
     # Two hosts of four, 1 a second to the network each: together as fast as 4, which is slower than 10.
-    assert seconds_of("all-gather", 120.0, (Span(2, 1.0, switched=True), SWITCH)) == 30.0
+    assert seconds_of("all-gather", 120.0, (AxisSegment(2, 1.0, switched=True), SWITCH)) == 30.0
     assert seconds_of("all-gather", 0.0, (LINE,)) == seconds_of("all-gather", 5.0, ()) == 0.0
-    assert [hops("all-gather", (span,)) for span in (LINE, RING, SWITCH)] == [3, 2, 1]
+    assert [hops("all-gather", (segment,)) for segment in (LINE, RING, SWITCH)] == [3, 2, 1]
     assert hops("all-reduce", (RING, LINE)) == 10
 
 
@@ -101,13 +101,13 @@ def test_seconds_by_hand() -> None:
 @pytest.mark.parametrize("closed", [False, True])
 def test_exchange_is_the_busiest_link(size: int, closed: bool) -> None:
     """All pairs' messages counted one by one. On an even ring half of what is opposite goes each way."""
-    span = Span(size, 10.0, closed=closed)
+    segment = AxisSegment(size, 10.0, closed=closed)
     messages = [(a, b, 1.0) for a in range(size) for b in range(size) if a != b]
-    counted = busiest_link((span,), messages)
+    counted = busiest_link((segment,), messages)
     if closed and size % 2 == 0:
-        near = busiest_link((span,), [(a, b, 1.0) for a, b, _ in messages if (b - a) % size != size // 2])
+        near = busiest_link((segment,), [(a, b, 1.0) for a, b, _ in messages if (b - a) % size != size // 2])
         counted = near + size / 2 / 2 / 10.0  # size messages of size / 2 hops over 2 x size links
-    assert seconds_of("all-to-all", size - 1.0, (span,)) == pytest.approx(counted)
+    assert seconds_of("all-to-all", size - 1.0, (segment,)) == pytest.approx(counted)
 
 
 def test_exchange_over_two_axes() -> None:
@@ -122,7 +122,7 @@ def test_ring_hops() -> None:
     assert ring_hop_seconds(20.0, (RING,), 1) == ring_hop_seconds(20.0, (LINE,), 1) == 2.0
     assert ring_hop_seconds(20.0, (RING,), 3) == 2.0
     assert ring_hop_seconds(20.0, (RING,), 2) == 4.0
-    assert ring_hop_seconds(20.0, (Span(4, 10.0, stride=2),), 1) == 4.0
+    assert ring_hop_seconds(20.0, (AxisSegment(4, 10.0, stride=2),), 1) == 4.0
 
 
 def test_zigzag_order_by_hand() -> None:
@@ -131,7 +131,7 @@ def test_zigzag_order_by_hand() -> None:
     # Back: 7 over all three, 6 over the last two. A device sends two pieces, so each is half of 20 bytes.
     assert reordered_seconds(20.0, (LINE,)) == 2 * 10.0 / 10.0
     # Two devices: 01 23 become 03 12: one piece each way.
-    assert reordered_seconds(20.0, (Span(2, 10.0),)) == 2.0
+    assert reordered_seconds(20.0, (AxisSegment(2, 10.0),)) == 2.0
 
 
 def test_parts_of_a_target() -> None:

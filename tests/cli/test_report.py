@@ -138,7 +138,7 @@ def test_gpus_and_failures(tmp_path: Path) -> None:
     import jax
 
     from attnops import OperationMetadata, OperationRegistry
-    from attnops.cli.report_data import Reported
+    from attnops.cli.report_data import PageData
     from attnops.cli.report_page import report_page
     from attnops.registry.declaration import Declaration
     from attnops.verify.compiled import Failure, KernelUse
@@ -156,7 +156,7 @@ def test_gpus_and_failures(tmp_path: Path) -> None:
         plan = OperationRegistry.create("splash", OperationMetadata(mesh=target.abstract({"fsdp": 1}))).plan(x, x, x)
         device = device_limits(plan.problem.platform, plan.problem.device_kind)
         report = TargetReport(name, plan, device, 16 * 2**20, 128 * 2**20, (one,), ("a warning",), ("forward",))
-        text = report_page(Reported(declaration, plan, (report,), (), None, (), "now"))
+        text = report_page(PageData(declaration, plan, (report,), (), None, (), "now"))
         return " ".join(Page(text).texts["target-0"].split())
 
     kernel = GpuKernelUse("attnops_flash_forward", 168, 0, 64 * 1024, 128)

@@ -70,7 +70,7 @@ def test_one_query_and_a_mesh_without_the_axis_need_no_split(strategy: str) -> N
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_told", BoundedCache(8))
+    monkeypatch.setattr(base, "_warned_calls", BoundedCache(8))
 
 
 def warned(attend: Any, *arrays: jax.Array, **call: Any) -> list[str]:

@@ -291,14 +291,14 @@ def test_a_search_by_static_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < one.detail["vmem_bytes"] < vmem_of("TPU v5 lite").default
         assert one.seconds == pytest.approx(one.detail["cycles"] / 1.5e9)
     fastest = min(measured, key=lambda one: one.seconds)
-    assert report.found.choice is not None
-    assert report.found.choice.fields == fastest.fields
+    assert report.result.choice is not None
+    assert report.result.choice.fields == fastest.fields
 
     # What is kept is not measured again, and a plan made now takes it.
     monkeypatch.setattr(ClockWorker, "ask", lambda *args: pytest.fail("measured again"))
     again = tune_plan(decided, most=2)
     assert again.reused == 2
-    assert again.found == report.found
+    assert again.result == report.result
     metadata = OperationMetadata(
         mesh=_described(),
         operation_configs={"splash": decided.problem.config},
@@ -331,7 +331,7 @@ def test_a_search_that_was_cut_off_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
     before = len(asked)
     report = tune_plan(decided, most=4)
     assert report.reused == 2
-    assert report.found.choice is not None
+    assert report.result.choice is not None
     kept = [one.fields for one in found.measured]
     missing = [way for way in _candidates(decided)["forward"][:4] if way not in kept]
     # The first search's thread may have asked once more after it was cut off; nothing that was kept is asked again.
@@ -357,7 +357,7 @@ def test_what_does_not_compile_is_kept_with_its_reason() -> None:
     assert one.seconds is None
     assert one.failure is not None
     assert "VMEM" in one.failure
-    assert report.found.choice is None
+    assert report.result.choice is None
 
 
 @pytest.mark.slow

@@ -47,9 +47,9 @@ class GpuKernelUse:
         loops = None
         if self.loops is not None:
             loops = [
-                one.loop._asdict()
-                | ({} if one.bound is None else {"unit_cycles": one.bound.cycles, "bound": one.bound.bound})
-                for one in self.loops
+                loop.loop._asdict()
+                | ({} if loop.bound is None else {"unit_cycles": loop.bound.cycles, "bound": loop.bound.bound})
+                for loop in self.loops
             ]
         occupied = None if self.occupancy is None else self.occupancy._asdict()
         return vars(self) | {"occupancy": occupied, "loops": loops}
@@ -58,15 +58,15 @@ class GpuKernelUse:
 def gpu_kernels(compiled: Any, text: str, spec: GpuSpec | None) -> tuple[GpuKernelUse, ...]:
     """The Pallas kernels of a compiled program, in program order. spec: the GPU's; without it there is no occupancy."""
     names = triton_names(text)
-    found = launches(compiled) if names else ()
-    ours = [launch for launch in found or () if launch.name in names]
-    if len(ours) != len(names):  # the file has another form: use only the text
+    launched = launches(compiled) if names else ()
+    named_launches = [launch for launch in launched or () if launch.name in names]
+    if len(named_launches) != len(names):  # the file has another form: use only the text
         return tuple(GpuKernelUse(name) for name in names)
-    seen: dict[Launch, GpuKernelUse] = {}
-    for launch in ours:
-        if launch not in seen:
-            seen[launch] = _use(launch, spec)
-    return tuple(seen[launch] for launch in ours)
+    uses: dict[Launch, GpuKernelUse] = {}
+    for launch in named_launches:
+        if launch not in uses:
+            uses[launch] = _use(launch, spec)
+    return tuple(uses[launch] for launch in named_launches)
 
 
 def triton_names(text: str) -> tuple[str, ...]:
@@ -79,20 +79,20 @@ def triton_names(text: str) -> tuple[str, ...]:
 
 
 def _use(launch: Launch, spec: GpuSpec | None) -> GpuKernelUse:
-    made = _function(launch, spec)
-    if made is None:
+    function = _function(launch, spec)
+    if function is None:
         return GpuKernelUse(launch.name, threads=launch.threads, blocks=launch.blocks)
-    shared = made.shared_bytes + launch.shared_bytes
-    held = None if spec is None else occupancy(spec, made.registers, launch.threads, shared)
+    shared = function.shared_bytes + launch.shared_bytes
+    occupied = None if spec is None else occupancy(spec, function.registers, launch.threads, shared)
     text = disassembled(launch.cubin)
     loops = None
     if text is not None:
         loops = tuple(
-            GpuLoop(loop, None if spec is None or held is None else loop_bound(spec, loop, held.warps))
+            GpuLoop(loop, None if spec is None or occupied is None else loop_bound(spec, loop, occupied.warps))
             for loop in tile_loops(text)
         )
     return GpuKernelUse(
-        launch.name, made.registers, made.stack_bytes, shared, launch.threads, launch.blocks, held, loops
+        launch.name, function.registers, function.stack_bytes, shared, launch.threads, launch.blocks, occupied, loops
     )
 
 

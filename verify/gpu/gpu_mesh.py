@@ -35,7 +35,7 @@ def described_gpus(target: str, sizes: Mapping[str, int] | None = None) -> Mesh:
     Requires jax's CUDA plugin and JAX_PLATFORMS=cpu, but no GPU. Errors: ConfigError if the plugin is missing or doesn't load,
     or for an unknown target; ShardingError when the sizes don't multiply to the number of GPUs.
     """
-    wanted = gpu_target(target)
+    gpus = gpu_target(target)
     if not has_cuda_plugin():
         raise ConfigError(
             f"target {target} needs jax's CUDA plugin, which isn't installed; pip install '{with_extras('cuda-compile')}'."
@@ -47,8 +47,8 @@ def described_gpus(target: str, sizes: Mapping[str, int] | None = None) -> Mesh:
             described = topologies.get_topology_desc(
                 platform="cuda",
                 topology_name="",
-                topology=f"1x{wanted.hosts}x{wanted.gpus}",
-                target_config=target_config(gpu_specs()[wanted.name]),
+                topology=f"1x{gpus.hosts}x{gpus.gpus}",
+                target_config=target_config(gpu_specs()[gpus.name]),
             )
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise ConfigError(

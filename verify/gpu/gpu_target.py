@@ -11,7 +11,7 @@ from ...errors import ConfigError, nearest, shown
 __all__ = ["GpuTarget", "gpu_target", "is_gpu_target"]
 
 _FORM = re.compile(r"(?P<name>[a-z0-9]+)(?::(?:(?P<hosts>[1-9]\d{0,5})x)?(?P<gpus>[1-9]\d{0,5}))?")
-_MOST = 2**16  # each GPU is an object
+_MAX_GPUS = 2**16  # each GPU is an object
 
 
 class GpuTarget(NamedTuple):
@@ -29,13 +29,13 @@ def is_gpu_target(target: str) -> bool:
 
 def gpu_target(target: str) -> GpuTarget:
     """Read `h100`, `h100:8` or `h100:2x8` (hosts x GPUs per host). Errors: ConfigError for any other form."""
-    known, match = gpu_specs(), _FORM.fullmatch(target)
-    if match is None or match["name"] not in known:
+    specs, match = gpu_specs(), _FORM.fullmatch(target)
+    if match is None or match["name"] not in specs:
         raise ConfigError(
             f"target {shown(target)}; wanted a GPU and how many, such as h100, h100:8 or h100:2x8 (hosts x GPUs of each); GPUs: "
-            f"{', '.join(known)}.{nearest(target.partition(':')[0], known)}"
+            f"{', '.join(specs)}.{nearest(target.partition(':')[0], specs)}"
         )
     hosts, gpus = int(match["hosts"] or 1), int(match["gpus"] or 1)
-    if hosts * gpus > _MOST:
-        raise ConfigError(f"target {shown(target)} has {hosts * gpus} GPUs; at most {_MOST} can be described.")
+    if hosts * gpus > _MAX_GPUS:
+        raise ConfigError(f"target {shown(target)} has {hosts * gpus} GPUs; at most {_MAX_GPUS} can be described.")
     return GpuTarget(match["name"], hosts, gpus)

@@ -61,17 +61,17 @@ def _inside(data: bytes) -> Iterator[Launch]:
 
 
 def _launch(fields: Fields) -> Launch | None:
-    name, kernel = _one(fields, _NAME), _one(fields, _KERNEL)
-    blocks, threads = (_sizes(_one(fields, number), inner) for number, inner in ((_BLOCKS, 2), (_THREADS, 1)))
+    name, kernel = _single_value(fields, _NAME), _single_value(fields, _KERNEL)
+    blocks, threads = (_sizes(_single_value(fields, number), inner) for number, inner in ((_BLOCKS, 2), (_THREADS, 1)))
     if not isinstance(name, bytes) or not isinstance(kernel, bytes) or blocks is None or threads is None:
         return None
     if not name.isascii() or (cubin := _binary(kernel)) is None:
         return None
-    shared = _one(fields, _SHARED)
+    shared = _single_value(fields, _SHARED)
     return Launch(_COPY.sub("", name.decode()), blocks, threads, shared if isinstance(shared, int) else 0, cubin)
 
 
-def _one(fields: Fields, number: int) -> int | bytes | None:
+def _single_value(fields: Fields, number: int) -> int | bytes | None:
     values = fields.get(number, [])
     return values[0] if len(values) == 1 else None
 
@@ -79,12 +79,12 @@ def _one(fields: Fields, number: int) -> int | bytes | None:
 def _sizes(data: int | bytes | None, inner: int) -> int | None:
     """The product of three sizes; None if the data isn't such a message."""
     try:
-        sizes = _one(fields_of(data), inner) if isinstance(data, bytes) else None
+        sizes = _single_value(fields_of(data), inner) if isinstance(data, bytes) else None
         numbers = fields_of(sizes) if isinstance(sizes, bytes) else {}
     except ValueError:
         return None
-    found = [n for values in numbers.values() for n in values if isinstance(n, int)]
-    return math.prod(found) if found and set(numbers) <= {1, 2, 3} else None
+    dimensions = [n for values in numbers.values() for n in values if isinstance(n, int)]
+    return math.prod(dimensions) if dimensions and set(numbers) <= {1, 2, 3} else None
 
 
 def _binary(data: bytes) -> bytes | None:
@@ -98,4 +98,4 @@ def _binary(data: bytes) -> bytes | None:
     except ValueError:
         return None
     inside = (_binary(value) for values in fields.values() for value in values if isinstance(value, bytes))
-    return next((found for found in inside if found is not None), None)
+    return next((binary for binary in inside if binary is not None), None)

@@ -55,8 +55,8 @@ class _Instruction(NamedTuple):
 
 def disassembler() -> str | None:
     """The program nvdisasm: from the wheel nvidia-cuda-nvdisasm, else from the path; None if there is none."""
-    found = importlib.util.find_spec("nvidia")
-    for folder in [] if found is None else found.submodule_search_locations or []:
+    package = importlib.util.find_spec("nvidia")
+    for folder in [] if package is None else package.submodule_search_locations or []:
         for program in sorted(Path(folder).glob("*/bin/nvdisasm")):
             return str(program)
     return shutil.which("nvdisasm")
@@ -81,12 +81,14 @@ def tile_loops(text: str) -> tuple[TileLoop, ...]:
     """The innermost loops with exponentials, in program order: the loops of a softmax over tiles."""
     instructions, labels = _parsed(text)
     spans = set[tuple[int, int]]()
-    for at, one in enumerate(instructions):
-        target = _TARGET.search(one.rest)
-        if one.name.startswith("BRA") and target and labels.get(target[1], at + 1) <= at:
+    for at, instruction in enumerate(instructions):
+        target = _TARGET.search(instruction.rest)
+        if instruction.name.startswith("BRA") and target and labels.get(target[1], at + 1) <= at:
             spans.add((labels[target[1]], at + 1))
     soft = [
-        span for span in sorted(spans) if any(one.name.startswith("MUFU.EX2") for one in instructions[slice(*span)])
+        span
+        for span in sorted(spans)
+        if any(instruction.name.startswith("MUFU.EX2") for instruction in instructions[slice(*span)])
     ]
     inner = [span for span in soft if not any(o != span and span[0] <= o[0] and o[1] <= span[1] for o in soft)]
     # A branch back out of code behind the loops, such as a wait for a barrier, is no loop: it begins within one.
@@ -95,32 +97,32 @@ def tile_loops(text: str) -> tuple[TileLoop, ...]:
 
 
 def _parsed(text: str) -> tuple[list[_Instruction], dict[str, int]]:
-    found, labels = list[_Instruction](), dict[str, int]()
+    instructions, labels = list[_Instruction](), dict[str, int]()
     opened: re.Match[str] | None = None
     for line in map(str.strip, text.splitlines()):
         if label := _LABEL.match(line):
-            labels[label[1]] = len(found)
+            labels[label[1]] = len(instructions)
         elif match := _INSTRUCTION.match(line):
             opened = match
         elif opened is not None and (second := _SECOND_WORD.match(line)):
             stall = int(second[1], 16) >> _STALL_SHIFT & _STALL_BITS
-            found.append(_Instruction(opened["name"], opened["rest"], stall))
+            instructions.append(_Instruction(opened["name"], opened["rest"], stall))
             opened = None
-    return found, labels
+    return instructions, labels
 
 
 def _loop(body: list[_Instruction]) -> TileLoop:
-    names = collections.Counter(one.name for one in body)
+    names = collections.Counter(instruction.name for instruction in body)
     tensor = {name: times for name, times in names.items() if _TENSOR.match(name)}
     flops = [(_product(name), times) for name, times in tensor.items()]
-    known = all(one is not None for one, _ in flops)
+    has_flops = all(count is not None for count, _ in flops)
     return TileLoop(
         len(body),
         sum(tensor.values()),
-        sum((one or 0.0) * times for one, times in flops) if known else None,
+        sum((count or 0.0) * times for count, times in flops) if has_flops else None,
         names["MUFU.EX2"] + names["MUFU.EX2.F16"],
         sum(_FLOAT32.get(name.split(".")[0], 0) * times for name, times in names.items()),
-        sum(one.stall for one in body),
+        sum(instruction.stall for instruction in body),
     )
 
 

@@ -33,7 +33,7 @@ def target_config(spec: GpuSpec) -> str:
         "device_memory_size": spec.hbm_bytes,
         "l2_cache_size": spec.l2_bytes,
         "cuda_compute_capability": f"{{ major: {major} minor: {minor} {accelerated} }}",
-        **{f"block_dim_limit_{axis}": most for axis, most in zip("xyz", _GRID, strict=True)},
+        **{f"block_dim_limit_{axis}": limit for axis, limit in zip("xyz", _GRID, strict=True)},
     }
     fields = [f"  {name}{'' if str(value).startswith('{') else ':'} {value}" for name, value in device.items()]
     return "\n".join(

@@ -25,10 +25,10 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
 
 def fields_of(data: bytes) -> Fields:
     """The fields of a message by number; fixed-width numbers are left out. Errors: ValueError if the data isn't a message."""
-    found: Fields = {}
+    fields: Fields = {}
     for number, value in _walk(data):
-        found.setdefault(number, []).append(value)
-    return found
+        fields.setdefault(number, []).append(value)
+    return fields
 
 
 def _walk(data: bytes) -> Iterator[tuple[int, int | bytes]]:

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnops import InputError, OperationMetadata, OperationRegistry
-from attnops.operators.call.ambient import Ambient, ambient_platform
+from attnops.operators.call.current_device import CurrentDevice, current_device
 
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", client=None, id=0)
 AMD = SimpleNamespace(platform="gpu", device_kind="AMD Instinct", client=SimpleNamespace(platform_version="rocm 6"))
@@ -39,17 +39,17 @@ def cpu_array(index: int = 3) -> jax.Array:
 
 def test_the_order() -> None:
     loose, committed = jnp.ones(SHAPE), cpu_array()
-    assert ambient_platform([loose, None]) == Ambient("cpu", "cpu", "jax's default backend")
-    assert ambient_platform([None, loose, committed]).source == "the arrays' devices"
+    assert current_device([loose, None]) == CurrentDevice("cpu", "cpu", "jax's default backend")
+    assert current_device([None, loose, committed]).source == "the arrays' devices"
     for device in (jax.devices()[3], "cpu"):
         with jax.default_device(device):
-            assert ambient_platform([loose, np.ones(3)]).source == "jax.default_device"
-            assert ambient_platform([loose, committed]).source == "the arrays' devices"
+            assert current_device([loose, np.ones(3)]).source == "jax.default_device"
+            assert current_device([loose, committed]).source == "the arrays' devices"
     shape = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
-    assert ambient_platform([shape, jax.random.key(0)]).source == "jax's default backend"
-    assert ambient_platform([jax.device_put(jax.random.key(0), jax.devices()[1])]).source == "the arrays' devices"
+    assert current_device([shape, jax.random.key(0)]).source == "jax's default backend"
+    assert current_device([jax.device_put(jax.random.key(0), jax.devices()[1])]).source == "the arrays' devices"
     split = jax.device_put(jnp.ones(8), NamedSharding(Mesh(jax.devices()[:4], ("a",)), PartitionSpec("a")))
-    assert ambient_platform([split]) == Ambient("cpu", "cpu", "the arrays' devices")
+    assert current_device([split]) == CurrentDevice("cpu", "cpu", "the arrays' devices")
 
 
 def test_under_jit_what_is_traced_says_nothing() -> None:
@@ -57,13 +57,13 @@ def test_under_jit_what_is_traced_says_nothing() -> None:
 
     @jax.jit
     def traced(x: jax.Array) -> jax.Array:
-        found.append(ambient_platform([x]))
+        found.append(current_device([x]))
         return x
 
     traced(cpu_array())
     with jax.default_device(jax.devices()[2]):
         traced(jnp.ones(SHAPE))
-    assert [ambient.source for ambient in found] == ["jax's default backend", "jax.default_device"]
+    assert [current.source for current in found] == ["jax's default backend", "jax.default_device"]
 
 
 @pytest.mark.usefixtures("on_a_tpu")
@@ -137,8 +137,8 @@ def test_a_default_device_that_is_not_here() -> None:
 
 def test_the_vendor_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda backend=None: [Device(AMD)])
-    here = ambient_platform([])
-    assert here == Ambient("rocm", "AMD Instinct", "jax's default backend")
+    here = current_device([])
+    assert here == CurrentDevice("rocm", "AMD Instinct", "jax's default backend")
     assert [here.serves(platform) for platform in ("rocm", "gpu", "cuda", "cpu")] == [True, True, False, False]
     x = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
     problem = OperationRegistry.create("vanilla", OperationMetadata(backend="gpu")).plan(x, x, x).problem

@@ -10,14 +10,14 @@ from ..planning.policy import CHOICES
 from ..registry.declaration import Declaration
 from .machine import Machine, with_devices
 
-__all__ = ["asked_devices", "declared_ways", "with_batch", "with_mode"]
+__all__ = ["open_choices", "requested_devices", "with_batch", "with_mode"]
 
 _RANGE = re.compile(r"([1-9]\d{0,5})(?:\.\.([1-9]\d{0,5}))?")
 _STRATEGIES = tuple(name for name in CHOICES["sequence_parallel"] if name != "auto")
 _ORDERS = ("contiguous", "zigzag")
 
 
-def asked_devices(machine: Machine, devices: int | str | None) -> tuple[int, ...]:
+def requested_devices(machine: Machine, devices: int | str | None) -> tuple[int, ...]:
     """The numbers of devices in range that a target has parts of. Errors: ConfigError if there are none."""
     if devices is None:
         return (machine.count,)
@@ -26,33 +26,33 @@ def asked_devices(machine: Machine, devices: int | str | None) -> tuple[int, ...
         raise ConfigError(f"devices={shown(devices)}; wanted a number, or a range such as 8..64.")
     low, high = int(match[1]), int(match[2] or match[1])
     possible = [n for n in range(1, machine.count + 1) if machine.count % n == 0 and with_devices(machine.target, n)]
-    found = tuple(n for n in possible if low <= n <= high)
-    if not found:
+    counts = tuple(n for n in possible if low <= n <= high)
+    if not counts:
         raise ConfigError(
             f"devices={shown(devices)}: {machine.target} has {machine.count} devices, and no part of that size; it has parts of "
             f"{', '.join(map(str, possible))}."
         )
-    return found
+    return counts
 
 
-def with_batch(given: Declaration, batch: int | None) -> Declaration:
+def with_batch(declaration: Declaration, batch: int | None) -> Declaration:
     """The declaration with another batch."""
-    return given if batch is None else _with_call(given, "batch", batch)
+    return declaration if batch is None else _with_call(declaration, "batch", batch)
 
 
-def with_mode(given: Declaration, mode: str | None) -> Declaration:
+def with_mode(declaration: Declaration, mode: str | None) -> Declaration:
     """The declaration with another mode."""
-    return given if mode is None else _with_call(given, "mode", mode)
+    return declaration if mode is None else _with_call(declaration, "mode", mode)
 
 
-def _with_call(given: Declaration, name: str, value: Any) -> Declaration:
-    data = given.to_dict()
+def _with_call(declaration: Declaration, name: str, value: Any) -> Declaration:
+    data = declaration.to_dict()
     return Declaration.from_dict({**data, "call": {**data.get("call", {}), name: value}})
 
 
-def declared_ways(given: Declaration, operation: Any) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
+def open_choices(declaration: Declaration, operation: Any) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
     """(strategies, ring orders) to try: those declared or implied by the operation's name, else all."""
-    declared = operation.sequence_parallel or given.metadata.get("sequence_parallel", "auto")
+    declared = operation.sequence_parallel or declaration.metadata.get("sequence_parallel", "auto")
     strategies = _STRATEGIES if declared == "auto" else (declared,)
-    order = given.metadata.get("ring_order")
+    order = declaration.metadata.get("ring_order")
     return strategies, _ORDERS if order is None else (order,)

@@ -11,12 +11,12 @@ from jax.sharding import AbstractMesh, get_abstract_mesh
 from ...errors import InputError, InputTypeError
 from ...sharding import describe_mesh
 from ...sharding.mesh import AnyMesh
-from .ambient import ambient_platform
+from .current_device import current_device
 
-__all__ = ["check_runnable"]
+__all__ = ["check_devices"]
 
 
-def check_runnable(leaves: Sequence[Any], mesh: AnyMesh | None, devices: int, platform: str, source: str) -> None:
+def check_devices(leaves: Sequence[Any], mesh: AnyMesh | None, devices: int, platform: str, source: str) -> None:
     """Refuse a call of these arrays that was planned for a number of devices of a platform, read from `source`.
 
     Errors: InputTypeError for shapes, InputError for a mesh that isn't available here, and for another platform.
@@ -30,15 +30,15 @@ def check_runnable(leaves: Sequence[Any], mesh: AnyMesh | None, devices: int, pl
         )
     context = get_abstract_mesh()
     if mesh is not None and not context.empty and not context.manual_axes and devices > 1:
-        ours = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-        if (ours.axis_names, ours.axis_sizes) != (context.axis_names, context.axis_sizes):
+        planned_mesh = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+        if (planned_mesh.axis_names, planned_mesh.axis_sizes) != (context.axis_names, context.axis_sizes):
             raise InputError(
                 f"declared mesh {describe_mesh(mesh)}, but the context's (jax.set_mesh) is {describe_mesh(context)}, and "
                 "jax takes no other inside it; declare none, or the same."
             )
-    here = ambient_platform(leaves)
-    if not tracing and mesh is None and not here.serves(platform):
+    running = current_device(leaves)
+    if not tracing and mesh is None and not running.serves(platform):
         raise InputError(
-            f"planned for {platform} (from {source}), but this call runs on {here.platform} (from {here.source}); leave that "
-            f"out to run here, or plan() it and lower it for {platform}."
+            f"planned for {platform} (from {source}), but this call runs on {running.platform} (from {running.source}); leave "
+            f"that out to run here, or plan() it and lower it for {platform}."
         )

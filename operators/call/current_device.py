@@ -11,12 +11,12 @@ import jax
 from ...errors import InputError
 from ...sharding.mesh import gpu_vendor
 
-__all__ = ["Ambient", "ambient_platform"]
+__all__ = ["CurrentDevice", "current_device"]
 
 _config: Any = jax.config  # type checkers don't know its options
 
 
-class Ambient(NamedTuple):
+class CurrentDevice(NamedTuple):
     """A platform ('tpu', 'cpu', 'cuda', 'rocm', or 'gpu' of unknown vendor), the kind of its device, and the source of both."""
 
     platform: str
@@ -31,7 +31,7 @@ class Ambient(NamedTuple):
         )
 
 
-def ambient_platform(arrays: Iterable[Any]) -> Ambient:
+def current_device(arrays: Iterable[Any]) -> CurrentDevice:
     """The platform on which jax runs a jitted call of these arrays, by jax's own rules.
 
     The first committed array that isn't a tracer decides it, else `jax.default_device`, else the default backend; under jit the
@@ -57,5 +57,5 @@ def _first(platform: str) -> jax.Device:
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_device(device: jax.Device, source: str) -> Ambient:
-    return Ambient(gpu_vendor(device.platform, device.client), device.device_kind, source)
+def _of_device(device: jax.Device, source: str) -> CurrentDevice:
+    return CurrentDevice(gpu_vendor(device.platform, device.client), device.device_kind, source)

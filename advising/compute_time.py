@@ -14,9 +14,9 @@ from ..verify.generations import clock_rate, vector_cycles
 from ..verify.tile_counts import matrix_cycles
 from ..verify.work import exact_products
 from .machine import Machine
-from .tiles import live_of
+from .tiles import visible_blocks
 
-__all__ = ["Rate", "Worked", "rate_of", "worked"]
+__all__ = ["ComputeTime", "Rate", "compute_time", "rate_of"]
 
 _LANES = 128
 _STEP_CYCLES = 50  # per step of the grid: 41 to 64 in the schedules read (benchmarks/results/tpu_static.json)
@@ -43,7 +43,7 @@ class Rate(NamedTuple):
     key_bytes: float
 
 
-class Worked(NamedTuple):
+class ComputeTime(NamedTuple):
     """Seconds by device of the sequence and hop, and what limits them: 'products', 'vector' or 'HBM'."""
 
     seconds: np.ndarray
@@ -57,17 +57,17 @@ def rate_of(machine: Machine, plan: Plan, kernel: PassSizes) -> Rate:
     flops = 2.0 * (kernel.head_dims * d + kernel.value_dims * dv)
     item = jnp.dtype(problem.runtime_dtype).itemsize
     exact = exact_products(plan)
-    own = plan.kind == "platform"
+    is_kernel = plan.kind == "platform"
     if machine.cpu is not None:
         cpu = machine.cpu
         return Rate(flops / cpu.flops_per_second, 1 / cpu.weights_per_second, 0.0, cpu.tile_seconds, 0.0, 0.0, 0.0)
     if machine.platform == "tpu":
         clock = clock_rate(machine.kind) * machine.cores
-        least = matrix_cycles(machine.kind, kernel.products, _LANES, _LANES, d, dv) / _LANES**2
+        min_cycles = matrix_cycles(machine.kind, kernel.products, _LANES, _LANES, d, dv) / _LANES**2
         vector = vector_cycles(machine.kind, kernel.products, kernel.block_kv, kernel.pipelined) / clock
-        products = least * (_EXACT_PASSES if exact else 1) / clock
+        products = min_cycles * (_EXACT_PASSES if exact else 1) / clock
         d, dv = (math.ceil(n / _LANES) * _LANES for n in (d, dv))
-        if own:
+        if is_kernel:
             share = getattr(plan.config, "heads_per_tile", None) or 1
             moved = _moved(kernel, item, d, dv, share)
             tile = _STEP_CYCLES + (_FILL_CYCLES[kernel.products] if kernel.pipelined else 0)
@@ -77,39 +77,39 @@ def rate_of(machine: Machine, plan: Plan, kernel: PassSizes) -> Rate:
     products = machine.limits.roofline(flops, 0.0, problem.runtime_dtype, exact)[0]
     spec = spec_of_kind(machine.kind)
     vector = 0.0 if spec is None else 1 / (spec.cores * spec.ex2_a_cycle * spec.clock)
-    moved = _once(kernel, item, d, dv, plan.problem.group) if own else _of_xla(plan, kernel, item)
+    moved = _once(kernel, item, d, dv, plan.problem.group) if is_kernel else _of_xla(plan, kernel, item)
     return Rate(products, vector, 0.0, 0.0, *moved)
 
 
-def worked(machine: Machine, plan: Plan, kernels: tuple[PassSizes, ...]) -> Worked:
+def compute_time(machine: Machine, plan: Plan, kernels: tuple[PassSizes, ...]) -> ComputeTime:
     """All kernels of a pass, one after the other, over all heads and batch rows of a device."""
     problem, local = plan.problem, plan.placement.local
     heads = local.batch * local.q_heads
-    pieces = plan.placement.sequence.chunks
+    chunks = plan.placement.sequence.chunks
     total: np.ndarray | None = None
     bounds: dict[str, float] = {}
     for kernel in kernels:
-        live, rate = live_of(plan, kernel), rate_of(machine, plan, kernel)
-        busy = live.weights > 0
-        rows, keys = local.q_len * pieces * busy, local.kv_len * pieces * busy
+        blocks, rate = visible_blocks(plan, kernel), rate_of(machine, plan, kernel)
+        busy = blocks.weights > 0
+        rows, keys = local.q_len * chunks * busy, local.kv_len * chunks * busy
         parts = {
-            "products": heads * live.weights * rate.products,
-            "vector": heads * (live.weights * rate.vector + rows * rate.row),
+            "products": heads * blocks.weights * rate.products,
+            "vector": heads * (blocks.weights * rate.vector + rows * rate.row),
         }
         if machine.cpu is not None:  # one core does both, one after the other
-            seconds = heads * (live.weights * (rate.products + rate.vector) + live.tiles * rate.tile)
+            seconds = heads * (blocks.weights * (rate.products + rate.vector) + blocks.tiles * rate.tile)
         else:
             assert machine.limits is not None
-            moved = heads * (live.weights * rate.weight_bytes + rows * rate.row_bytes + keys * rate.key_bytes)
+            moved = heads * (blocks.weights * rate.weight_bytes + rows * rate.row_bytes + keys * rate.key_bytes)
             parts["HBM"] = moved * machine.limits.roofline(0.0, 1.0, problem.runtime_dtype, False)[1]
             products = parts["products"] + heads * rows * rate.row
-            steps = heads * live.tiles * rate.tile
+            steps = heads * blocks.tiles * rate.tile
             seconds = np.maximum(np.maximum(products, parts["vector"]) + steps, parts["HBM"])
         total = seconds if total is None else total + seconds
         for name, part in parts.items():
             bounds[name] = bounds.get(name, 0.0) + float(part.sum())
     assert total is not None
-    return Worked(total, max(bounds, key=lambda name: bounds[name]))
+    return ComputeTime(total, max(bounds, key=lambda name: bounds[name]))
 
 
 def _moved(kernel: PassSizes, item: int, d: int, dv: int, share: int) -> tuple[float, float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnops.verify.advice import least_limit
+from attnops.verify.advice import min_limit
 from attnops.verify.compiled import Failure
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ class Compiler:
 )
 def test_the_least_that_compiles(need: float, told: float, least: int, tried: list[float] | None) -> None:
     compiler = Compiler(need, told)
-    found = least_limit(compiler, compiler.failure(16 * MIB), MOST)
+    found = min_limit(compiler, compiler.failure(16 * MIB), MOST)
     assert found == min(least * MIB, MOST)
     assert compiler.need <= found
     assert tried is None or compiler.limits == tried
@@ -46,12 +46,12 @@ def test_the_least_that_compiles(need: float, told: float, least: int, tried: li
 
 def test_more_than_there_is() -> None:
     compiler = Compiler(70)
-    assert least_limit(compiler, compiler.failure(16 * MIB), MOST) is None
+    assert min_limit(compiler, compiler.failure(16 * MIB), MOST) is None
     assert compiler.limits == [MOST / MIB]
     everything = Compiler(20)
-    assert least_limit(everything, everything.failure(16 * MIB), 16 * MIB) is None
+    assert min_limit(everything, everything.failure(16 * MIB), 16 * MIB) is None
     assert everything.limits == []
 
 
 def test_another_reason() -> None:
-    assert least_limit(lambda limit: Failure("no such layout"), Failure("", "vmem", 17 * MIB, 16 * MIB), MOST) is None
+    assert min_limit(lambda limit: Failure("no such layout"), Failure("", "vmem", 17 * MIB, 16 * MIB), MOST) is None
