@@ -30,7 +30,7 @@ from attnops import OperationMetadata, OperationRegistry
 from attnops.compat import abstract_device
 from attnops.devices import gpu_specs
 from attnops.operators.choices.shipped import table_key
-from attnops.operators.flash import FLASH_SHIPPED
+from attnops.operators.flash.flash_candidates import FLASH_SHIPPED
 from attnops.planning import Plan
 from attnops.planning.tune_cache import ENVIRONMENT, Measured, load
 from attnops.planning.tuning import tune_key
