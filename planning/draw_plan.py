@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from ..drawing import DevicePicture, Transfer
 from ..sharding.mesh import AnyMesh
 from .draw_mesh import device_ids, groups_along, placed, sizes_of
+from .moves import gathers, strategy_moves
+from .placed_tensors import placed_tensors
 from .plan_fields import PlanFields
 from .repeated import repeated_lines
 
@@ -37,26 +39,8 @@ def _repeated(plan: PlanFields) -> Iterator[str]:
 
 def _sent(plan: PlanFields) -> Iterator[Transfer]:
     """What the forward pass sends between devices, according to the placement."""
-    placement, problem = plan.placement, plan.problem
-    split, query, key = placement.sequence, placement.fitted["query"], placement.fitted["key"]
-    t, d = (problem.layout.index(axis) for axis in "td")
-    moved = ", ".join(("key", "value", *problem.scales))
-
-    def sent(what: str, kind: str, axes: tuple[str, ...], why: str) -> Iterator[Transfer]:
-        if groups := groups_along(problem.mesh, axes):
-            yield Transfer(what, kind, axes, groups, why)
-
-    yield from sent("query", "all-gather", query.axes(d), "each head is processed whole")
-    yield from sent(moved, "all-gather", key.axes(d), "each head is processed whole")
-    if split.strategy in ("", "gather"):
-        yield from sent(moved, "all-gather", key.axes(t), "a query sees every key")
-    yield from sent("query", "all-gather", split.gathered_queries, "every query attends to each part of the keys")
-    yield from sent("query, key, value", "all-to-all", split.head_axes, "heads are split instead of the sequence")
-    reordered = split.ring_axes if split.zigzag else ()
-    yield from sent("query, key, value", "permute", reordered, "into zigzag order")
-    steps = f"{len(split.steps) - 1} of {split.ring_size - 1} steps" if split.ring_axes else ""
-    yield from sent("key, value", "ring", split.ring_axes, f"in {steps}")
-    yield from sent("output", "permute", reordered, "back into order")
-    if split.strategy == "split_kv":
-        yield from sent("output, lse", "all-reduce", split.axes, "outputs over parts of the keys are merged")
-    yield from sent("output", "all-to-all", split.head_axes, "the sequence is split again")
+    problem, placement = plan.problem, plan.placement
+    of_strategy = strategy_moves(problem, placement, tuple(placed_tensors(problem, placement)))
+    for move in (*gathers(problem, placement), *of_strategy):
+        if groups := groups_along(problem.mesh, move.axes):
+            yield Transfer(", ".join(move.tensors), move.kind, move.axes, groups, move.reason)

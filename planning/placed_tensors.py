@@ -22,6 +22,7 @@ class PlacedTensor:
 
     Inside, key and value have four dimensions and repeated heads, sinks are one per head, and scales are float32 for each token.
     itemsize: bytes per element when sent. declared: the axes by dimension as given, for the shape inside. moves: as in Operand.
+    dims: the names of the dimensions inside.
     """
 
     name: str
@@ -35,6 +36,7 @@ class PlacedTensor:
     inside: tuple[tuple[str, ...], ...]
     gradient: bool
     moves: str
+    dims: tuple[str, ...]
 
     def call_bytes(self, sizes: Mapping[str, int]) -> int:
         """Bytes on each device as given; `sizes`: those of the mesh axes."""
@@ -77,6 +79,7 @@ def placed_tensors(problem: AttentionProblem, placement: Placement) -> Iterator[
             axes,
             row.gradient and dtype != "int8",
             row.moves,
+            row.dims_inside(problem.kernel_layout),
         )
     for index, leaf in enumerate(problem.leaves):
         fitted = placement.fitted.get(leaf.name)
@@ -84,7 +87,7 @@ def placed_tensors(problem: AttentionProblem, placement: Placement) -> Iterator[
         of_leaf = [axes_by_dim(x, len(leaf.shape)) for x in (spec, placement.spec(f"leaf{index}"))]
         size = jnp.dtype(leaf.dtype).itemsize
         yield PlacedTensor(
-            leaf.name, leaf.dtype, leaf.shape, spec, leaf.dtype, leaf.shape, size, of_leaf[0], of_leaf[1], False, ""
+            leaf.name, leaf.dtype, leaf.shape, spec, leaf.dtype, leaf.shape, size, *of_leaf, False, "", leaf.dims
         )
 
 

@@ -15,12 +15,22 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from .moves import MASK_ROWS, strategy_moves
 from .placed_tensors import PlacedTensor, all_axes, axes_by_dim, placed_tensors, sent_itemsize
 from .plan_fields import PlanFields
 from .problem import LeafShape
 from .text import bytes_text
 
 __all__ = ["Need", "Traffic", "min_traffic", "sends", "sends_line"]
+
+
+# Of a move that isn't a collective by name: the collective, and what it is called for a tensor; which of a ring's permutes it is.
+_COLLECTIVES = {
+    "ring": ("collective-permute", "{} around the ring"),
+    "permute": ("collective-permute", "{} in zigzag order"),
+}
+_STEPS = {"ring": "ring", "permute": "zigzag"}
+_BACK = "back into order"
 
 
 class Need(NamedTuple):
@@ -147,41 +157,42 @@ class _Count:
     # -- what the strategy sends -----------------------------------------------------------------------------------
 
     def _of_strategy(self) -> Iterator[Need]:
-        split, named = self.split, {t.name: t for t in self.tensors}
-        over, heads, ring = split.axes, split.head_axes, split.ring_axes
-        keys = [t for t in self.tensors if t.moves == "keys"]
-        local = {t.name: self._bytes(t, all_axes(t.inside)) for t in self.tensors}
-        output, lse = self._output(), self._lse()
-        returned = lse if "return_lse" in self.problem.features else 0
-        if split.gathers:
-            for tensor in keys:
-                yield Need("all-gather", local[tensor.name] * (split.shards - 1), tensor.name, axes=over)
-        if split.head_axes:
-            share = (split.head_size - 1) / split.head_size
-            for tensor in (named["query"], *keys):
-                yield Need("all-to-all", local[tensor.name] * share, tensor.name, axes=heads)
-            yield Need("all-to-all", (output + returned) * share, "output", axes=heads)
-        if split.ring_axes:
-            steps = len(split.steps) - 1
-            for tensor in keys:
-                sent = local[tensor.name] * steps
-                yield Need("collective-permute", sent, f"{tensor.name} around the ring", axes=ring, step="ring")
-        if split.zigzag:
-            for tensor in (named["query"], *keys):
-                moved = local[tensor.name] * self._swapped
-                yield Need("collective-permute", moved, f"{tensor.name} in zigzag order", axes=ring, step="zigzag")
-            of_sinks = lse if "softmax_aux" in named else 0
-            both = output + max(returned, of_sinks)
-            yield Need("collective-permute", both * self._swapped, "output in order again", axes=ring, step="zigzag")
+        for move in strategy_moves(self.problem, self.placement, self.tensors):
+            kind, what = _COLLECTIVES.get(move.kind, (move.kind, "{}"))
+            if move.reason == _BACK:
+                what = "{} in order again"
+            if move.kind == "all-reduce":
+                yield Need(kind, self._merged() * self._share(move.kind), "merging outputs by lse", axes=move.axes)
+                continue
+            for name in move.tensors:
+                sent = self._sent(name, move.kind) * self._share(move.kind)
+                yield Need(kind, sent, what.format(name), axes=move.axes, step=_STEPS.get(move.kind, ""))
+
+    def _share(self, kind: str) -> float:
+        """The part of a device's array that it sends in one move, which a gather and a ring do several times."""
+        split = self.split
+        return {
+            "all-gather": split.shards - 1,
+            "all-to-all": (split.head_size - 1) / split.head_size,
+            "all-reduce": 2 * (split.shards - 1) / split.shards,
+            "ring": len(split.steps) - 1,
+            "permute": self._swapped,
+        }[kind]
+
+    def _sent(self, name: str, kind: str) -> float:
+        """The bytes on a device of what moves under a name."""
+        if name == "output":
+            of_sinks = kind == "permute" and any(tensor.name == "softmax_aux" for tensor in self.tensors)
+            return self._output() + (self._lse() if of_sinks or "return_lse" in self.problem.features else 0)
+        if name == MASK_ROWS:
             masks = zip(self.problem.leaves, self.tensors[len(self.tensors) - len(self.problem.leaves) :], strict=True)
-            rows = sum(local[t.name] for leaf, t in masks if _has_rows(leaf))
-            yield Need(
-                "collective-permute", rows * self._swapped, "the mask's rows in zigzag order", axes=ring, step="zigzag"
-            )
-        if split.strategy == "split_kv":
-            share = 2 * (split.shards - 1) / split.shards
-            wide = output * self.wide / self.item
-            yield Need("all-reduce", (wide + 2 * lse) * share, "merging outputs by lse", axes=over)
+            return sum(self._bytes(tensor, all_axes(tensor.inside)) for leaf, tensor in masks if _has_rows(leaf))
+        tensor = next(tensor for tensor in self.tensors if tensor.name == name)
+        return self._bytes(tensor, all_axes(tensor.inside))
+
+    def _merged(self) -> float:
+        """An output in float32 at least, and two numbers a row."""
+        return self._output() * self.wide / self.item + 2 * self._lse()
 
     def _of_strategy_backward(self) -> Iterator[Need]:
         split, named = self.split, {t.name: t for t in self.tensors}

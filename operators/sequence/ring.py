@@ -172,7 +172,7 @@ def _backward(
 
 
 def _fold_steps(ring: Ring, steps: tuple[int, ...], step_pairs: Any, keys: _Keys, state: Any) -> Any:
-    """Fold over the steps after the first: work(keys, found, distance, how far they moved to get here).
+    """Fold over the steps after the first: step_pairs(keys, state, distance, how far they moved to get here).
 
     In a loop the next step's keys are sent before the work on the current ones, and don't wait for it.
     """

@@ -139,6 +139,30 @@ def test_what_is_sent() -> None:
     assert "0 -> 1 -> 2 -> 3 -> 0   4 -> 5 -> 6 -> 7 -> 4" in ring
 
 
+@pytest.mark.parametrize(("strategy", "expected"), [
+    ("gather", [("kv_segment_ids", "all-gather"), ("key, value, key_scale, value_scale", "all-gather")]),
+    ("ring", [
+        ("kv_segment_ids", "all-gather"), ("query, key, value", "permute"), ("the mask's rows", "permute"),
+        ("key, value", "ring"), ("output", "permute"),
+    ]),
+    ("ulysses", [
+        ("q_segment_ids", "all-gather"), ("kv_segment_ids", "all-gather"), ("query, key, value", "all-to-all"),
+        ("output", "all-to-all"),
+    ]),
+])  # fmt: skip
+def test_arrays_of_the_mask_and_scales_are_sent_too(strategy: str, expected: list[tuple[str, str]]) -> None:
+    attend = OperationRegistry.create(
+        "vanilla", OperationMetadata(mesh=pod({"fsdp": 2, "sp": 4}), sequence_parallel=strategy)
+    )
+    query = jax.ShapeDtypeStruct((4, 256, 8, 64), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((4, 256, 4, 64), jnp.int8 if strategy == "gather" else jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((4, 256, 4, 1), jnp.float32)
+    scales = {"key_scale": scale, "value_scale": scale} if strategy == "gather" else {}
+    ids = jax.ShapeDtypeStruct((4, 256), jnp.int32)
+    plan = attend.plan(query, key, key, mask=Causal(), q_segment_ids=ids, kv_segment_ids=ids, **scales)
+    assert [(one.what, one.kind) for one in plan.draw().sent] == expected
+
+
 def test_a_cache_that_stays_split() -> None:
     attend = OperationRegistry.create("vanilla", OperationMetadata(mesh=pod({"sp": 8})))
     query = jax.ShapeDtypeStruct((4, 1, 8, 64), jnp.bfloat16)
