@@ -84,10 +84,21 @@ def placed_tensors(problem: AttentionProblem, placement: Placement) -> Iterator[
     for index, leaf in enumerate(problem.leaves):
         fitted = placement.fitted.get(leaf.name)
         spec = PartitionSpec() if fitted is None else fitted.spec
-        of_leaf = [axes_by_dim(x, len(leaf.shape)) for x in (spec, placement.spec(f"leaf{index}"))]
+        declared, inside = (axes_by_dim(x, len(leaf.shape)) for x in (spec, placement.spec(f"leaf{index}")))
         size = jnp.dtype(leaf.dtype).itemsize
         yield PlacedTensor(
-            leaf.name, leaf.dtype, leaf.shape, spec, leaf.dtype, leaf.shape, size, *of_leaf, False, "", leaf.dims
+            leaf.name,
+            leaf.dtype,
+            leaf.shape,
+            spec,
+            leaf.dtype,
+            leaf.shape,
+            size,
+            declared,
+            inside,
+            False,
+            "",
+            leaf.dims,
         )
 
 
