@@ -87,8 +87,7 @@ def tpu_notes(problem: PagedProblem) -> tuple[str, ...]:
 
 
 def on_tpu(call: PagedCall) -> Attended:
-    """Attend with the TPU kernels; see kernels/paged_tpu."""
-    pages, batch = call.pages, call.batch
+    """Attend with the TPU kernels; see kernels/pages/tpu."""
     if call.sequence_shards > 1:
         raise ConfigError(
             f"the pages of a sequence are on {call.sequence_shards} devices; the TPU kernel requires them on one."
@@ -97,22 +96,8 @@ def on_tpu(call: PagedCall) -> Attended:
         raise ConfigError(f"pages of layout {call.layout!r}; wanted one of {_taken()}.")
     output, lse, after = paged_attention_tpu(
         call.query,
-        pages.key,
-        pages.value,
+        **call.kernel_arguments(),
         layout=LAYOUTS[call.layout].kernel,  # type: ignore[arg-type]
-        value_dim=call.value_dim,
-        cu_q_lens=batch.cu_q_lens,
-        kv_lens=batch.kv_lens,
-        page_table=batch.page_table,
-        num_seqs=batch.num_seqs,
-        softmax_scale=call.softmax_scale,
-        causal=call.causal,
-        sliding_window=call.sliding_window,
-        logits_soft_cap=call.logits_soft_cap,
-        sinks=call.sinks,
-        key_scale=pages.key_scale,
-        value_scale=pages.value_scale,
-        max_q_len=call.max_q_len,
         pages_per_block=call.sizes.pages_per_block,
         queries_per_block=call.sizes.queries_per_block,
         vmem_limit_bytes=call.sizes.vmem_limit_bytes,

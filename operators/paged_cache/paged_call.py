@@ -51,6 +51,27 @@ class PagedCall(NamedTuple):
     shard_index: jax.Array | int = 0
     rows: LayerPages | None = None
 
+    def kernel_arguments(self) -> dict[str, Any]:
+        """The pages, the batch and what is declared of the logits, by the names that kernels of every platform take them by."""
+        pages, batch = self.pages, self.batch
+        return {
+            "key_pages": pages.key,
+            "value_pages": pages.value,
+            "key_scale": pages.key_scale,
+            "value_scale": pages.value_scale,
+            "cu_q_lens": batch.cu_q_lens,
+            "kv_lens": batch.kv_lens,
+            "page_table": batch.page_table,
+            "num_seqs": batch.num_seqs,
+            "value_dim": self.value_dim,
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal,
+            "sliding_window": self.sliding_window,
+            "logits_soft_cap": self.logits_soft_cap,
+            "sinks": self.sinks,
+            "max_q_len": self.max_q_len,
+        }
+
 
 class Attended(NamedTuple):
     """output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]. pages: those after, if the method
@@ -65,28 +86,13 @@ PagedMethod: TypeAlias = Callable[[PagedCall], Attended]
 
 
 def on_xla(call: PagedCall) -> Attended:
-    """Attend with plain XLA; see kernels/paged.py."""
-    pages, batch = call.pages, call.batch
+    """Attend with plain XLA; see kernels/pages/paged.py."""
     if call.rows is not None:
         raise ConfigError("update='fused': plain XLA writes no pages while it attends; wanted 'before'.")
     output, lse = paged_attention(
         call.query,
-        pages.key,
-        pages.value,
+        **call.kernel_arguments(),
         layout=call.layout,
-        value_dim=call.value_dim,
-        cu_q_lens=batch.cu_q_lens,
-        kv_lens=batch.kv_lens,
-        page_table=batch.page_table,
-        num_seqs=batch.num_seqs,
-        softmax_scale=call.softmax_scale,
-        causal=call.causal,
-        sliding_window=call.sliding_window,
-        logits_soft_cap=call.logits_soft_cap,
-        sinks=call.sinks,
-        key_scale=pages.key_scale,
-        value_scale=pages.value_scale,
-        max_q_len=call.max_q_len,
         platform=call.platform,
         pages_a_block=call.sizes.pages_per_block,
         block_q=call.sizes.queries_per_block,
