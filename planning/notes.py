@@ -209,4 +209,22 @@ NOTES = _kinds(
      "update='fused': the kernel writes rows of one token; the keys of longer rows are written first"),
     ("paged.fused_unsupported", "update",
      "update='fused': {method} writes no pages, so keys are written first; the result is the same"),
+    # -- a declared cache
+    ("cache.repeated_heads", "kv_heads",
+     "{kv_heads} kv heads are split {ways} ways: each is stored {times} times, in {stored} heads"),
+    ("cache.padded_row", "layout",
+     "{name} of {size} is padded to {lanes} lanes in layout {layout}: {share:.0%} of the pages is padding, included in the "
+     "bytes"),
+    ("cache.padded_dim", "head_dim",
+     "{name} {size} is padded to {lanes} lanes on a TPU: {share:.0%} of such pages is padding, included in the bytes"),
+    ("cache.copied_at_writes", "dtype",
+     "XLA:CPU copies a layer's pages of {dtype} at each write; pages of float32 and int8 aren't copied"),
+    ("cache.pages_by_turns", "page_sequence_axis",
+     "page number p of a sequence is on shard p % {shards} of {axes}, and so are its ids: g % {shards} == p % {shards}"),
+    ("cache.window_without_max_tokens", "max_tokens",
+     "max_tokens isn't declared, so a step may insert a whole sequence: layers with a window of {window} tokens are planned with "
+     "the pages of max_length"),
+    ("cache.idle_axes", "mesh",
+     "{names:list} of the mesh split nothing of the cache: all their devices hold the same data"),
+    ("cache.axis_dropped", "mesh", "{field} {axis!r}: {reason}"),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from ...errors import shown
 from ...page_layouts import LAYOUTS
 from ...sharding import describe_mesh
 from ..capability import Reason
+from ..notes import Note, note
 from ..text import bytes_text
 from .cache_fields import axis_names
 from .cache_plan import CachePlan
@@ -136,52 +137,50 @@ def without_duplicates(groups: Iterable[Iterable[_T]]) -> tuple[_T, ...]:
     return tuple(dict.fromkeys(item for group in groups for item in group))
 
 
-def notes(plan: CachePlan, sizes: CacheSizes) -> list[str]:
+def notes(plan: CachePlan, sizes: CacheSizes) -> list[Note]:
     """Notes on what is as declared but has a cost."""
-    cache, lines = plan.cache, []
+    cache, entries = plan.cache, []
     if sizes.repeat > 1:
-        lines.append(
-            f"{cache.kv_heads} kv heads are split {sizes.head_shards} ways: each is stored {sizes.repeat} times, in "
-            f"{plan.stored_heads} heads"
+        entries.append(
+            note(
+                "cache.repeated_heads",
+                kv_heads=cache.kv_heads,
+                ways=sizes.head_shards,
+                times=sizes.repeat,
+                stored=plan.stored_heads,
+            )
         )
     if (row := LAYOUTS[cache.layout].padded_row(cache.head_dim, cache.value_size)) is not None:
         what, size = row
         if size % _LANES:
-            lines.append(
-                f"{what} of {size} is padded to {padded(size)} lanes in layout {cache.layout}: "
-                f"{1 - size / padded(size):.0%} of the pages is padding, included in the bytes"
-            )
+            entries.append(_padded_note("cache.padded_row", what, size, layout=cache.layout))
     elif plan.platform == "tpu":
         for name, size in (("head_dim", cache.head_dim), ("value_dim", cache.value_size)):
             if size % _LANES and (name == "head_dim" or size != cache.head_dim):
-                lines.append(
-                    f"{name} {size} is padded to {padded(size)} lanes on a TPU: {1 - size / padded(size):.0%} of such pages is "
-                    "padding, included in the bytes"
-                )
+                entries.append(_padded_note("cache.padded_dim", name, size))
     if plan.platform == "cpu" and cache.stored_dtype not in ("float32", "int8"):
-        lines.append(
-            f"XLA:CPU copies a layer's pages of {cache.stored_dtype} at each write; pages of float32 and int8 aren't copied"
-        )
+        entries.append(note("cache.copied_at_writes", dtype=cache.stored_dtype))
     if sizes.along > 1:
-        lines.append(
-            f"page number p of a sequence is on shard p % {sizes.along} of {_plus(cache.page_sequence_axis)}, and so are its "
-            f"ids: g % {sizes.along} == p % {sizes.along}"
-        )
+        entries.append(note("cache.pages_by_turns", shards=sizes.along, axes=_plus(cache.page_sequence_axis)))
     if plan.window_tokens is not None and cache.max_tokens is None:
-        lines.append(
-            "max_tokens isn't declared, so a step may insert a whole sequence: layers with a window of "
-            f"{plan.window_tokens} tokens are planned with the pages of max_length"
-        )
+        entries.append(note("cache.window_without_max_tokens", window=plan.window_tokens))
     if plan.idle_axes:
-        names = ", ".join(f"{axis.name}={axis.size}" for axis in plan.idle_axes)
-        lines.append(f"{names} of the mesh split nothing of the cache: all their devices hold the same data")
+        names = [f"{axis.name}={axis.size}" for axis in plan.idle_axes]
+        entries.append(note("cache.idle_axes", names=names))
     for field in ("pages_axis", "page_sequence_axis", "kv_head_axis"):
         dropped = plan.pages_array.fitted.dropped if plan.mesh and cache.is_set(field) else ()
         own_axes = axis_names(getattr(cache, field))
-        lines += [
-            f"{field} {drop.axis!r}: {drop.reason}" for drop in dropped if drop.axis in own_axes and drop.harmless
+        entries += [
+            note("cache.axis_dropped", field=field, axis=drop.axis, reason=drop.reason)
+            for drop in dropped
+            if drop.axis in own_axes and drop.harmless
         ]
-    return lines
+    return entries
+
+
+def _padded_note(code: str, name: str, size: int, **values: Any) -> Note:
+    lanes = padded(size)
+    return note(code, name=name, size=size, lanes=lanes, share=1 - size / lanes, **values)
 
 
 def _plus(axes: Any) -> str:

@@ -218,6 +218,10 @@ def test_explain_says_it_all() -> None:
         "P(dp, -, tp, -)",
     ):
         assert part in text, text
+    repeated, padded_dim = plan.notes
+    assert (repeated.code, padded_dim.code) == ("cache.repeated_heads", "cache.padded_dim")
+    assert repeated.values == {"kv_heads": 4, "ways": 8, "times": 2, "stored": 8}
+    assert padded_dim.values == {"name": "head_dim", "size": 8, "lanes": 128, "share": 0.9375}
     assert (plan.tokens, plan.most_lost, plan.page_table_bytes, plan.stored_heads) == (64, 24, 64, 8)
     assert plan["key_pages"].device_bytes == 8 * 4 * 1 * 128 * 2
     assert str(plan) == text
