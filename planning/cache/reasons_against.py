@@ -153,11 +153,15 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[Note]:
     if (row := LAYOUTS[cache.layout].padded_row(cache.head_dim, cache.value_size)) is not None:
         what, size = row
         if size % _LANES:
-            entries.append(_padded_note("cache.padded_row", what, size, layout=cache.layout))
+            lanes, layout = padded(size), cache.layout
+            share = 1 - size / lanes
+            entries.append(note("cache.padded_row", name=what, size=size, lanes=lanes, share=share, layout=layout))
     elif plan.platform == "tpu":
         for name, size in (("head_dim", cache.head_dim), ("value_dim", cache.value_size)):
             if size % _LANES and (name == "head_dim" or size != cache.head_dim):
-                entries.append(_padded_note("cache.padded_dim", name, size))
+                lanes = padded(size)
+                share = 1 - size / lanes
+                entries.append(note("cache.padded_dim", name=name, size=size, lanes=lanes, share=share))
     if plan.platform == "cpu" and cache.stored_dtype not in ("float32", "int8"):
         entries.append(note("cache.copied_at_writes", dtype=cache.stored_dtype))
     if sizes.along > 1:
@@ -176,11 +180,6 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[Note]:
             if drop.axis in own_axes and drop.harmless
         ]
     return entries
-
-
-def _padded_note(code: str, name: str, size: int, **values: Any) -> Note:
-    lanes = padded(size)
-    return note(code, name=name, size=size, lanes=lanes, share=1 - size / lanes, **values)
 
 
 def _plus(axes: Any) -> str:
