@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import shown
 from ..masks import Causal, Chunked, Full, Mask, SlidingWindow
+from ..planning.notes import Note, note
 from .families import CHUNKED, GLOBAL, LOCAL
 from .model_config import ModelConfig
 from .values import flag, whole
@@ -29,7 +30,7 @@ class LayerAttention:
     softmax_scale: float | None = None
 
 
-def layer_attentions(config: ModelConfig, head_dim: int, causal: bool, notes: list[str]) -> tuple[LayerAttention, ...]:
+def layer_attentions(config: ModelConfig, head_dim: int, causal: bool, notes: list[Note]) -> tuple[LayerAttention, ...]:
     """One LayerAttention per layer. Errors: ConfigError."""
     kinds = _kinds(config, notes)
     return tuple(_layer(config, kind, number, head_dim, causal) for number, kind in enumerate(kinds))
@@ -50,7 +51,7 @@ def is_causal(config: ModelConfig) -> bool:
     return True if f.get("is_causal") is None else flag(config, "is_causal")
 
 
-def _kinds(config: ModelConfig, notes: list[str]) -> list[str]:
+def _kinds(config: ModelConfig, notes: list[Note]) -> list[str]:
     """The kind of each layer, by layer_types if the config has it, else by the family's rule."""
     f, count = config.fields, whole(config, "num_hidden_layers", maximum=_MAX_LAYERS)
     if "use_sliding_window" in f:
@@ -71,7 +72,7 @@ def _kinds(config: ModelConfig, notes: list[str]) -> list[str]:
             )
     patterns = [key for key in _PATTERNS if key in config.declared_keys and f.get(key)]
     if patterns and list(types) != (_by_letters(f, count) or _by_rule(config)):
-        notes.append(f"layer_types decides, as in transformers; {', '.join(patterns)} would give other layers")
+        notes.append(note("model.layer_types", patterns=patterns))
     return list(types)
 
 

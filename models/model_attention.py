@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import shown
+from ..planning.notes import Note, note
 from .masks import LayerAttention, is_causal, layer_attentions
 from .model_config import ModelConfig
 from .values import dtype_name, flag, number, positive, probability, whole
@@ -36,7 +37,7 @@ class ModelAttention:
     positions: int
     cross: bool
     layers: tuple[LayerAttention, ...]
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
 
 def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
@@ -53,7 +54,7 @@ def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
     causal = is_causal(config)
     runtime_dtype = _dtype(config) if dtype is None else dtype_name(dtype)
     if runtime_dtype is None:
-        notes.append("the config has no dtype; a call is declared in float32 unless another is given")
+        notes.append(note("model.no_dtype"))
     layers = layer_attentions(config, head_dim, causal, notes)
     return ModelAttention(
         name=config.name,

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import ConfigError, a_type, nearest, shown
 from ..names import checked_name
+from ..planning.notes import Note, note
 from ..strict_json import parse_json, read_text
 from .families import ALIASES, COMPOSITES, FAMILIES, GLOBAL, PARTS, Family
 from .keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
@@ -35,7 +36,7 @@ class ModelConfig:
     family: str
     fields: Mapping[str, Any]
     declared_keys: frozenset[str]
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
     @property
     def rules(self) -> Family:
@@ -73,7 +74,7 @@ def read_model_config(
     ignore = (ignore,) if isinstance(ignore, str) else ignore
     if not isinstance(ignore, Collection) or not all(isinstance(key, str) for key in ignore):
         raise ConfigError(f"{name}: ignore={shown(ignore)}; wanted the names of keys.")
-    notes: list[str] = []
+    notes: list[Note] = []
     nested = data.get("text_config") is not None
     if nested:
         data = _text_part(data, name, family, notes)
@@ -95,9 +96,9 @@ def read_model_config(
     taken = [f"{key}={fields[key]}" for key in sorted(fields.keys() - declared) if _speaks(key, fields)]
     off = "use_sliding_window" not in declared and fields.get("use_sliding_window") is False
     if off and "sliding_window" in declared and fields["sliding_window"] is not None:
-        notes.append(f"sliding_window={fields['sliding_window']} is off, as the config doesn't have use_sliding_window")
+        notes.append(note("model.window_off", size=fields["sliding_window"]))
     if taken:
-        notes.append(f"the config doesn't have {', '.join(taken)}: the default of {model}")
+        notes.append(note("model.defaults", fields=taken, model=model))
     return ModelConfig(name, model, fields, frozenset(declared), tuple(notes))
 
 
@@ -126,7 +127,7 @@ def as_dict(config: Any) -> tuple[dict[str, Any], str]:
     return data, name
 
 
-def _text_part(data: dict[str, Any], name: str, family: str | None, notes: list[str]) -> dict[str, Any]:
+def _text_part(data: dict[str, Any], name: str, family: str | None, notes: list[Note]) -> dict[str, Any]:
     kind, text = data.get("model_type"), data["text_config"]
     if isinstance(text, str | os.PathLike | list | tuple | int | float):
         raise ConfigError(f"{name}: text_config={shown(text)}; wanted an object.")
@@ -138,13 +139,13 @@ def _text_part(data: dict[str, Any], name: str, family: str | None, notes: list[
             f"{', '.join(COMPOSITES)}. If its masks are those of text only, give the text_config itself."
             + nearest(kind, COMPOSITES)
         )
-    notes.append(f"text_config of {kind} is read; if its other parts have attention, they have their own configs")
+    notes.append(note("model.text_config", kind=kind))
     whole = COMPOSITES[kind]
     if whole.leaves_out is not None:
-        notes.append(f"{kind}: {whole.leaves_out}")
+        notes.append(note("model.leaves_out", kind=kind, what=whole.leaves_out))
     beside = [key for key, value in data.items() if not _of_the_whole(key) and not is_quiet(key, value)]
     if beside:
-        notes.append(f"not read, as they are outside text_config: {', '.join(sorted(beside))}")
+        notes.append(note("model.outside_text_config", keys=sorted(beside)))
     text = dict(text)
     if "dtype" not in text and "torch_dtype" not in text:
         text |= {key: data[key] for key in ("dtype", "torch_dtype") if key in data}
@@ -160,7 +161,7 @@ def _of_the_whole(key: str) -> bool:
     return key in ("model_type", "dtype", "torch_dtype") or key.endswith("_config") or kind_of_key(key) == "other"
 
 
-def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | None, notes: list[str]) -> str:
+def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | None, notes: list[Note]) -> str:
     kind = data.get("model_type") if family is None else family
     if kind is not None and not isinstance(kind, str):
         raise ConfigError(
@@ -184,7 +185,7 @@ def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | 
             f"{', '.join(known)}." + (nearest(kind, known) or hint)
         )
     if kind in ALIASES:
-        notes.append(f"{kind} is read as {ALIASES[kind]}, whose attention it has")
+        notes.append(note("model.alias", kind=kind, family=ALIASES[kind]))
         kind = ALIASES[kind]
     parts = PARTS.get(kind)
     if parts is None:
@@ -199,7 +200,7 @@ def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | 
 
 
 def _fields(
-    data: Mapping[str, Any], name: str, model: str, ignore: Collection[str], notes: list[str]
+    data: Mapping[str, Any], name: str, model: str, ignore: Collection[str], notes: list[Note]
 ) -> tuple[dict[str, Any], set[str]]:
     rules = FAMILIES[model]
     known = _EVERYWHERE | dict(rules.defaults)
@@ -220,7 +221,7 @@ def _fields(
             continue
         kind = kind_of_key(key)
         if key in NOTED and not is_quiet(key, value):
-            notes.append(f"{key}={shown(value)}: {NOTED[key]}")
+            notes.append(note("model.noted", key=key, value=shown(value), remark=NOTED[key]))
         if kind == "refused" and not is_quiet(key, value):
             raise ConfigError(
                 f"{name}: {key}={shown(value)}: {REFUSED[key][1]}, which attnops can't read from a config."
@@ -239,9 +240,9 @@ def _fields(
         if kind == "unknown" and not is_quiet(key, value):
             unknown.append(key)
     if unknown:
-        notes.append(f"not read, as attnops doesn't know them: {', '.join(sorted(unknown))}")
+        notes.append(note("model.unknown_keys", keys=sorted(unknown)))
     if ignore:
-        notes.append(f"not read, as requested: {', '.join(ignore)}")
+        notes.append(note("model.ignored_keys", keys=list(ignore)))
     for key in list(set_by):
         if fields[key] is None and key not in _NULLABLE:  # null means unset, except for a window, a cap or a head dim
             fields[key] = known[key]

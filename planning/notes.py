@@ -1,4 +1,4 @@
-"""Notes of plans: a code, a field, a severity and values as data; the table here has their English."""
+"""Notes of plans, caches and models: a code, a field, a severity and values as data; the table here has their English."""
 
 from __future__ import annotations
 
@@ -227,4 +227,17 @@ NOTES = _kinds(
     ("cache.idle_axes", "mesh",
      "{names:list} of the mesh split nothing of the cache: all their devices hold the same data"),
     ("cache.axis_dropped", "mesh", "{field} {axis!r}: {reason}"),
+    # -- a model's config.json
+    ("model.layer_types", "layer_types", "layer_types decides, as in transformers; {patterns:list} would give other layers"),
+    ("model.no_dtype", "dtype", "the config has no dtype; a call is declared in float32 unless another is given"),
+    ("model.window_off", "sliding_window", "sliding_window={size} is off, as the config doesn't have use_sliding_window"),
+    ("model.defaults", "model", "the config doesn't have {fields:list}: the default of {model}"),
+    ("model.text_config", "text_config",
+     "text_config of {kind} is read; if its other parts have attention, they have their own configs"),
+    ("model.leaves_out", "text_config", "{kind}: {what}"),
+    ("model.outside_text_config", "text_config", "not read, as they are outside text_config: {keys:list}"),
+    ("model.alias", "model_type", "{kind} is read as {family}, whose attention it has"),
+    ("model.noted", "model", "{key}={value}: {remark}"),
+    ("model.unknown_keys", "model", "not read, as attnops doesn't know them: {keys:list}"),
+    ("model.ignored_keys", "ignore", "not read, as requested: {keys:list}"),
 )  # fmt: skip

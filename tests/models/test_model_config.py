@@ -288,25 +288,27 @@ def test_lengths_of_a_cache() -> None:
 # -- notes -------------------------------------------------------------------------------------------------------------
 
 
+def _notes(config: Any) -> dict[str, Any]:
+    return {entry.code: entry.values for entry in ModelDeclaration.from_config(config).notes}
+
+
 def test_what_was_decided_is_told() -> None:
-    notes = "\n".join(ModelDeclaration.from_config(GEMMA2 | {"my_new_thing": 3}).notes)
-    for said in (
-        "sliding_window=4096",
-        "attn_logit_softcapping=50.0",
-        "num_key_value_heads=4",
-        "my_new_thing",
-        "no dtype",
-    ):
-        assert said in notes
-    notes = "\n".join(ModelDeclaration.from_config(MODELS / "gemma-3-4b-it.json").notes)
-    for said in ("text_config of gemma3", "one image", "num_attention_heads=8"):
-        assert said in notes
-    assert ModelDeclaration.from_config(MODELS / "llama-3.1-8b.json").notes == ()
-    for name, said in (("llama-4-scout", "scales the query by its position"), ("deepseek-v3", "cache of the latents")):
-        assert said in "\n".join(ModelDeclaration.from_config(MODELS / f"{name}.json").notes)
+    notes = _notes(GEMMA2 | {"my_new_thing": 3})
+    assert set(notes) == {"model.defaults", "model.unknown_keys", "model.no_dtype"}
+    fields = {"sliding_window=4096", "attn_logit_softcapping=50.0", "num_key_value_heads=4"}
+    assert fields <= set(notes["model.defaults"]["fields"])
+    assert notes["model.unknown_keys"] == {"keys": ["my_new_thing"]}
+    notes = _notes(MODELS / "gemma-3-4b-it.json")
+    assert notes["model.text_config"] == {"kind": "gemma3"}
+    assert "num_attention_heads=8" in notes["model.defaults"]["fields"]
+    assert "model.leaves_out" in notes
+    assert _notes(MODELS / "llama-3.1-8b.json") == {}
+    for name, code in (("llama-4-scout", "model.noted"), ("deepseek-v3", "model.noted")):
+        assert code in _notes(MODELS / f"{name}.json")
     types = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window_pattern": 6, "sliding_window": 8}
-    cohere = LLAMA | {"model_type": "cohere2"} | types
-    assert "layer_types decides" in "\n".join(ModelDeclaration.from_config(cohere).notes)
+    assert _notes(LLAMA | {"model_type": "cohere2"} | types)["model.layer_types"] == {
+        "patterns": ["sliding_window_pattern"]
+    }
 
 
 def test_the_same_said_twice() -> None:
@@ -320,8 +322,8 @@ def test_a_window_that_is_off_is_told() -> None:
     qwen = LLAMA | {"model_type": "qwen2", "sliding_window": 16}
     model = ModelDeclaration.from_config(qwen)
     assert [layer.kind for layer in model.distinct] == ["global"]
-    assert "sliding_window=16 is off" in "\n".join(model.notes)
-    assert "is off" not in "\n".join(ModelDeclaration.from_config(qwen | {"use_sliding_window": False}).notes)
+    assert _notes(qwen)["model.window_off"] == {"size": 16}
+    assert "model.window_off" not in _notes(qwen | {"use_sliding_window": False})
 
 
 def test_keys_that_are_passed_over_on_purpose() -> None:
@@ -331,7 +333,8 @@ def test_keys_that_are_passed_over_on_purpose() -> None:
     with pytest.raises(ConfigError, match="don't read sliding_window"):
         ModelDeclaration.from_config(odd, ignore="attention_flavour")
     model = ModelDeclaration.from_config(odd, ignore=("attention_flavour", "sliding_window"))
-    assert "as requested: attention_flavour, sliding_window" in "\n".join(model.notes)
+    ignored = [entry.values for entry in model.notes if entry.code == "model.ignored_keys"]
+    assert ignored == [{"keys": ["attention_flavour", "sliding_window"]}]
     with pytest.raises(ConfigError, match=r"ignore names 'attention_flavor'.*Did you mean 'attention_flavour'"):
         ModelDeclaration.from_config(odd, ignore=["attention_flavor"])
     assert ModelDeclaration.from_config(odd, family="mistral", ignore=["attention_flavour"]).layers[0].kind == "local 4"

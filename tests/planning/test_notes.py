@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def _calls() -> dict[str, list[tuple[str, set[str]]]]:
     """Code -> (file, names of its values), for each call of note(), or of describe's add(), with a literal code."""
     found: dict[str, list[tuple[str, set[str]]]] = {}
-    for room in ("planning", "operators", "adapters"):
+    for room in ("planning", "operators", "adapters", "models"):
         for path in (ROOT / room).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or not node.args:
