@@ -25,7 +25,7 @@ _HOPPER = {
     128: (TileSizes(128, 128, 8, 3), TileSizes(64, 128, 8, 2), TileSizes(128, 64, 8, 2)),
     256: (TileSizes(128, 64, 8, 2), TileSizes(64, 64, 8, 2), TileSizes(64, 32, 4, 1)),
 }
-# With a bias, whose tiles are loaded too, or quantised keys, whose conversion takes registers. Not timed.
+# With a bias or a mask array, whose tiles are loaded too, or quantised keys, whose conversion takes registers. Not timed.
 _HOPPER_WITH_MORE = {
     64: (TileSizes(128, 64, 4, 3), TileSizes(64, 128, 8, 2), TileSizes(128, 64, 4, 3)),
     128: (TileSizes(128, 128, 8, 2), TileSizes(64, 128, 8, 2), TileSizes(128, 64, 8, 1)),
@@ -180,10 +180,11 @@ def _table(problem: AttentionProblem) -> tuple[TileSizes, TileSizes, TileSizes]:
     if architecture is None:
         return _SMALL[dim]
     biased = problem.operand("bias") is not None
+    tiles_of_arrays = biased or any({"q", "kv"} <= set(leaf.dims) for leaf in problem.leaves)
     if architecture == "blackwell":
         return _BLACKWELL[dim]
     if architecture == "hopper":
-        return (_HOPPER_WITH_MORE if biased or problem.quantised else _HOPPER)[dim]
+        return (_HOPPER_WITH_MORE if tiles_of_arrays or problem.quantised else _HOPPER)[dim]
     forward, of_keys, of_query = _AMPERE[dim]
     if dim == 128 and (problem.quantised or biased):
         forward = _AMPERE_QUANTISED if problem.quantised else _AMPERE_BIASED

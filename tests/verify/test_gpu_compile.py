@@ -213,6 +213,26 @@ def test_eight_gpus_send_what_is_needed(cell: str) -> None:
     assert not any(one.differences or one.failure for one in report.passes)
 
 
+ARRAYS = {
+    "dense": {"mask": jax.ShapeDtypeStruct((1, 4, 1024, 1024), bool)},
+    "bias": {"bias": jax.ShapeDtypeStruct((1, 4, 1024, 1024), "float32")},
+    "segments": {n: jax.ShapeDtypeStruct((1, 1024), "int32") for n in ("q_segment_ids", "kv_segment_ids")},
+    "sinks": {"softmax_aux": jax.ShapeDtypeStruct((4,), "float32")},
+    "lengths": {"kv_lengths": jax.ShapeDtypeStruct((1,), "int32")},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("target", ["h100", "h200"])
+def test_tiles_of_arrays_fit_beside_those_of_keys(target: str, dim: int, name: str) -> None:
+    """The stages of Hopper's sizes hold the tiles of a mask or a bias too."""
+    call = ARRAYS[name] if name == "dense" else {"mask": Causal(), **ARRAYS[name]}
+    report = _report(target, shape=(1, 1024, 4, 2, dim), mode="train", call=call)
+    assert report.passed, [one.failure for one in report.passes]
+
+
 @pytest.mark.slow
 def test_hops_that_are_awaited_at_once_are_no_overlap() -> None:
     """XLA's scheduler for GPUs starts many and waits for them where it started them; it says which."""
