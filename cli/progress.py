@@ -40,7 +40,8 @@ def bar(title: str, *, quiet: bool = False) -> Iterator[ReportProgress]:
         with contextlib.nullcontext() if quiet else _slow(console, title) as begins:
 
             def report(done: int, of: int, what: str) -> None:
-                progress.update(task, completed=done, total=of, count=f"{done} of {of}", what=what)
+                changed = what != progress.tasks[0].fields["what"]  # drawn at once, so that short work is seen too
+                progress.update(task, completed=done, total=of, count=f"{done} of {of}", what=what, refresh=changed)
                 if begins is not None:
                     begins(what)
 
