@@ -51,6 +51,20 @@ if TYPE_CHECKING:
     from .registry import OperationMetadata, OperationRegistry
     from .registry.declaration import Declaration
     from .registry.model_declaration import ModelDeclaration
+    from .scores import (
+        T5,
+        ALiBi,
+        Clip,
+        Distance,
+        Forgetting,
+        RelativeBias,
+        RelativeBias2D,
+        Score,
+        ScoreFunction,
+        SoftCap,
+        Temperature,
+        register_score_function,
+    )
     from .serving import PagePool
     from .sharding import AttnShardingRules, PartitionAxis
     from .sharding.processes import check_processes
@@ -58,6 +72,8 @@ if TYPE_CHECKING:
 __version__ = _VERSION
 
 __all__ = [
+    "T5",
+    "ALiBi",
     "Attention",
     "AttentionOutput",
     "AttnOpsError",
@@ -66,11 +82,14 @@ __all__ = [
     "Blocks",
     "Causal",
     "Chunked",
+    "Clip",
     "ConfigError",
     "Declaration",
     "Dense",
+    "Distance",
     "FallbackWarning",
     "FlashAttention2Config",
+    "Forgetting",
     "Full",
     "InputError",
     "KVCache",
@@ -90,22 +109,29 @@ __all__ = [
     "Prefix",
     "RaggedBatch",
     "RefusedError",
+    "RelativeBias",
+    "RelativeBias2D",
+    "Score",
+    "ScoreFunction",
     "SdpaConfig",
     "SegmentIds",
     "ShardingError",
     "ShardingWarning",
     "SlidingWindow",
+    "SoftCap",
     "SplashConfig",
+    "Temperature",
     "VanillaConfig",
     "advise",
     "check_processes",
     "dot_product_attention",
     "mask_from_dict",
     "register_mask_function",
+    "register_score_function",
     "shardings_for",
 ]
 
-_ROOMS = ("authoring", "errors", "masks", "operators", "planning", "registry", "sharding", "verify")
+_ROOMS = ("authoring", "errors", "masks", "operators", "planning", "registry", "scores", "sharding", "verify")
 # Names that their subpackage's __init__.py doesn't export, and the file that has them. They are imported on first use.
 _FILES = {
     "advise": "advising",

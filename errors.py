@@ -27,6 +27,7 @@ __all__ = [
     "ProcessError",
     "RefusedError",
     "RefusedShardingError",
+    "ScoreError",
     "ShardingError",
     "ShardingWarning",
     "UnknownNameError",
@@ -63,6 +64,10 @@ class InputTypeError(AttnOpsError, TypeError):
 
 class MaskError(AttnOpsError, ValueError):
     """A mask can't be built, bound or serialised."""
+
+
+class ScoreError(AttnOpsError, ValueError):
+    """A score can't be built, used or serialised."""
 
 
 class ShardingError(AttnOpsError, ValueError):

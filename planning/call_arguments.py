@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from ..masks import Mask
+from ..scores import Score
 
 __all__ = ["CALL_ARGUMENTS", "CALL_OPTIONS", "CallArguments", "CallArray"]
 
@@ -17,6 +18,7 @@ CallArray: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 class _CallArrays(TypedDict, total=False):
     mask: Mask | CallArray | None
+    score: Score | None
     bias: CallArray | None
     q_segment_ids: CallArray | None
     kv_segment_ids: CallArray | None

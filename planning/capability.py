@@ -34,6 +34,7 @@ FEATURES: Mapping[str, str] = {
     "dynamic_query_offset": "a query offset known only at run time",
     "bias": "additive bias",
     "logits_soft_cap": "soft cap on the logits",
+    "score": "a score function",
     "sinks": "attention sinks (softmax_aux)",
     "dropout": "dropout on the attention weights",
     "return_weights": "the attention weights as an output",

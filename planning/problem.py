@@ -9,12 +9,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from ..masks import Mask
+from ..scores import Score
 from ..sharding import ATTENTION, RESULTS, AttnShardingRules, MeshAxis, Operand, OperandShape, describe_mesh
 from ..symbolic import is_symbolic
 from .operation_config import OperationConfig
 from .quantised import QUANTISED
 
-__all__ = ["AttentionProblem", "LeafShape", "Problem", "heads_text", "platform_text"]
+__all__ = ["AttentionProblem", "LeafShape", "Problem", "heads_text", "platform_text", "positions_leaf"]
 
 
 class LeafShape(NamedTuple):
@@ -30,7 +31,7 @@ class LeafShape(NamedTuple):
 class Problem:
     """What every request has, whether its keys are arrays or lie in pages: heads, dtypes, mask, features, mesh and platform.
 
-    `input_dtype` is the query's. `operands` are the optional arrays, as given, in the order of the operation's table.
+    `input_dtype` is the query's. `score` is what is applied after the soft cap, without its arrays. `operands` are the optional arrays, as given, in the order of the operation's table.
     `platform_source` says where the platform was read from.
     """
 
@@ -47,6 +48,7 @@ class Problem:
     features: frozenset[str]
     softmax_scale: float
     logits_soft_cap: float | None
+    score: Score | None = None
     operands: tuple[OperandShape, ...]
     mesh: tuple[MeshAxis, ...]
     platform: str
@@ -68,6 +70,11 @@ class Problem:
         """What jax.export knows only by name: 'batch', 'length' (of queries or keys)."""
         return frozenset()
 
+    @property
+    def contiguous_positions(self) -> bool:
+        """Whether positions follow from indices, so that a score may have numbers per distance."""
+        return not self.symbolic and not positions_leaf(self.mask)
+
     def operand(self, name: str) -> OperandShape | None:
         """An optional array of the call; None if the call doesn't have it."""
         return next((operand for operand in self.operands if operand.operand.name == name), None)
@@ -75,6 +82,11 @@ class Problem:
     def describe(self) -> str:
         """What is computed, and where, in one line."""
         raise NotImplementedError
+
+
+def positions_leaf(mask: Mask) -> bool:
+    """Whether the mask has one array of positions for queries and one for keys, which then count as theirs."""
+    return sum(leaf.kind == "positions" for leaf in mask.conjuncts()) == 1
 
 
 def heads_text(q_heads: int, kv_heads: int, head_dim: int, value_dim: int) -> str:

@@ -14,12 +14,15 @@ from ...errors import InputError, InputTypeError, a_type
 from ...masks import And, Causal, Dense, Full, Lengths, Mask, Not, SegmentIds, SlidingWindow
 from ...planning.call_arguments import CALL_ARGUMENTS, CallArguments, CallOptions
 from ...planning.other_names import refuse_unknown
+from ...planning.problem import positions_leaf
 from ...registry.metadata import METADATA_ARGUMENTS
+from ...scores import Score
 from ...sharding import ATTENTION, OperandTable
 from ...sharding.modes import GENERATION
 from ...symbolic import is_symbolic, surely
 from ..api.read_option import read_flag, read_integer, read_name, read_number, read_window
 from .arrays import Arrays, is_array
+from .call_scores import read_score, without_cap
 
 __all__ = ["Options", "bound_mask", "check_names", "join_mask", "split_arguments", "takes_call_arguments"]
 
@@ -27,9 +30,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Options(NamedTuple):
-    """Everything static in a call, with its defaults. `mask` is a structure whose arrays are in Arrays.mask_leaves."""
+    """Everything static in a call, with its defaults. `mask` is a structure whose arrays are in Arrays.mask_leaves.
+    `score` is one whose arrays are operands; a soft cap that it begins with is in `logits_soft_cap`."""
 
     mask: Mask | None = None
+    score: Score | None = None
     mask_is_array: bool = False
     causal: bool | None = None
     sliding_window: tuple[int | None, int | None] | None = None
@@ -75,10 +80,16 @@ def split_arguments(
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
     if not call:  # most calls
         return Arrays(arrays), _DEFAULTS
-    check_names(call, table.names)
+    score, captured = None, {}
+    if call.get("score") is not None:
+        layout = call.get("layout", _DEFAULTS.layout)
+        score, captured = read_score(call["score"], query, layout if isinstance(layout, str) else "", call)
+    check_names(call, (*table.names, *captured))
     options: dict[str, Any] = {}
     leaves: tuple[Any, ...] = ()
     for name, argument in call.items():
+        if name == "score" or name in captured:
+            continue
         check = _CHECKS.get(name)
         if name == "mask":
             if argument is not None:
@@ -88,6 +99,11 @@ def split_arguments(
                 arrays[name] = argument
         else:
             options[name] = check(name, argument)
+    if score is not None:
+        arrays |= captured
+        cap, options["score"] = (None, score) if options.get("logits_soft_cap") is not None else without_cap(score)
+        if cap is not None:
+            options["logits_soft_cap"] = cap
     return Arrays(arrays, leaves), Options(**options) if options else _DEFAULTS
 
 
@@ -132,11 +148,13 @@ def join_mask(arrays: Arrays, options: Options, default_causal: bool) -> Mask:
 def bound_mask(
     mask: Mask, arrays: Arrays, options: Options, mode: str, q_len: int, kv_len: int
 ) -> tuple[Mask, int | None, bool]:
-    """Set every offset that the mask leaves open: (mask, static offset, whether the offset is known only at run time).
+    """Set every offset that the mask leaves open: (mask, static offset, whether the offset is known only at run time). A score that
+    depends on positions needs the offset too.
 
     Errors: InputError if q and kv differ in length and nothing specifies how they are aligned.
     """
-    if not mask.needs_offset:
+    of_score = options.score is not None and options.score.needs_positions and not positions_leaf(mask)
+    if not mask.needs_offset and not of_score:
         return mask, None, False
     if arrays.query_offset is not None or is_symbolic(options.query_offset):
         return mask, None, True
@@ -151,8 +169,9 @@ def bound_mask(
     if q_len == kv_len:
         return mask.bind(0), 0, False
     last = "autoregressive" if surely(lambda: q_len == 1) else "insert"
+    what = f"the mask {mask.describe()}" if mask.needs_offset else f"the score {options.score}"
     raise InputError(
-        f"q_len={q_len} and kv_len={kv_len} differ and the mask {mask.describe()} depends on positions; specify how they are "
+        f"q_len={q_len} and kv_len={kv_len} differ and {what} depends on positions; specify how they are "
         f"aligned: query_offset=0 (the first query sees the first key), query_offset={kv_len - q_len} (the last query sees "
         f"the last key), Causal(offset=...), or mode={last!r}: the queries are the last tokens of a cache."
     )

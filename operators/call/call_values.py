@@ -36,7 +36,7 @@ def checked_values(arrays: Arrays, options: Options, table: OperandTable) -> Arr
     """
     changed: dict[str, Any] = {}
     for name, array in arrays.by_name.items():
-        if table[name].dtype == "integers":
+        if name in table and table[name].dtype == "integers":
             checked = _checked(name, array, arrays, options)
             if checked is not array:
                 changed[name] = checked

@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 
 from ...errors import InputError
 from ...masks import Mask
 from ...planning import AttentionProblem, PlannedOperation
-from ...planning.notes import note
 from ...planning.quantised import QUANTISED
 from ...planning.sequence.choice import declared_strategy
 from ...registry import OperationMetadata
 from ...sharding import (
     ATTENTION,
-    AttnShardingRules,
     MeshAxis,
     OperandShape,
-    axes_at,
+    OperandTable,
     axes_of,
     canonical_layout,
     canonical_mode,
     declared_axes,
-    describe_mesh,
     resolve_spec,
 )
 from ...sharding.mesh import AnyMesh
 from ..api.declared_config import declared_config
 from ..choices.block_choices import block_notes, choice_shape, is_choice, with_query_heads
+from ..notes.argument_notes import argument_notes
 from ..notes.dtype_notes import width_notes
 from ..notes.mask_notes import causal_by_default, default_notes, dense_notes
 from ..sequence.manual import of_the_whole, split_by_caller
 from .arguments import Options, bound_mask, join_mask
 from .arrays import Arrays, shaped
+from .call_scores import capture_sizes, captured_names, score_rows
 from .declared import varying_axes
 from .planned_platform import planned_platform
 from .shapes import (
@@ -74,6 +72,11 @@ def describe(
     shapes = with_segments(shapes, layout, sizes)
     check_dtypes(shapes, metadata)
     check_scales(shapes, layout)
+    table = operation.operands
+    if options.score is not None:
+        captured = score_rows(options.score, tuple(len(shapes.by_name[n].shape) for n in captured_names(options.score)))
+        check_operands(shapes, captured, layout, sizes | capture_sizes(options.score, kv_len))
+        table = OperandTable(*table, *captured)
     check_operands(shapes, operation.operands, layout, sizes)
     check_offset(options)
     shapes = packed(shapes, layout)
@@ -109,9 +112,10 @@ def describe(
     if cap is not None and not (math.isfinite(cap) and cap > 0):
         raise InputError(f"logits_soft_cap={cap}; wanted a positive number, or None for no cap.")
 
-    operands = _operands(operation, metadata, shapes, mode, layout)
+    operands = _operands(table, metadata, shapes, mode, layout)
     required = {
         "logits_soft_cap": cap is not None,
+        "score": options.score is not None,
         "dropout": dropping,
         "return_weights": options.return_weights,
         "return_lse": options.return_lse,
@@ -149,6 +153,7 @@ def describe(
         features=mask.features() | {name for name, is_required in required.items() if is_required},
         softmax_scale=scale,
         logits_soft_cap=cap,
+        score=options.score,
         dropout_prob=probability if dropping else 0.0,
         operands=operands,
         query_offset=offset,
@@ -168,7 +173,7 @@ def describe(
             *dense_notes(leaf_shapes),
             *(default_notes(leaf_shapes, q_len) if causal_by_default(options, metadata.causal) else ()),
             *block_notes(structure, leaves, sizes),
-            *_notes(
+            *argument_notes(
                 metadata,
                 options,
                 arrays,
@@ -188,11 +193,11 @@ def describe(
 
 
 def _operands(
-    operation: type[PlannedOperation], metadata: OperationMetadata, shapes: Arrays, mode: str, layout: str,
+    table: OperandTable, metadata: OperationMetadata, shapes: Arrays, mode: str, layout: str,
 ) -> tuple[OperandShape, ...]:  # fmt: skip
     """The optional operands of a call, in the order of the operation's table. A spec is declared for an operation's own."""
     operands = []
-    for operand in operation.operands.part("operands"):
+    for operand in table.part("operands"):
         array = shapes.by_name.get(operand.name)
         if not operand.optional or array is None:
             continue
@@ -238,58 +243,3 @@ def _check_manual_sequence(
 
 def _flat(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _notes(
-    metadata: OperationMetadata, options: Options, arrays: Arrays, shapes: Arrays, mask: Mask, offset: int | None,
-    dynamic: bool, probability: float, platform: str, source: str,
-    mesh: AnyMesh | None, by_caller: tuple[tuple[str, ...], ...], rules: AttnShardingRules,
-) -> list[str]:  # fmt: skip
-    """Notes on arguments without effect, and on what was decided for the caller: reported, not silently dropped."""
-    notes: list[str] = []
-
-    def add(code: str, **values: Any) -> None:
-        notes.append(note(code, **values))
-
-    if platform == "gpu":
-        add("platform.unknown_gpu_vendor")
-    if metadata.backend not in (None, platform, "gpu" if platform in ("cuda", "rocm") else None):
-        add("platform.backend_unused", backend=metadata.backend, source=source, platform=platform)
-    if metadata.runtime_dtype is not None and shapes.query.dtype != metadata.runtime_dtype:
-        cast = [n for n in ("query", "key", "value") if getattr(shapes, n).dtype.name not in QUANTISED]
-        add("dtype.cast", names=cast, given=shapes.query.dtype.name, runtime=metadata.runtime_dtype.name)
-    for name in ("key", "value"):
-        dtype = getattr(shapes, name).dtype.name
-        if dtype in QUANTISED and getattr(shapes, f"{name}_scale") is None:
-            add("dtype.unscaled", name=name, dtype=dtype)
-    declared = metadata.declared_mesh
-    if declared is not None and mesh is not declared and axes_of(declared) != axes_of(mesh):
-        add("mesh.context", context=describe_mesh(mesh), declared=describe_mesh(declared))
-    counted = {a for axes in by_caller for a in axes}
-    manual = [a.name for a in axes_of(mesh) if a.kind == "manual" and a.size > 1 and a.name not in counted]
-    of_keys = set(axes_at(rules.key, canonical_layout(options.layout).index("t"))) & set(manual)
-    if of_keys and metadata.policy.sequence_parallel == "auto":
-        add("mesh.manual_keys", axes=sorted(of_keys))
-    if manual and probability > 0 and not options.deterministic:
-        add("mesh.manual_dropout", axes=manual)
-    if options.deterministic and probability > 0:
-        add("dropout.off", probability=probability)
-    elif not options.deterministic and probability == 0:
-        add("dropout.zero")
-    if arrays.dropout_rng is not None and (options.deterministic or probability == 0):
-        add("dropout.key_unused", why="deterministic=True" if options.deterministic else "dropout_prob is 0")
-    structured = options.mask is not None and not options.mask_is_array
-    if structured and options.causal is None and metadata.causal and "causal" not in mask.features():
-        add("mask.default_causal")
-    if options.causal is False and structured and "causal" in mask.features():
-        add("mask.causal_false")
-    has_offset = options.query_offset is not None or arrays.query_offset is not None
-    if has_offset and offset is None and not dynamic:
-        add("mask.offset_unused")
-    if options.mode is None:
-        add("mode.derived")
-    if not has_offset and offset not in (None, 0):
-        add("mask.offset_at_end", offset=offset)
-    if not has_offset and dynamic:
-        add("mask.offset_of_cache")
-    return notes

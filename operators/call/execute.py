@@ -7,6 +7,7 @@ build the mask with the shard's own global offset.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from ..sequence.manual import local_heads, whole_leaves, without_manual
 from ..sequence.split_kv import combined_over_devices
 from .arguments import Options, join_mask, run_time_offset
 from .arrays import Arrays
+from .call_scores import captured_names, lowered
 from .declared import DeclaredOperation
 from .describe import packed
 from .local import LocalCall, LocalOutput, Ring
@@ -267,6 +269,16 @@ def _local_call(plan: Plan, options: Options, local: ShardedOperands, hides_keys
             k_start,
         )
     operands = local.operands
+    local_mask = LocalMask(mask, q_start, q_len, kv_len, offset, k_start, hides_keys)
+    # Around a ring the arrays along the keys are whole: a step cuts what its keys need.
+    score, captures = lowered(problem, operands, local_mask, problem.kv_len if ring is not None else kv_len)
+    if score is not None and "function" in score.names:
+        local_mask = replace(
+            local_mask,
+            batch_start=_index(placement.batch_axes, problem)[0] * placement.local.batch,
+            head_start=_index(placement.head_axes, problem)[0] * placement.local.q_heads,
+        )
+    captured = () if problem.score is None else captured_names(problem.score)
     return LocalCall(
         query=operands["query"],
         key=operands["key"],
@@ -275,8 +287,10 @@ def _local_call(plan: Plan, options: Options, local: ShardedOperands, hides_keys
         sinks=operands.get("softmax_aux"),
         key_scale=operands.get("key_scale"),
         value_scale=operands.get("value_scale"),
-        further={name: x for name, x in operands.items() if name not in ATTENTION},
-        mask=LocalMask(mask, q_start, q_len, kv_len, offset, k_start, hides_keys),
+        further={name: x for name, x in operands.items() if name not in ATTENTION and name not in captured},
+        score=score,
+        captures=captures,
+        mask=local_mask,
         dropout=dropout,
         layout=problem.kernel_layout,
         softmax_scale=problem.softmax_scale,

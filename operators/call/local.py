@@ -11,6 +11,7 @@ import numpy as np
 
 from ...planning import AttentionProblem, OperationConfig, Placement, Route
 from ...pytree_export import exported_tuple
+from ...scores.steps import Steps
 from ..kernels.dequantise import dequantised
 from ..kernels.local_mask import Dropout, LocalMask
 
@@ -80,6 +81,9 @@ class LocalCall:
     # [batch, kv heads, kv] in float32; None where key or value isn't quantised, or is used unscaled.
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
+    # The steps of the call's score, after the soft cap, and the arrays that they read.
+    score: Steps | None = None
+    captures: tuple[jax.Array, ...] = ()
     # An operation's own operands by name, in the kernel's layout: this device's part.
     further: Mapping[str, jax.Array] = field(default_factory=dict)
 

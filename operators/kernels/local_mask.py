@@ -27,7 +27,8 @@ class LocalMask:
 
     `mask` holds the shard's own pieces of the traced arrays. A start is traced where that length is split.
     `query_offset` is an int, a traced [batch] array, or None when no part of the mask depends on positions. `hides_keys` is
-    False if each key of the whole problem is known to be seen by some query.
+    False if each key of the whole problem is known to be seen by some query. batch_start, head_start: the shard's first batch row
+    and query head, if a score asks for them.
     """
 
     mask: Mask
@@ -37,6 +38,8 @@ class LocalMask:
     query_offset: int | jax.Array | None
     k_start: int | jax.Array = 0
     hides_keys: bool = True
+    batch_start: int | jax.Array = 0
+    head_start: int | jax.Array = 0
 
     @property
     def _symbolic(self) -> bool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...masks import Mask
+from ...scores.steps import Steps
 from .local_mask import Dropout, LocalMask
 
 __all__ = ["DynamicArgs", "Operands", "Results", "StaticArgs", "join_static", "no_gradients", "split_static"]
@@ -25,6 +26,7 @@ class Operands(NamedTuple):
     sinks: jax.Array | None
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
+    captures: tuple[jax.Array, ...] = ()  # those that the score's steps read
 
     @property
     def of_keys(self) -> tuple[jax.Array | None, ...]:
@@ -50,11 +52,13 @@ class DynamicArgs(NamedTuple):
     seed: jax.Array | None
     starts: tuple[Any, Any] | None
     k_start: jax.Array | None
+    batch_start: jax.Array | None = None
+    head_start: jax.Array | None = None
 
 
 @dataclass(frozen=True)
 class StaticArgs:
-    """What is known of the mask and the dropout at trace time; starts and `query_offset` are None if traced."""
+    """What is known of the mask, the dropout and the score at trace time; starts and `query_offset` are None if traced."""
 
     mask: Mask
     q_len: int
@@ -64,9 +68,14 @@ class StaticArgs:
     dropout: float
     k_start: int | None = 0
     hides_keys: bool = True
+    batch_start: int | None = 0
+    head_start: int | None = 0
+    score: Steps | None = None
 
 
-def split_static(mask: LocalMask, dropout: Dropout | None) -> tuple[StaticArgs, DynamicArgs]:
+def split_static(
+    mask: LocalMask, dropout: Dropout | None, score: Steps | None = None
+) -> tuple[StaticArgs, DynamicArgs]:
     """(static, dynamic) arguments of a mask and a dropout; `join_static` is the inverse."""
     structure, leaves = mask.mask.split()
     placed_q, placed_k = (isinstance(start, int) for start in (mask.q_start, mask.k_start))
@@ -80,6 +89,9 @@ def split_static(mask: LocalMask, dropout: Dropout | None) -> tuple[StaticArgs, 
         dropout=0.0 if dropout is None else dropout.probability,
         k_start=mask.k_start if placed_k else None,  # type: ignore[arg-type]
         hides_keys=mask.hides_keys,
+        batch_start=mask.batch_start if isinstance(mask.batch_start, int) else None,
+        head_start=mask.head_start if isinstance(mask.head_start, int) else None,
+        score=score,
     )
     dynamic = DynamicArgs(
         tuple(jnp.asarray(leaf.array) for leaf in leaves),
@@ -91,6 +103,8 @@ def split_static(mask: LocalMask, dropout: Dropout | None) -> tuple[StaticArgs, 
         if dropout is None
         else tuple(jnp.asarray(x, jnp.int32) for x in (dropout.batch_start, dropout.head_start)),  # type: ignore[arg-type]
         None if placed_k else jnp.asarray(mask.k_start),
+        None if isinstance(mask.batch_start, int) else jnp.asarray(mask.batch_start),
+        None if isinstance(mask.head_start, int) else jnp.asarray(mask.head_start),
     )
     return static_args, dynamic
 
@@ -105,6 +119,8 @@ def join_static(static_args: StaticArgs, dynamic: DynamicArgs) -> tuple[LocalMas
         static_args.query_offset if dynamic.query_offset is None else dynamic.query_offset,
         static_args.k_start if dynamic.k_start is None else dynamic.k_start,  # type: ignore[arg-type]
         static_args.hides_keys,
+        static_args.batch_start if dynamic.batch_start is None else dynamic.batch_start,  # type: ignore[arg-type]
+        static_args.head_start if dynamic.head_start is None else dynamic.head_start,  # type: ignore[arg-type]
     )
     if dynamic.seed is None or dynamic.starts is None:
         return mask, None

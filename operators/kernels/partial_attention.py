@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from ...scores.steps import Steps
 from .derivatives import reverse_only
 from .local_mask import Dropout, LocalMask
 from .operands import DynamicArgs, Operands, Results, StaticArgs, no_gradients, split_static
@@ -57,10 +58,14 @@ class PartialAttention(Protocol):
 
 
 def differentiable(
-    kernel: PartialAttention, operands: Operands, mask: LocalMask, dropout: Dropout | None
+    kernel: PartialAttention,
+    operands: Operands,
+    mask: LocalMask,
+    dropout: Dropout | None,
+    score: Steps | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(output, lse) of a kernel over the mask's keys, both differentiable in reverse; they are also the residuals."""
-    static_args, dynamic = split_static(mask, dropout)
+    static_args, dynamic = split_static(mask, dropout, score)
     operands, dynamic = reverse_only(alike((operands, dynamic)), kernel.title)
     return _attend(_PartialStatic(kernel, static_args), operands, dynamic)
 

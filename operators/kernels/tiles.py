@@ -181,6 +181,19 @@ class TileSource:
         last = self.mask.kv_len - self.block_kv
         return min(first, last) if isinstance(first, int) else jnp.minimum(first, np.int32(last))
 
+    def places(self, tile: TilePosition) -> tuple[jax.Array, jax.Array]:
+        """The positions of the tile's queries, int32 [block_q, 1], and of its keys [1, block_kv]."""
+        rows, cols = self._indices(tile)
+        offset = 0 if self.mask.query_offset is None else self.mask.query_offset
+        if not isinstance(offset, int):
+            offset = lax.squeeze(cut_along(offset, tile.batch, 1), (0,))
+        return shifted(shifted(rows, self.mask.q_start), offset), shifted(cols, self.mask.k_start)
+
+    def positions(self, tile: TilePosition) -> tuple[jax.Array, jax.Array]:
+        """The same from the mask's Positions: [1, block_q] and [1, block_kv]."""
+        (leaf,) = (leaf for leaf in self._padded.conjuncts() if leaf.kind == "positions")
+        return self._cut_atom(leaf, tile).arrays()  # type: ignore[return-value]
+
     def keep(self, tile: TilePosition) -> jax.Array | None:
         """Which weights dropout keeps: bool [heads, block_q, block_kv]; None without dropout."""
         if self.dropout is None:

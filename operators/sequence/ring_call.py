@@ -23,8 +23,8 @@ def attend_call(
     """(output, lse) of this device's queries and the call's keys; tensors in the kernel's layout, the output as well."""
     if call.ring is not None:
         return _attend_ring(call.ring, call, kernel, query, key, value)
-    operands = Operands(query, key, value, call.bias, call.sinks, call.key_scale, call.value_scale)
-    return differentiable(kernel, operands, call.mask, call.dropout)
+    operands = Operands(query, key, value, call.bias, call.sinks, call.key_scale, call.value_scale, call.captures)
+    return differentiable(kernel, operands, call.mask, call.dropout, call.score)
 
 
 def _attend_ring(

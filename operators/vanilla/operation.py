@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+import jax
 import numpy as np
 from pydantic import PositiveInt
 
@@ -18,6 +20,7 @@ from ..call.base import Operation
 from ..call.local import LocalCall, LocalOutput
 from ..choices.mask_blocks import has_blocks
 from ..kernels.blocking import Blocking, KeyChunks
+from ..kernels.scores import WholeScores, apply_steps
 from ..sequence.ring_call import attend_call
 from .kernel.blockwise import PartialBlockwise
 from .kernel.plain import plain_attention
@@ -179,8 +182,16 @@ def _whole(call: LocalCall) -> LocalOutput:
         keep=keep,
         keep_probability=1.0 - call.problem.dropout_prob,
         softmax_dtype=call.softmax_dtype,
+        score=None if call.score is None else functools.partial(_scored, call),
     )
     return LocalOutput(output, weights if call.return_weights else None, lse if call.return_lse else None)
+
+
+def _scored(call: LocalCall, logits: jax.Array, factor: float) -> tuple[jax.Array, float]:
+    assert call.score is not None
+    tile = WholeScores(call.score, call.captures, call.mask, call.softmax_dtype, slice(0, call.mask.kv_len))
+    result = apply_steps(call.score, logits, factor, 1.0, tile)
+    return result.x, result.factor
 
 
 def _in_parts(call: LocalCall, route: NativeRoute) -> LocalOutput:

@@ -18,7 +18,7 @@ FLOORS = (
     ("registry",),
     ("models",),
     ("planning",),
-    ("masks", "sharding"),
+    ("masks", "scores", "sharding"),
     ("drawing",),
     ("devices", "names", "page_layouts", "pytree_export", "strict_json", "symbolic"),
     ("errors", "compat", "distribution"),
@@ -63,7 +63,7 @@ def _is_kernel(name: str) -> bool:
 
 
 KERNELS = [path for path, name in zip(FILES, NAMES, strict=True) if _is_kernel(name)]
-BELOW_KERNELS = {"masks", "errors", "compat", "symbolic", "devices", "page_layouts"}
+BELOW_KERNELS = {"masks", "scores", "errors", "compat", "symbolic", "devices", "page_layouts"}
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=[path.relative_to(ROOT).as_posix() for path in KERNELS])

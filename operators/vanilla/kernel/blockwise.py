@@ -26,6 +26,7 @@ from ...kernels.lse import LN2, LOG2E, divisor_and_lse, subtracted
 from ...kernels.operands import DynamicArgs, Operands, Results, StaticArgs, join_static
 from ...kernels.partial_attention import residual_names
 from ...kernels.primitives import cut, cut_along, dot, fold, loop, put, row_dots, split_index, summed, where
+from ...kernels.scores import BlockScores, apply_steps
 from ...kernels.seen_keys import seen_keys
 from ...kernels.tiles import TilePosition, TileSource, is_arithmetic, tile_table
 from ...kernels.varying import vary, varying
@@ -149,6 +150,8 @@ class _BlockPass:
         self.source = TileSource(mask, dropout, blocking.block_q, blocking.block_kv, tables=tables)
         self.table = tile_table(mask, blocking.block_q, blocking.block_kv, tables=tables, separate_full=separate_full)
         self.bias = None if operands.bias is None else self.source.pad(operands.bias)
+        steps = static.static_args.score
+        self.scores = steps and BlockScores(steps, operands.captures, self.source, self.dtype, static.platform)
         self.seen = seen_keys(mask, self.kv_heads, operands.of_keys)
         self.axes = varying(operands)
 
@@ -291,14 +294,20 @@ class _BlockPass:
 
     def logits(
         self, query: jax.Array, key: jax.Array, tile: TilePosition, masked: bool
-    ) -> tuple[jax.Array, float, Any]:
-        """(x, factor, tanh): the logits in base 2 are x * factor; tanh is the soft cap's, for its gradient."""
-        static = self.static
+    ) -> tuple[jax.Array, float, Any, Any]:
+        """(x, factor, tanh, scored): the logits in base 2 are x * factor; tanh is the soft cap's, and `scored` the score's result
+        in [heads, block_q, n], for their gradients."""
+        static, scored = self.static, None
         raw = dot(query, key, 2, self.dtype)
         x, factor, capped = raw, static.scale * LOG2E, None
         if static.soft_cap is not None:
             capped = jnp.tanh(raw * (static.scale / static.soft_cap))
             x, factor = capped, static.soft_cap * LOG2E
+        if self.scores is not None:
+            natural = static.scale if capped is None else static.soft_cap
+            assert natural is not None
+            scored = apply_steps(self.scores.steps, self.spread(x), natural, LOG2E, self.scores.tile(tile))
+            x, factor = scored.x.reshape(x.shape), scored.factor * (1.0 if scored.absorbed else LOG2E)
         if self.bias is not None:
             bias = self.source.cut(self.bias, tile).astype(self.dtype) * LOG2E
             x, factor = (self.spread(x * factor) + bias).reshape(x.shape), 1.0
@@ -308,7 +317,7 @@ class _BlockPass:
                 if factor <= 0:
                     x, factor = x * factor, 1.0
                 x = where(self.mask_rows(seen), x, -jnp.inf)
-        return (x, factor, capped) if factor > 0 else (x * factor, 1.0, capped)
+        return (x, factor, capped, scored) if factor > 0 else (x * factor, 1.0, capped, scored)
 
     def exp2(self, x: jax.Array) -> jax.Array:
         return exp2(x, self.static.platform, accurate=self.compute.itemsize >= 4)
@@ -328,7 +337,7 @@ def _forward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs)
     if not isinstance(static.forward, Blocking):
         mask, dropout = join_static(static.static_args, dynamic)
         of_few_queries = decode_rows_forward if static.forward.in_place else decode_forward
-        return of_few_queries(static, operands, mask, dropout, static.forward.block_kv)
+        return of_few_queries(static, operands, mask, dropout, static.forward.block_kv, static.static_args.score)
     block_pass = _BlockPass(static, static.forward, operands, dynamic)
     heads, rows = block_pass.blocking.heads, block_pass.rows
     query = block_pass.padded_queries(operands.query)
@@ -346,7 +355,7 @@ def _forward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs)
             def of_tile(kv_block: Any, carry: Any, masked: bool) -> Any:
                 acc, peak, total = carry
                 tile = block_pass.tile(at, kv_block)
-                x, factor, _ = block_pass.logits(q, block_pass.keys(key, at, kv_block), tile, masked)
+                x, factor, *_ = block_pass.logits(q, block_pass.keys(key, at, kv_block), tile, masked)
                 new_peak = jnp.maximum(peak, x.max(axis=-1) * factor)
                 shift = subtracted(new_peak)
                 p = block_pass.exp2(x * factor - shift[..., None])
@@ -423,7 +432,7 @@ def _backward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs
         key, value = (block_pass.take(x, stage, clean=True) for x in operands[1:3])
 
         def of_q_block(at: QueryBlock, carry: Any) -> Any:
-            d_key, d_value, d_query, d_bias, d_sinks = carry
+            d_key, d_value, d_query, d_bias, d_sinks, d_captures = carry
             q, d_out = (block_pass.queries(x, at) for x in (query, d_output))
             row_lse, row_delta = (block_pass.row_values(x, at) for x in (padded_lse, delta))
             shift = row_lse * LOG2E
@@ -432,44 +441,51 @@ def _backward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs
             q_across, d_out_across = lax.optimization_barrier((q.swapaxes(1, 2), d_out.swapaxes(1, 2)))
 
             def of_tile(kv_block: Any, carry: Any, masked: bool) -> Any:
-                d_q, d_key, d_value, d_bias = carry
+                d_q, d_key, d_value, d_bias, d_captures = carry
                 tile = block_pass.tile(at, kv_block)
                 k, v = block_pass.keys(key, at, kv_block), block_pass.keys(value, at, kv_block)
-                x, factor, capped = block_pass.logits(q, k, tile, masked)
+                x, factor, capped, scored = block_pass.logits(q, k, tile, masked)
                 p = block_pass.exp2(x * factor - shift[..., None])
                 keep = block_pass.source.keep(tile)
                 d_p = block_pass.dropped(dot(d_out, v, 2, block_pass.dtype), keep)
                 d_x = p * (d_p - row_delta[..., None])
                 if d_bias is not None:
                     d_bias = _add_bias_gradient(block_pass, d_bias, d_x, tile)
+                if scored is not None:
+                    of_score, shares = scored.pull(block_pass.spread(d_x))
+                    for share in shares:
+                        d_captures = block_pass.scores.tile(tile).add_share(d_captures, share)
+                    d_x = of_score.reshape(d_x.shape)
                 if capped is not None:
                     d_x = d_x * (1 - capped * capped)
                 p, d_x = block_pass.dropped(p, keep).astype(block_pass.compute), d_x.astype(block_pass.compute)
                 d_q = d_q + dot(d_x, k, 1, block_pass.dtype)
                 d_value = _add_block(d_value, dot(d_out_across, p, 1, block_pass.dtype), at, kv_block)
                 d_key = _add_block(d_key, dot(q_across, d_x, 1, block_pass.dtype), at, kv_block)
-                return d_q, d_key, d_value, d_bias
+                return d_q, d_key, d_value, d_bias, d_captures
 
             start = block_pass.full((heads, block_pass.rows, block_pass.dim), 0, block_pass.dtype)
-            d_q, d_key, d_value, d_bias = block_pass.fold_tiles(at, of_tile, (start, d_key, d_value, d_bias))
+            sums = (start, d_key, d_value, d_bias, d_captures)
+            d_q, d_key, d_value, d_bias, d_captures = block_pass.fold_tiles(at, of_tile, sums)
             d_query = block_pass.put_queries(d_query, d_q * static.scale, at)
             if d_sinks is not None:
                 d_sinks = _add_sink_gradient(block_pass, d_sinks, row_lse, row_delta, at.group)
-            return d_key, d_value, d_query, d_bias, d_sinks
+            return d_key, d_value, d_query, d_bias, d_sinks, d_captures
 
-        d_query, d_key, d_value, d_bias, d_sinks = gradients
+        d_query, d_key, d_value, d_bias, d_sinks, d_captures = gradients
         start = (
             block_pass.full((block_pass.slots, blocks, heads, block_pass.dim, size), 0, block_pass.dtype),
             block_pass.full((block_pass.slots, blocks, heads, block_pass.value_dim, size), 0, block_pass.dtype),
         )
-        carry = block_pass.fold_q_blocks(stage, of_q_block, (*start, d_query, d_bias, d_sinks))
-        of_key, of_value, d_query, d_bias, d_sinks = carry
+        carry = block_pass.fold_q_blocks(stage, of_q_block, (*start, d_query, d_bias, d_sinks, d_captures))
+        of_key, of_value, d_query, d_bias, d_sinks, d_captures = carry
         return (
             d_query,
             put_keys(d_key, of_key * static.scale, stage),
             put_keys(d_value, of_value, stage),
             d_bias,
             d_sinks,
+            d_captures,
         )
 
     def put_keys(whole: jax.Array, sums: jax.Array, stage: Any) -> jax.Array:
@@ -495,8 +511,12 @@ def _backward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs
         ),
         d_bias,
         None if d_sinks is None else block_pass.full(d_sinks.shape, 0, block_pass.dtype),
+        tuple(
+            block_pass.full(x.shape, 0, block_pass.dtype)
+            for x in (block_pass.scores.arrays if block_pass.scores else ())
+        ),
     )
-    d_query, d_key, d_value, d_bias, d_sinks = block_pass.fold_stages(of_stage, gradients)
+    d_query, d_key, d_value, d_bias, d_sinks, d_captures = block_pass.fold_stages(of_stage, gradients)
     d_query = _first(d_query, static.static_args.q_len, time)
     d_query, d_key, d_value = (
         from_bits(bits, x.dtype) for bits, x in zip((d_query, d_key, d_value), operands[:3], strict=True)
@@ -505,7 +525,10 @@ def _backward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs
         d_bias = d_bias[tuple(slice(n) for n in operands.bias.shape)].astype(operands.bias.dtype)
     if operands.sinks is not None:
         d_sinks = d_sinks.astype(operands.sinks.dtype)
-    return Operands(d_query, d_key, d_value, d_bias, d_sinks)
+    if block_pass.scores is not None:
+        d_captures = block_pass.scores.unpadded(d_captures)
+        d_captures = tuple(d.astype(x.dtype) for d, x in zip(d_captures, operands.captures, strict=True))
+    return Operands(d_query, d_key, d_value, d_bias, d_sinks, captures=d_captures)
 
 
 def _add_block(whole: jax.Array, part: jax.Array, at: QueryBlock, kv_block: Any) -> jax.Array:

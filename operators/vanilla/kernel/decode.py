@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ....scores.steps import Steps
 from ...kernels.blocking import BlockwiseMethod
 from ...kernels.local_mask import Dropout, LocalMask
 from ...kernels.lse import LN2, LOG2E, divisor_and_lse, subtracted
 from ...kernels.operands import Operands
 from ...kernels.primitives import where
+from ...kernels.scores import WholeScores, apply_steps
 from ...kernels.varying import vary, varying
 from .cpu_tuning import compute_dtype, exp2, few_rows_product, product
 
@@ -27,7 +29,12 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def decode_forward(
-    method: BlockwiseMethod, operands: Operands, mask: LocalMask, dropout: Dropout | None, block_kv: int
+    method: BlockwiseMethod,
+    operands: Operands,
+    mask: LocalMask,
+    dropout: Dropout | None,
+    block_kv: int,
+    score: Steps | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output in the layout, lse [batch, heads, q]); not differentiable by itself."""
     query, key, value, bias, sinks, *_ = operands
@@ -86,6 +93,10 @@ def decode_forward(
                 keys = where(seen_keys, keys, 0)
             x = logits_of(keys)
             x = x * scale if soft_cap is None else soft_cap * jnp.tanh(x * (scale / soft_cap))
+            if score is not None:
+                tile = WholeScores(score, operands.captures, mask, softmax_dtype, slice(first, last))
+                scored = apply_steps(score, x, 1.0, 1.0, tile)
+                x = scored.x * scored.factor if scored.factor != 1 else scored.x
             x = x * LOG2E
             if bias is not None:
                 columns = bias if bias.shape[-1] == 1 else bias[..., first:last]

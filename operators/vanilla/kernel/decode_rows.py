@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from ....masks import Full
+from ....scores.steps import Steps
 from ...kernels.blocking import BlockwiseMethod
 from ...kernels.derivatives import twice_forward_only
 from ...kernels.local_mask import Dropout, LocalMask
@@ -25,6 +26,7 @@ from ...kernels.lse import divisor_and_lse, subtracted
 from ...kernels.operands import Operands
 from ...kernels.precision import exact
 from ...kernels.primitives import cut, cut_along, fold, loop, put, where
+from ...kernels.scores import BlockScores, apply_steps
 from ...kernels.tiles import TilePosition, TileSource, tile_table
 from ...kernels.varying import vary, varying
 from .cpu_tuning import as_bits, held_in_loop, widened
@@ -46,7 +48,12 @@ class _Sums(NamedTuple):
 
 
 def decode_rows_forward(
-    method: BlockwiseMethod, operands: Operands, mask: LocalMask, dropout: Dropout | None, block_kv: int
+    method: BlockwiseMethod,
+    operands: Operands,
+    mask: LocalMask,
+    dropout: Dropout | None,
+    block_kv: int,
+    score: Steps | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output in the layout, lse [batch, heads, q]); not differentiable by itself.
 
@@ -66,6 +73,7 @@ def decode_rows_forward(
     if soft_cap is None:
         all_rows = all_rows * scale
     source = TileSource(mask, dropout, q_len, block_kv, in_place=True)
+    scores = score and BlockScores(score, operands.captures, source, np.dtype(softmax_dtype), platform)
     table = tile_table(mask, q_len, block_kv, separate_full=False)
     hides = mask.hides_keys and not isinstance(mask.mask, Full)
     axes = varying((query, key, value, bias, sinks))
@@ -114,6 +122,11 @@ def decode_rows_forward(
         x = logits(row, first, by_row)
         if soft_cap is not None:
             x = soft_cap * jnp.tanh(x * (scale / soft_cap))
+        if scores is not None:
+            # Without a cap the scale is in the queries already.
+            flat = x.transpose((1, 2, 3, 0) if time == 0 else (0, 2, 3, 1)).reshape(heads, q_len, block_kv)
+            scored = apply_steps(scores.steps, flat, 1.0, 1.0, scores.tile(tile))
+            x = spread(scored.x if scored.factor == 1 else scored.x * scored.factor)
         if bias is not None:
             x = x + spread(source.cut(bias, tile).astype(softmax_dtype))
         seen = source.seen(tile)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,10 +30,11 @@ def plain_attention(
     keep: Bool[Array, "batch heads q kv"] | None,
     keep_probability: float,
     softmax_dtype: np.dtype,
+    score: Callable[[Array, float], tuple[Array, float]] | None = None,
 ) -> tuple[Array, Array, Array]:
     """Return (output in the layout, weights [batch, heads, q, kv], lse [batch, heads, q]).
 
-    `mask` is True where a query may attend. Query heads are a multiple of kv heads and share them in order. Fully masked
+    score: new logits and their factor from these. `mask` is True where a query may attend. Query heads are a multiple of kv heads and share them in order. Fully masked
     rows give output 0, weights 0, lse -inf and zero gradients.
     """
     # Products in canonical form, [batch, kv heads, rows, dim]: otherwise XLA:CPU would transpose the logits.
@@ -43,6 +46,8 @@ def plain_attention(
     logits, factor = dot(q, k, 3, softmax_dtype).reshape(batch, heads, q_len, kv_len), scale
     if soft_cap is not None:
         logits, factor = soft_cap * jnp.tanh(logits * (scale / soft_cap)), 1.0
+    if score is not None:
+        logits, factor = score(logits, factor)
     if bias is not None:
         logits, factor = logits * factor + bias.astype(softmax_dtype), 1.0
     if factor <= 0:

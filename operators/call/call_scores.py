@@ -1,0 +1,112 @@
+"""The score of a call: its arrays are operands by name, and become the arrays of its steps on a device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...errors import InputError, InputTypeError, ScoreError, a_type
+from ...planning import AttentionProblem
+from ...scores import Score, SoftCap
+from ...scores.node import Chain
+from ...scores.steps import Lowering, Steps
+from ...sharding import ATTENTION, Operand, OperandTable
+from ..kernels.local_mask import LocalMask
+from ..kernels.scores import score_positions
+from .arrays import is_array
+
+__all__ = ["capture_sizes", "captured_names", "lowered", "read_score", "score_rows", "without_cap"]
+
+
+def read_score(score: Any, query: Any, layout: str, call: Mapping[str, Any]) -> tuple[Score, dict[str, Any]]:
+    """(the score without arrays, its arrays by name), those of the call among them. Errors: InputTypeError for something else
+    than a score; InputError for an array that is given nowhere or twice; ScoreError for a name that a call's argument has."""
+    if not isinstance(score, Score):
+        hint = f"; pass an object: {score.__name__}(...)" if isinstance(score, type) else ""
+        raise InputTypeError(f"score is {a_type(score)}; wanted a Score, such as ALiBi() or SoftCap(50.0){hint}.")
+    if is_array(query) and len(query.shape) == len(layout) and "h" in layout:
+        score = score.with_heads(query.shape[layout.index("h")])
+    arrays: dict[str, Any] = {}
+    for name, held in zip(captured_names(score), score.arrays(), strict=True):
+        given = call.get(name)
+        if held is not None and given is not None:
+            raise InputError(f"{name} is given in the score {score} and in the call; leave one of them out.")
+        array = given if held is None else held
+        if array is None:
+            raise InputError(f"score {score} needs {name}; pass {name}= in the call, or to the score.")
+        arrays[name] = jnp.asarray(array, jnp.float32) if isinstance(array, tuple) else array
+    return score.structure(), arrays
+
+
+@functools.lru_cache(maxsize=512)
+def _names_of(structure: Score) -> tuple[str, ...]:
+    names = tuple(capture.name for capture in structure.captures())
+    taken = [name for name in names if name in ATTENTION or name in _TAKEN]
+    if taken:
+        raise ScoreError(
+            f"capture {taken[0]!r} of {structure} is named like an argument of a call; choose another name"
+        )
+    return names
+
+
+_TAKEN = frozenset({"mask", "score", "mode", "layout", "causal", "output", "weights", "lse", "state", "layer", "batch"})
+
+
+def captured_names(score: Score) -> tuple[str, ...]:
+    """The names of a score's arrays in a call."""
+    return _names_of(score.structure())
+
+
+def without_cap(score: Score) -> tuple[float | None, Score | None]:
+    """(the soft cap that a score begins with, the rest): `logits_soft_cap` under its other name."""
+    first, *rest = score.parts()
+    if not isinstance(first, SoftCap):
+        return None, score
+    return first.cap, None if not rest else rest[0] if len(rest) == 1 else Chain(tuple(rest))
+
+
+@functools.lru_cache(maxsize=512)
+def score_rows(structure: Score, ranks: tuple[int, ...]) -> OperandTable:
+    """The operands of a score, each with the dims of its rank, or all that it may have if it fits none."""
+    rows = []
+    for capture, rank in zip(structure.captures(), ranks, strict=True):
+        forms = (capture.dims, *capture.also)
+        fitting = [dims for dims in forms if len(dims) == rank]
+        dims, also = (fitting[0], ()) if fitting else (forms[0], forms[1:])
+        rows.append(Operand(capture.name, dims, also=also, broadcasts=capture.broadcasts, feature="score"))
+    return OperandTable(*rows)
+
+
+def capture_sizes(structure: Score, kv_len: int) -> dict[str, int]:
+    """The sizes of the dims that only a score's arrays have."""
+    sizes = {"all_keys": kv_len}
+    for capture in structure.captures():
+        sizes |= dict(capture.sizes)
+    return sizes
+
+
+def lowered(
+    problem: AttentionProblem, operands: Mapping[str, jax.Array], mask: LocalMask, keys: int
+) -> tuple[Steps | None, tuple[jax.Array, ...]]:
+    """The steps of a problem's score on a device, and their arrays. keys: how many keys aligned arrays have here."""
+    if problem.score is None:
+        return None, ()
+    positions = None if problem.symbolic and not mask.mask.conjuncts() else score_positions(mask)
+    lowering = Lowering(
+        q_len=problem.q_len,
+        kv_len=problem.kv_len,
+        rows=mask.q_len,
+        keys=keys,
+        first_row=mask.q_start,
+        first_key=mask.k_start,
+        offset=0 if mask.query_offset is None else mask.query_offset,
+        positions=positions,
+        known_lengths=not problem.symbolic,
+        dtype=jnp.dtype(problem.softmax_dtype),
+    )
+    problem.score.lower([operands[name] for name in captured_names(problem.score)], lowering)
+    return lowering.result()

@@ -1,0 +1,303 @@
+"""RelativeBias and RelativeBias2D: learnt numbers by the distance between query and key."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import ScoreError, a_type, is_whole, shown
+from .functions import Named, checked_function
+from .leaves import _WithArrays
+from .node import Capture, Captured, capture_array
+from .places import Places
+from .steps import Diagonal, Lookup, Lowering, Product
+
+__all__ = ["T5", "Buckets", "Clip", "RelativeBias", "RelativeBias2D"]
+
+
+class _BucketRule:
+    """Which row of a table a distance (key - query) has; `count` rows."""
+
+    kind: ClassVar[str]
+
+    @property
+    def count(self) -> int:
+        raise NotImplementedError
+
+    def index(self, distance: Any, xp: Any) -> Any:
+        """int32 in [0, count) for integer distances."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"kind": self.kind, **vars(self)}
+
+    def describe(self) -> str:
+        """Such as `t5(buckets=32, max_distance=128, bidirectional=True)`."""
+        return f"{self.kind}({', '.join(f'{k}={v!r}' for k, v in self.to_dict().items() if k != 'kind')})"
+
+
+def _whole(value: Any, what: str, least: int) -> None:
+    if not is_whole(value, least, 2**30):
+        raise ScoreError(f"{what}={shown(value)}; wanted an int of at least {least}")
+
+
+@dataclass(frozen=True)
+class T5(_BucketRule):
+    """T5's buckets: exact for near keys, then logarithmic up to max_distance. bidirectional: half of them for later keys, as in an
+    encoder; otherwise later keys share the bucket of distance 0.
+
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning" (2020).
+    """
+
+    kind: ClassVar[str] = "t5"
+    buckets: int = 32
+    max_distance: int = 128
+    bidirectional: bool = True
+
+    def __post_init__(self) -> None:
+        _whole(self.buckets, "T5 buckets", 4 if self.bidirectional else 2)
+        _whole(self.max_distance, "T5 max_distance", self.buckets // (4 if self.bidirectional else 2) + 1)
+        if not isinstance(self.bidirectional, bool):
+            raise ScoreError(f"T5 bidirectional={shown(self.bidirectional)}; wanted True or False")
+
+    @property
+    def count(self) -> int:
+        return self.buckets
+
+    @functools.cached_property
+    def _starts(self) -> tuple[int, ...]:
+        """The distances from which each logarithmic bucket after the first is used: from them on, no logarithm is needed.
+
+        They are found with the formula of the models, in float32 like theirs, because its rounding decides between buckets.
+        """
+        side = self.buckets // 2 if self.bidirectional else self.buckets
+        exact = side // 2
+        away = np.arange(exact, self.max_distance + 1, dtype=np.int32)
+        ratio = np.log(away.astype(np.float32) / np.float32(exact)) / np.float32(math.log(self.max_distance / exact))
+        index = np.minimum(exact + (ratio * np.float32(side - exact)).astype(np.int32), side - 1)
+        return tuple(int(away[np.argmax(index >= n)]) for n in range(exact + 1, side) if (index >= n).any())
+
+    def index(self, distance: Any, xp: Any) -> Any:
+        side = self.buckets // 2 if self.bidirectional else self.buckets
+        exact = side // 2
+        away = abs(distance) if self.bidirectional else xp.maximum(-distance, 0)
+        bucket = xp.minimum(away, exact)
+        for start in self._starts:
+            bucket = bucket + (away >= start).astype(bucket.dtype)
+        return bucket + side * (distance > 0).astype(bucket.dtype) if self.bidirectional else bucket
+
+
+@dataclass(frozen=True)
+class Clip(_BucketRule):
+    """A bucket for each distance from -left to right; farther keys share the last ones. left + right + 1 rows.
+
+    Source: Shaw et al., "Self-Attention with Relative Position Representations" (2018).
+    """
+
+    kind: ClassVar[str] = "clip"
+    left: int
+    right: int = 0
+
+    def __post_init__(self) -> None:
+        _whole(self.left, "Clip left", 0)
+        _whole(self.right, "Clip right", 0)
+
+    @property
+    def count(self) -> int:
+        return self.left + self.right + 1
+
+    def index(self, distance: Any, xp: Any) -> Any:
+        return xp.clip(distance, -self.left, self.right) + self.left
+
+
+@dataclass(frozen=True)
+class Buckets(_BucketRule, Named):
+    """The registered function `name`: fn(distance) -> int in [0, count), elementwise. Other numbers are cut to that range."""
+
+    kind: ClassVar[str] = "buckets"
+    name: str
+    rows: int
+
+    def __post_init__(self) -> None:
+        self._hold()
+        _whole(self.rows, "Buckets rows", 1)
+        checked_function(self.name, self.function, (np.int32,), np.integer, "fn(distance) -> int")
+
+    @property
+    def count(self) -> int:
+        return self.rows
+
+    def index(self, distance: Any, xp: Any) -> Any:
+        if xp is np:
+            with jax.ensure_compile_time_eval():
+                return np.clip(np.asarray(self.function(jnp.asarray(distance, jnp.int32))), 0, self.rows - 1)
+        return jnp.clip(self.function(distance), 0, self.rows - 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "name": self.name, "rows": self.rows}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Buckets):
+            return NotImplemented
+        return (self.name, self.rows) == (other.name, other.rows) and self.function is other.function
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.rows))
+
+
+@dataclass(frozen=True)
+class _OfPair:
+    """The bucket of a pair of positions."""
+
+    rule: _BucketRule
+
+    def __call__(self, q: Any, kv: Any) -> Any:
+        return self.rule.index(kv - q, jnp)
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias(_WithArrays):
+    """logit + table[bucket of the distance, head]. table: [buckets, heads]; buckets: T5(...), Clip(...) or Buckets(...)."""
+
+    kind: ClassVar[str] = "relative_bias"
+    captured: ClassVar[tuple[str, ...]] = ("table",)
+    table: Captured = None
+    buckets: Any = None
+
+    def __post_init__(self) -> None:
+        rule = T5() if self.buckets is None else self.buckets
+        if not isinstance(rule, _BucketRule):
+            raise ScoreError(
+                f"RelativeBias buckets is {a_type(rule)}; wanted T5(...), Clip(...), or Buckets(name, rows) of a registered function"
+            )
+        object.__setattr__(self, "buckets", rule)
+        table = capture_array(self.table, "RelativeBias table", (2,), f"[{rule.count}, heads] for {rule.describe()}")
+        object.__setattr__(self, "table", table)
+
+    def captures(self) -> tuple[Capture, ...]:
+        return (Capture("table", ("buckets", "heads"), broadcasts=False, sizes=(("buckets", self.buckets.count),)),)
+
+    def apply(self, logits: Any, at: Places, arrays: Sequence[Any], xp: Any) -> Any:
+        index = xp.broadcast_to(self.buckets.index(at.distance, xp), np.broadcast_shapes(at.q.shape, at.kv.shape))
+        return logits + xp.moveaxis(arrays[0][index[:, 0]], -1, 1)
+
+    def step_names(self, contiguous: bool) -> frozenset[str]:
+        return frozenset({Diagonal.name if contiguous else Lookup.name})
+
+    def lower(self, arrays: Sequence[jax.Array], lowering: Lowering) -> None:
+        table = arrays[0].astype(lowering.dtype)
+        if not lowering.contiguous:
+            lowering.add(Lookup((lowering.array(table.T, "table"),), index=_OfPair(self.buckets)))
+            return
+        index = self.buckets.index(lowering.distances(), jnp)
+        # As a product with ones and zeros, of which the gradient is a product too: a sum in a fixed order on every platform.
+        chosen = (index[..., None] == jnp.arange(self.buckets.count, dtype=index.dtype)).astype(table.dtype)
+        values = jnp.einsum("bnk,kh->bhn", chosen, table, precision="highest")
+        lowering.add(Diagonal((lowering.array(values, "diagonal"),), rows=lowering.q_len))
+
+
+@dataclass(frozen=True)
+class _GridIndex:
+    """The row of Swin's table of a pair of places in a grid of height x width."""
+
+    height: int
+    width: int
+
+    def __call__(self, q: Any, kv: Any) -> Any:
+        rows = q // self.width - kv // self.width + self.height - 1
+        return rows * (2 * self.width - 1) + q % self.width - kv % self.width + self.width - 1
+
+
+@dataclass(frozen=True)
+class _GridRow:
+    width: int
+
+    def __call__(self, kv: Any) -> Any:
+        return kv // self.width
+
+
+@dataclass(frozen=True)
+class _GridColumn:
+    width: int
+
+    def __call__(self, kv: Any) -> Any:
+        return kv % self.width
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias2D(_WithArrays):
+    """Tokens are the places of a grid (height, width), row by row, and the bias follows from the two distances.
+
+    table: [(2 height - 1) (2 width - 1), heads], Swin's. Or decomposed, as in SAM and ViTDet: height [batch, heads, q, grid height]
+    and width [batch, heads, q, grid width], numbers of each query for each row and each column of the keys' grid. Source: Liu et
+    al., "Swin Transformer" (2021); Li et al., "MViTv2" (2022).
+    """
+
+    kind: ClassVar[str] = "relative_bias_2d"
+    captured: ClassVar[tuple[str, ...]] = ("height", "width", "table")
+    height: Captured = None
+    width: Captured = None
+    grid: tuple[int, int] = (0, 0)
+    table: Captured = None
+    decomposed: bool | None = None
+
+    def __post_init__(self) -> None:
+        grid = self.grid
+        if not isinstance(grid, tuple | list) or len(grid) != 2 or not all(is_whole(n, 1, 2**15) for n in grid):
+            raise ScoreError(f"RelativeBias2D grid={shown(grid)}; wanted (height, width) of the grid of tokens")
+        object.__setattr__(self, "grid", tuple(grid))
+        decomposed = self.decomposed
+        if decomposed is None:
+            decomposed = self.height is not None or self.width is not None
+        object.__setattr__(self, "decomposed", decomposed)
+        if decomposed and self.table is not None:
+            raise ScoreError("RelativeBias2D has height and width as well as table; wanted one of the two forms")
+        rows = (2 * grid[0] - 1) * (2 * grid[1] - 1)
+        for name, dims, ranks in (
+            ("height", f"[batch, heads, q, {grid[0]}]", (4,)), ("width", f"[batch, heads, q, {grid[1]}]", (4,)),
+            ("table", f"[{rows}, heads]", (2,)),
+        ):  # fmt: skip
+            value = capture_array(getattr(self, name), f"RelativeBias2D {name}", ranks, dims)
+            object.__setattr__(self, name, value)
+
+    def captures(self) -> tuple[Capture, ...]:
+        if not self.decomposed:
+            rows = (2 * self.grid[0] - 1) * (2 * self.grid[1] - 1)
+            return (Capture("table", ("entries", "heads"), broadcasts=False, sizes=(("entries", rows),)),)
+        return tuple(
+            Capture(name, ("batch", "heads", "q_len", f"grid_{name}"), sizes=((f"grid_{name}", size),))
+            for name, size in zip(("height", "width"), self.grid, strict=True)
+        )
+
+    def arrays(self) -> tuple[Captured, ...]:
+        return (self.height, self.width) if self.decomposed else (self.table,)
+
+    def with_arrays(self, arrays: Sequence[Captured]) -> RelativeBias2D:
+        names = ("height", "width") if self.decomposed else ("table",)
+        return self._changed(**dict(zip(names, arrays, strict=True)))
+
+    def apply(self, logits: Any, at: Places, arrays: Sequence[Any], xp: Any) -> Any:
+        if not self.decomposed:
+            index = xp.broadcast_to(_GridIndex(*self.grid)(at.q, at.kv), np.broadcast_shapes(at.q.shape, at.kv.shape))
+            return logits + xp.moveaxis(arrays[0][xp.clip(index, 0, len(arrays[0]) - 1)[:, 0]], -1, 1)
+        keys = xp.broadcast_to(at.kv, (1, 1, 1, logits.shape[-1]))[0, 0, 0]
+        rows, columns = keys // self.grid[1], keys % self.grid[1]
+        return logits + arrays[0][..., xp.clip(rows, 0, self.grid[0] - 1)] + arrays[1][..., columns]
+
+    def step_names(self, contiguous: bool) -> frozenset[str]:
+        return frozenset({Product.name if self.decomposed else Lookup.name})
+
+    def lower(self, arrays: Sequence[jax.Array], lowering: Lowering) -> None:
+        if not self.decomposed:
+            lowering.add(Lookup((lowering.array(arrays[0].T, "table"),), index=_GridIndex(*self.grid)))
+            return
+        for array, index in zip(arrays, (_GridRow(self.grid[1]), _GridColumn(self.grid[1])), strict=True):
+            lowering.add(Product((lowering.array(array, "columns"),), index=index))
