@@ -31,8 +31,8 @@ class LeafShape(NamedTuple):
 class Problem:
     """What every request has, whether its keys are arrays or lie in pages: heads, dtypes, mask, features, mesh and platform.
 
-    `input_dtype` is the query's. `score` is what is applied after the soft cap, without its arrays. `operands` are the optional arrays, as given, in the order of the operation's table.
-    `platform_source` says where the platform was read from.
+    `input_dtype` is the query's. `score` is what is applied after the soft cap, without its arrays. `operands` are the optional
+    arrays, as given, in the order of the operation's table. `platform_source` says where the platform was read from.
     """
 
     operation: str

@@ -26,12 +26,12 @@ _functions: dict[str, Callable[..., Any]] = {}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 # What computes each element from its own: a kernel evaluates a function a tile at a time.
 _ELEMENTWISE = frozenset({
-    "abs", "add", "add_any", "and", "atan2", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cbrt", "ceil", "clamp", "copy",
-    "copy_p", "convert_element_type", "cos", "cosh", "custom_jvp_call", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
-    "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "jit", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min",
-    "mul", "ne", "neg", "nextafter", "not", "or", "pjit", "pow", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh",
-    "xor",
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "custom_jvp_call", "div", "eq", "erf", "erf_inv", "erfc",
+    "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "jit", "le", "lgamma", "log", "log1p",
+    "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pjit", "pow", "rem", "round",
+    "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
+    "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 })  # fmt: skip
 _TILE = (8, 128)  # traced with such a tile
 
@@ -39,9 +39,9 @@ _TILE = (8, 128)  # traced with such a tile
 def register_score_function(name: str, *, override: bool = False) -> Callable[[F], F]:
     """Register a function by name, for ScoreFunction, Distance or Buckets; elementwise, in jax.numpy.
 
-    A ScoreFunction calls fn(logit, batch, head, q, kv, *captures) and expects a logit; a Distance fn(distance, *captures), a float
-    to be added; Buckets fn(distance), an integer. Registering a name twice raises ScoreError unless override=True. Existing scores
-    keep their function.
+    A ScoreFunction calls fn(logit, batch, head, q, kv, *captures) and expects a logit; a Distance fn(distance), a float to add;
+    Buckets fn(distance), an integer. Registering a name twice raises ScoreError unless override=True. Existing scores keep their
+    function.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ScoreError(
@@ -132,7 +132,7 @@ def checked_function(
     others = sorted(set(_not_elementwise(closed.jaxpr)))
     if others:
         raise ScoreError(
-            f"score function {shown(name)} uses {', '.join(others)}, which {'is' if len(others) == 1 else 'are'} not elementwise; "
+            f"score function {shown(name)} uses {', '.join(others)}, not elementwise; "
             f"wanted {wanted}, each element from its own: what it looks up belongs into a capture or a RelativeBias"
         )
 
@@ -140,10 +140,10 @@ def checked_function(
 def _not_elementwise(jaxpr: Jaxpr) -> Iterator[str]:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        scalar = name == "broadcast_in_dim" and not equation.invars[0].aval.shape
-        same = (
-            name in ("broadcast_in_dim", "reshape") and equation.invars[0].aval.shape == equation.outvars[0].aval.shape
-        )
+        aval: Any = equation.invars[0].aval if equation.invars else None
+        result: Any = equation.outvars[0].aval
+        scalar = name == "broadcast_in_dim" and not aval.shape
+        same = name in ("broadcast_in_dim", "reshape") and aval.shape == result.shape
         if name not in _ELEMENTWISE and not scalar and not same:
             yield name
         for value in equation.params.values():
@@ -160,10 +160,10 @@ _WANTED = "fn(logit, batch, head, q, kv, *captures) -> logit"
 class ScoreFunction(Score, Named):
     """The function registered under `name`: fn(logit, batch, head, q, kv, *captures) -> logit, elementwise.
 
-    captures: name -> its dims, some of ('batch', 'heads', 'q_len', 'kv_len') in this order, or (array, dims); None or no array: it
-    is passed in the call, by name. The function gets each element's own number of a capture.
-    Errors: ScoreError for a name that isn't registered, for dims that don't exist, and for functions that branch on values, aren't
-    elementwise or return another dtype or shape.
+    captures: name -> its dims, some of ('batch', 'heads', 'q_len', 'kv_len') in this order, or (array, dims). Without an array it
+    is passed in the call, by name. The function gets each element's own number of a capture. Errors: ScoreError for a name that
+    isn't registered, for dims that don't exist, and for functions that branch on values, aren't elementwise or return another
+    dtype or shape.
     """
 
     kind: ClassVar[str] = "score_function"

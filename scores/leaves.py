@@ -43,8 +43,10 @@ class SoftCap(Score):
 
 
 def paper_slopes(heads: int) -> np.ndarray:
-    """The slopes of the ALiBi paper, float32 [heads]: 2 ** (-8 (h + 1) / heads) for a power of two; else those of the next smaller
-    one, and every other one of the next larger."""
+    """The slopes of the ALiBi paper, float32 [heads].
+
+    2 ** (-8 (h + 1) / heads) for a power of two; else those of the next smaller one, then every other one of the next larger.
+    """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8 * (n + 1) / power) for n in range(power)]
     slopes += [2.0 ** (-4 * (2 * n + 1) / power) for n in range(heads - power)]

@@ -222,7 +222,7 @@ def capture_array(value: Any, what: str, ranks: Sequence[int], dims: str) -> Cap
     aren't finite. ranks: those that it may have; dims: what the message says of them."""
     if value is None or value is GIVEN:
         return value
-    if isinstance(value, Mapping | str) or isinstance(value, Score):
+    if isinstance(value, Mapping | str | Score):
         raise ScoreError(f"{what} is {a_type(value)}; wanted an array {dims}")
     if isinstance(value, list | tuple):
         value = tuple(finite(x, what) for x in value)

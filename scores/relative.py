@@ -51,8 +51,9 @@ def _whole(value: Any, what: str, least: int) -> None:
 
 @dataclass(frozen=True)
 class T5(_BucketRule):
-    """T5's buckets: exact for near keys, then logarithmic up to max_distance. bidirectional: half of them for later keys, as in an
-    encoder; otherwise later keys share the bucket of distance 0.
+    """T5's buckets: exact for near keys, then logarithmic up to max_distance.
+
+    bidirectional: half of them for later keys, as in an encoder; otherwise later keys share the bucket of distance 0.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning" (2020).
     """
@@ -176,7 +177,7 @@ class RelativeBias(_WithArrays):
         rule = T5() if self.buckets is None else self.buckets
         if not isinstance(rule, _BucketRule):
             raise ScoreError(
-                f"RelativeBias buckets is {a_type(rule)}; wanted T5(...), Clip(...), or Buckets(name, rows) of a registered function"
+                f"RelativeBias buckets is {a_type(rule)}; wanted T5(...), Clip(...) or Buckets(name, rows)"
             )
         object.__setattr__(self, "buckets", rule)
         table = capture_array(self.table, "RelativeBias table", (2,), f"[{rule.count}, heads] for {rule.describe()}")
@@ -236,9 +237,9 @@ class _GridColumn:
 class RelativeBias2D(_WithArrays):
     """Tokens are the places of a grid (height, width), row by row, and the bias follows from the two distances.
 
-    table: [(2 height - 1) (2 width - 1), heads], Swin's. Or decomposed, as in SAM and ViTDet: height [batch, heads, q, grid height]
-    and width [batch, heads, q, grid width], numbers of each query for each row and each column of the keys' grid. Source: Liu et
-    al., "Swin Transformer" (2021); Li et al., "MViTv2" (2022).
+    table: [(2 height - 1) (2 width - 1), heads], Swin's. Or decomposed, as in SAM and ViTDet: height [batch, heads, q, rows] and
+    width [batch, heads, q, columns], numbers of each query for each row and column of the keys' grid. Source: Liu et al., "Swin
+    Transformer" (2021); Li et al., "MViTv2" (2022).
     """
 
     kind: ClassVar[str] = "relative_bias_2d"
@@ -299,5 +300,6 @@ class RelativeBias2D(_WithArrays):
         if not self.decomposed:
             lowering.add(Lookup((lowering.array(arrays[0].T, "table"),), index=_GridIndex(*self.grid)))
             return
-        for array, index in zip(arrays, (_GridRow(self.grid[1]), _GridColumn(self.grid[1])), strict=True):
+        places: tuple[Any, ...] = _GridRow(self.grid[1]), _GridColumn(self.grid[1])
+        for array, index in zip(arrays, places, strict=True):
             lowering.add(Product((lowering.array(array, "columns"),), index=index))

@@ -61,7 +61,7 @@ def _made(cls: type[Any], data: Mapping[str, Any], at: str) -> Any:
         kind = fields["buckets"].get("kind")
         if kind not in BUCKETS:
             raise ScoreError(
-                f"{at}.buckets.kind is {shown(kind)}; wanted one of {', '.join(BUCKETS)}.{nearest(str(kind), BUCKETS)}"
+                f"{at}.buckets.kind is {shown(kind)}; wanted one of {', '.join(BUCKETS)}." + nearest(str(kind), BUCKETS)
             )
         fields["buckets"] = _made(BUCKETS[kind], fields["buckets"], f"{at}.buckets")
     if cls is ScoreFunction and "captures" in fields:
@@ -80,7 +80,8 @@ def _fields(data: Mapping[str, Any], at: str, known: tuple[str, ...]) -> dict[st
     for key in data:
         if key != "kind" and key not in known:
             raise ScoreError(
-                f"{at} has an unknown key {shown(key)}; {data['kind']} has {', '.join(('kind', *known))}.{nearest(str(key), known)}"
+                f"{at} has an unknown key {shown(key)}; {data['kind']} has {', '.join(('kind', *known))}."
+                + nearest(str(key), known)
             )
     return {key: data[key] for key in known if key in data}
 

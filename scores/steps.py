@@ -59,8 +59,9 @@ class Linear(Step):
 
 @dataclass(frozen=True)
 class Diagonal(Step):
-    """x plus a number for each distance, from an array [batch, heads, rows + keys - 1], of the whole problem's numbers of rows and
-    keys: row r and key c have number c - r + rows - 1."""
+    """x plus a number for each distance, from an array [batch, heads, rows + keys - 1] of the whole problem's rows and keys.
+
+    Row r and key c have number c - r + rows - 1."""
 
     name: ClassVar[str] = "diagonal"
     rows: int = 0
@@ -122,8 +123,8 @@ class Lowering:
 
     q_len, kv_len: those of the whole problem; rows, first_row, keys, first_key: how many, and the first, of the queries and keys
     that aligned arrays have here. offset: of the queries' positions, a number or [batch]. positions: (queries' [batch, rows],
-    keys' [batch, keys]) if the mask has Positions. heads, first_head: the query heads here. contiguous: whether a position follows
-    from an index, so that numbers per distance exist; else steps compute them for each pair.
+    keys' [batch, keys]) if the mask has Positions. contiguous: whether a position follows from an index, so that numbers per
+    distance exist; else steps compute them for each pair.
     """
 
     def __init__(

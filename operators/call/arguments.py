@@ -80,7 +80,8 @@ def split_arguments(
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
     if not call:  # most calls
         return Arrays(arrays), _DEFAULTS
-    score, captured = None, {}
+    score: Score | None = None
+    captured: dict[str, Any] = {}
     if call.get("score") is not None:
         layout = call.get("layout", _DEFAULTS.layout)
         score, captured = read_score(call["score"], query, layout if isinstance(layout, str) else "", call)
@@ -148,8 +149,9 @@ def join_mask(arrays: Arrays, options: Options, default_causal: bool) -> Mask:
 def bound_mask(
     mask: Mask, arrays: Arrays, options: Options, mode: str, q_len: int, kv_len: int
 ) -> tuple[Mask, int | None, bool]:
-    """Set every offset that the mask leaves open: (mask, static offset, whether the offset is known only at run time). A score that
-    depends on positions needs the offset too.
+    """Set every offset that the mask leaves open: (mask, static offset, whether the offset is known only at run time).
+
+    A score that depends on positions needs the offset too.
 
     Errors: InputError if q and kv differ in length and nothing specifies how they are aligned.
     """

@@ -1,6 +1,6 @@
 """A score's steps on a tile of logits, and their gradient; shared by all kernels.
 
-A tile says how it cuts the steps' arrays (`ScoreTile`). Everything is elementwise, so the gradient of a step's input is that of its
+A tile says how it cuts the steps' arrays (`ScoreTile`). Everything is elementwise: the gradient of a step's input is that of its
 result times a factor of the same element.
 """
 
@@ -26,6 +26,7 @@ __all__ = [
     "Scored",
     "WholeScores",
     "apply_steps",
+    "diagonal_sums",
     "from_diagonals",
     "score_positions",
     "tanh",
@@ -65,8 +66,8 @@ Share = tuple[Step, int, jax.Array]
 
 
 class Scored(NamedTuple):
-    """Logits are x * factor, times `unit` unless that is `absorbed`. pull: from the gradient of the logits (not in units) to that of
-    what the steps were applied to, and the arrays' shares of it."""
+    """Logits are x * factor, times `unit` unless that is `absorbed`. pull: from the gradient of the logits, not in units, to that
+    of what the steps were applied to, and the arrays' shares of it."""
 
     x: jax.Array
     factor: float
@@ -88,7 +89,7 @@ def apply_steps(
     *,
     tanh: Callable[[jax.Array], jax.Array] = tanh,
 ) -> Scored:
-    """Apply steps to logits x * factor. unit: what the kernel's logits are multiplied by, log2 e where exponentials are powers of 2.
+    """Apply steps to logits x * factor. unit: what the kernel's logits are multiplied by: log2 e for powers of 2.
 
     A sum is made in units at once: its arrays have fewer elements than the tile.
     """
@@ -155,8 +156,8 @@ def _applied(
 def from_diagonals(x: jax.Array, rows: int, keys: int) -> jax.Array:
     """[..., rows, keys] whose element (r, c) is number c - r + rows - 1 of x [..., rows + keys - 1].
 
-    Rows of one element more, read as rows of one element fewer, are shifted by one each: no index is computed, and the gradient is
-    a sum of shifted rows in a fixed order.
+    Rows of one element more, read as rows of one element fewer, are shifted by one each. No index is computed, and the gradient
+    is a sum of shifted rows in a fixed order.
     """
     lead = x.shape[:-1]
     if rows == 1:
@@ -168,6 +169,17 @@ def from_diagonals(x: jax.Array, rows: int, keys: int) -> jax.Array:
     return flat.reshape(*lead, rows, length - 1)[..., :keys]
 
 
+def diagonal_sums(x: jax.Array) -> jax.Array:
+    """The transpose of `from_diagonals`: the sum of each diagonal of x [..., rows, keys], [..., rows + keys - 1]."""
+    *lead, rows, keys = x.shape
+    if rows == 1:
+        return lax.squeeze(x, (x.ndim - 2,))
+    length, same = rows + keys, [(0, 0)] * len(lead)
+    flat = jnp.pad(x, [*same, (0, 0), (0, rows - 1)]).reshape(*lead, rows * (length - 1))
+    shifted_rows = jnp.pad(flat, [*same, (rows - 1, 1)]).reshape(*lead, rows, length)
+    return lax.squeeze(summed(shifted_rows, len(lead)), (len(lead),))[..., :-1]
+
+
 def _one_hot(index: jax.Array, count: int, dtype: Any) -> jax.Array:
     return (index[..., None] == numbers((1,) * index.ndim + (count,), index.ndim)).astype(dtype)
 
@@ -175,7 +187,7 @@ def _one_hot(index: jax.Array, count: int, dtype: Any) -> jax.Array:
 def score_positions(mask: LocalMask) -> tuple[jax.Array, jax.Array] | None:
     """The arrays of the mask's Positions: (queries' [batch, q], keys' [batch, kv])."""
     leaves = [leaf for leaf in mask.mask.conjuncts() if leaf.kind == "positions"]
-    return leaves[0].arrays() if len(leaves) == 1 else None  # type: ignore[return-value]
+    return leaves[0].arrays() if len(leaves) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -344,11 +356,8 @@ class BlockTile:
         return x, _one_hot(step.index(kv[0, 0]), x.shape[-1], x.dtype)
 
     def _rows_at(self, x: jax.Array) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        where_is = (
-            (self.at.batch, 1),
-            (self.at.head, self.at.heads),
-            (self.at.q_block * self.scores.source.block_q, self.scores.source.block_q),
-        )
+        size = self.scores.source.block_q
+        where_is = ((self.at.batch, 1), (self.at.head, self.at.heads), (self.at.q_block * size, size))
         places = [(0, 1) if n == 1 else at for n, at in zip(x.shape[:3], where_is, strict=True)]
         return (*(start for start, _ in places), 0), (*(size for _, size in places), x.shape[3])
 
@@ -375,24 +384,21 @@ class BlockTile:
             assert isinstance(step, Diagonal)
             start, size = self._diagonals(step)
             old = cut(whole, start, size)
-            of_pairs = lambda x: from_diagonals(x, *part.shape[1:])  # noqa: E731
-            vector = jax.ShapeDtypeStruct((part.shape[0], size[2]), part.dtype)
-            (diagonals,) = jax.linear_transpose(of_pairs, vector)(part)
-            new = put(whole, old + _summed_to(diagonals[..., None], (old.shape[1], size[2], 1))[None, ..., 0], start)
+            diagonals = _summed_to(diagonal_sums(part)[..., None], (old.shape[1], size[2], 1))
+            new = put(whole, old + diagonals[None, ..., 0], start)
         elif form == "table":
             assert isinstance(step, Lookup)
             new = self._add_to_table(whole, step, part)
         else:
             assert isinstance(step, Product)
-            x, chosen = self._columns(step)
+            old, (_, chosen) = self._rows(whole), self._columns(step)
             rows = jnp.einsum("hqk,kn->hqn", part, chosen, precision=exact(part.dtype))
-            start, _ = self._rows_at(whole)
-            new = put(whole, (x * 0 + self._rows(whole) + _summed_to(rows, (*x.shape[:2], rows.shape[2])))[None], start)
+            new = put(whole, (old + _summed_to(rows, old.shape))[None], self._rows_at(whole)[0])
         return (*gradients[:number], new, *gradients[number + 1 :])
 
     def _add_to_table(self, whole: jax.Array, step: Lookup, part: jax.Array) -> jax.Array:
-        """A histogram over the entries. On a CPU one addition after another, by a scatter; elsewhere a scatter would add in an order
-        that changes from run to run, or one element at a time, so rows are multiplied with ones and zeros."""
+        """A histogram over the entries. On a CPU by a scatter, one addition after another. A GPU's scatter would add in an order that
+        changes from run to run, and a TPU's one element at a time, so there rows are multiplied with ones and zeros."""
         index, entries = self._index(step), whole.shape[1]
         part = part if whole.shape[0] > 1 else part.sum(0, keepdims=True)
         if self.scores.platform == "cpu":

@@ -192,7 +192,7 @@ class TileSource:
     def positions(self, tile: TilePosition) -> tuple[jax.Array, jax.Array]:
         """The same from the mask's Positions: [1, block_q] and [1, block_kv]."""
         (leaf,) = (leaf for leaf in self._padded.conjuncts() if leaf.kind == "positions")
-        return self._cut_atom(leaf, tile).arrays()  # type: ignore[return-value]
+        return self._cut_atom(leaf, tile).arrays()
 
     def keep(self, tile: TilePosition) -> jax.Array | None:
         """Which weights dropout keeps: bool [heads, block_q, block_kv]; None without dropout."""

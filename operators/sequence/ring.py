@@ -22,6 +22,7 @@ from jax import lax
 
 from ...masks import Full
 from ...planning.sequence.split import loop_from
+from ...scores.steps import Steps
 from ..call.local import Ring
 from ..kernels.default_promotion import wider
 from ..kernels.local_mask import Dropout, LocalMask
@@ -42,6 +43,7 @@ class _RingKernel:
     kernel: PartialAttention
     ring: Ring
     dims: tuple[tuple[str, ...], ...]  # of the mask's arrays
+    captured: tuple[tuple[str, ...], ...]  # of the score's
 
     @property
     def layout(self) -> str:
@@ -65,14 +67,21 @@ class _RingKernel:
 
 
 def ring_attention(
-    kernel: PartialAttention, ring: Ring, operands: Operands, mask: LocalMask, dropout: Dropout | None
+    kernel: PartialAttention,
+    ring: Ring,
+    operands: Operands,
+    mask: LocalMask,
+    dropout: Dropout | None,
+    score: Steps | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output, lse), in the kernel's form, of this device's queries and the keys of all devices.
 
-    The mask's `k_start` and `kv_len` are those of this device's own keys; its arrays hold this device's rows and all keys.
+    The mask's `k_start` and `kv_len` are those of this device's own keys; its arrays hold this device's rows and all keys, as do
+    those of the score.
     """
     dims = tuple(leaf.dims for leaf in mask.mask.split()[1])
-    return differentiable(_RingKernel(kernel, ring, dims), operands, mask, dropout)
+    captured = () if score is None else tuple(score.dims(n) for n in range(len(score.forms)))
+    return differentiable(_RingKernel(kernel, ring, dims, captured), operands, mask, dropout, score)
 
 
 class _Pair(NamedTuple):
@@ -108,7 +117,8 @@ def _forward(
 
     def attend(pair: _Pair, keys: _Keys, distance: Any) -> tuple[jax.Array, jax.Array]:
         static_args, here = _seen(ring_kernel, whole, dynamic, pair, distance)
-        output, lse = attend_partial(ring_kernel.kernel, static_args, _of_pair(ring_kernel, operands, pair, keys), here)
+        part = _of_pair(ring_kernel, operands, pair, keys, _start(here), static_args.kv_len)
+        output, lse = attend_partial(ring_kernel.kernel, static_args, part, here)
         return output.astype(lse.dtype), lse
 
     def add_pairs(partial: tuple[jax.Array, jax.Array], pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
@@ -143,32 +153,38 @@ def _backward(
     d_output = d_output.astype(output.dtype)
 
     def add_pairs(gradients: Any, pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
-        d_query, d_key, d_value = gradients
+        d_query, d_key, d_value, d_captures = gradients
         for pair in pairs:
             static_args, here = _seen(ring_kernel, whole, dynamic, pair, distance)
-            part = _of_pair(ring_kernel, operands, pair, keys)
+            start = _start(here)
+            part = _of_pair(ring_kernel, operands, pair, keys, start, static_args.kv_len)
             of_rows = ((output, rows), (lse, 2), (d_output, rows), (d_lse, 2))
             results = Results(*(_chunk(x, pair.query, ring, axis) for x, axis in of_rows))
             share = differentiate_partial(ring_kernel.kernel, static_args, part, here, results)
             d_query = _add_chunk(d_query, share.query, pair.query, ring, rows)
             d_key = _add_chunk(d_key, share.key, pair.keys, ring, rows)
             d_value = _add_chunk(d_value, share.value, pair.keys, ring, rows)
-        return d_query, d_key, d_value
+            d_captures = tuple(
+                _add_cut(x, d, dims, start, pair.query)
+                for x, d, dims in zip(d_captures, share.captures, ring_kernel.captured, strict=True)
+            )
+        return d_query, d_key, d_value, d_captures
 
     def step_pairs(keys: _Keys, gradients: Any, distance: Any, by: int) -> Any:
-        d_query, d_key, d_value = gradients
+        d_query, d_key, d_value, d_captures = gradients
         d_key, d_value = _permuted((d_key, d_value), ring, by)
-        return add_pairs((d_query, d_key, d_value), _pairs(ring, distance), keys, distance)
+        return add_pairs((d_query, d_key, d_value, d_captures), _pairs(ring, distance), keys, distance)
 
     # The keys wait for the gradient, and travel the other way: otherwise XLA reuses the forward pass's steps,
     # and keeps every part for them. (XLA:CPU ignores the barrier.)
     key, value, d_output = lax.optimization_barrier((operands.key, operands.value, d_output))
     wide = [jnp.zeros(x.shape, wider(x.dtype, jnp.float32)) for x in (operands.query, key, value)]
+    wide.append(tuple(jnp.zeros_like(x) for x in operands.captures))
     gradients = add_pairs(wide, _first_pairs(ring), (key, value), 0)
     steps = (0, *reversed(ring.steps[1:]))
-    d_query, d_key, d_value = _fold_steps(ring, steps, step_pairs, (key, value), gradients)
+    d_query, d_key, d_value, d_captures = _fold_steps(ring, steps, step_pairs, (key, value), gradients)
     d_key, d_value = _permuted((d_key.astype(key.dtype), d_value.astype(value.dtype)), ring, -steps[-1])  # back home
-    return Operands(d_query.astype(operands.query.dtype), d_key, d_value, None, None)
+    return Operands(d_query.astype(operands.query.dtype), d_key, d_value, None, None, captures=d_captures)
 
 
 def _fold_steps(ring: Ring, steps: tuple[int, ...], step_pairs: Any, keys: _Keys, state: Any) -> Any:
@@ -194,12 +210,19 @@ def _fold_steps(ring: Ring, steps: tuple[int, ...], step_pairs: Any, keys: _Keys
     return step_pairs(keys, state, steps[-1], by)
 
 
-def _of_pair(ring_kernel: _RingKernel, operands: Operands, pair: _Pair, keys: _Keys) -> Operands:
+def _of_pair(
+    ring_kernel: _RingKernel, operands: Operands, pair: _Pair, keys: _Keys, start: jax.Array, kv_len: int
+) -> Operands:
+    """What a pair works on; start, kv_len: its keys' place in the whole sequence."""
     ring, rows = ring_kernel.ring, ring_kernel.layout.index("t")
     return operands._replace(
         query=_chunk(operands.query, pair.query, ring, rows),
         key=_chunk(keys[0], pair.keys, ring, rows),
         value=_chunk(keys[1], pair.keys, ring, rows),
+        captures=tuple(
+            _cut(x, dims, start, kv_len, pair.query, ring)
+            for x, dims in zip(operands.captures, ring_kernel.captured, strict=True)
+        ),
     )
 
 
@@ -252,6 +275,21 @@ def _cut(x: jax.Array, dims: tuple[str, ...], start: jax.Array, length: int, chu
         if dim == "q" and x.shape[axis] > 1:
             x = _chunk(x, chunk, ring, axis)
     return x
+
+
+def _add_cut(x: jax.Array, part: jax.Array, dims: tuple[str, ...], start: jax.Array, chunk: Any) -> jax.Array:
+    """x with the gradient of what `_cut` made added in its place."""
+    places: list[Any] = [0] * x.ndim
+    for axis, dim in enumerate(dims):
+        if dim in ("q", "kv") and x.shape[axis] > part.shape[axis]:
+            places[axis] = start if dim == "kv" else chunk * part.shape[axis]
+    old = lax.dynamic_slice(x, places, part.shape)
+    return lax.dynamic_update_slice(x, old + part.astype(x.dtype), places)
+
+
+def _start(dynamic: DynamicArgs) -> jax.Array:
+    assert dynamic.k_start is not None
+    return dynamic.k_start
 
 
 def _permuted(tree: Any, ring: Ring, by: int) -> Any:

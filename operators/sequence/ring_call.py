@@ -36,10 +36,22 @@ def _attend_ring(
     if ring.zigzag:
         query, key, value = (zigzag(x, ring, rows) for x in (query, key, value))
         mask = replace(mask, mask=_rows_in_zigzag(mask.mask, ring))
-    output, lse = ring_attention(kernel, ring, Operands(query, key, value, None, None), mask, call.dropout)
+    operands = Operands(query, key, value, None, None, captures=_captures_in_zigzag(call, ring))
+    output, lse = ring_attention(kernel, ring, operands, mask, call.dropout, call.score)
     if ring.zigzag:
         output, lse = contiguous(output, ring, rows), contiguous(lse, ring, 2)
     return (output, lse) if call.sinks is None else combine_by_lse([(output, lse)], kernel.layout, call.sinks)
+
+
+def _captures_in_zigzag(call: LocalCall, ring: Ring) -> tuple[jax.Array, ...]:
+    """The score's arrays with their rows in the order of the queries."""
+    if not ring.zigzag or call.score is None:
+        return call.captures
+
+    def moved(x: jax.Array, dims: tuple[str, ...]) -> jax.Array:
+        return zigzag(x, ring, dims.index("q")) if "q" in dims and x.shape[dims.index("q")] > 1 else x
+
+    return tuple(moved(x, call.score.dims(n)) for n, x in enumerate(call.captures))
 
 
 def _rows_in_zigzag(mask: Mask, ring: Ring) -> Mask:

@@ -151,7 +151,9 @@ class _BlockPass:
         self.table = tile_table(mask, blocking.block_q, blocking.block_kv, tables=tables, separate_full=separate_full)
         self.bias = None if operands.bias is None else self.source.pad(operands.bias)
         steps = static.static_args.score
-        self.scores = steps and BlockScores(steps, operands.captures, self.source, self.dtype, static.platform)
+        self.scores = None
+        if steps is not None:
+            self.scores = BlockScores(steps, operands.captures, self.source, self.dtype, static.platform)
         self.seen = seen_keys(mask, self.kv_heads, operands.of_keys)
         self.axes = varying(operands)
 
@@ -451,7 +453,7 @@ def _backward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs
                 d_x = p * (d_p - row_delta[..., None])
                 if d_bias is not None:
                     d_bias = _add_bias_gradient(block_pass, d_bias, d_x, tile)
-                if scored is not None:
+                if scored is not None and block_pass.scores is not None:
                     of_score, shares = scored.pull(block_pass.spread(d_x))
                     for share in shares:
                         d_captures = block_pass.scores.tile(tile).add_share(d_captures, share)

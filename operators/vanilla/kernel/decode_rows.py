@@ -73,7 +73,9 @@ def decode_rows_forward(
     if soft_cap is None:
         all_rows = all_rows * scale
     source = TileSource(mask, dropout, q_len, block_kv, in_place=True)
-    scores = score and BlockScores(score, operands.captures, source, np.dtype(softmax_dtype), platform)
+    scores = None
+    if score is not None:
+        scores = BlockScores(score, operands.captures, source, np.dtype(softmax_dtype), platform)
     table = tile_table(mask, q_len, block_kv, separate_full=False)
     hides = mask.hides_keys and not isinstance(mask.mask, Full)
     axes = varying((query, key, value, bias, sinks))

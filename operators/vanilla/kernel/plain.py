@@ -34,8 +34,8 @@ def plain_attention(
 ) -> tuple[Array, Array, Array]:
     """Return (output in the layout, weights [batch, heads, q, kv], lse [batch, heads, q]).
 
-    score: new logits and their factor from these. `mask` is True where a query may attend. Query heads are a multiple of kv heads and share them in order. Fully masked
-    rows give output 0, weights 0, lse -inf and zero gradients.
+    `mask` is True where a query may attend. Query heads are a multiple of kv heads and share them in order. Fully masked
+    rows give output 0, weights 0, lse -inf and zero gradients. score: new logits and their factor from those after the cap.
     """
     # Products in canonical form, [batch, kv heads, rows, dim]: otherwise XLA:CPU would transpose the logits.
     by_head = [x if layout == "bhtd" else x.swapaxes(1, 2) for x in (query, key, value)]
