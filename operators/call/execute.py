@@ -258,26 +258,21 @@ def _local_call(plan: Plan, options: Options, local: ShardedOperands, hides_keys
     mask = problem.mask.merge(local.leaves) if local.leaves else problem.mask
     if placement.head_axes:
         mask = _of_heads(mask, _index(placement.head_axes, problem)[0], placement.local.q_heads)
+
+    def starts() -> tuple[Any, Any]:
+        """The device's first batch row and query head."""
+        batch, head = (_index(axes, problem)[0] for axes in (placement.batch_axes, placement.head_axes))
+        return batch * placement.local.batch, head * placement.local.q_heads
+
     dropout = None
     if local.dropout_seed is not None:
-        dropout = Dropout(
-            local.dropout_seed,
-            problem.dropout_prob,
-            _index(placement.batch_axes, problem)[0] * placement.local.batch,
-            _index(placement.head_axes, problem)[0] * placement.local.q_heads,
-            q_start,
-            k_start,
-        )
+        dropout = Dropout(local.dropout_seed, problem.dropout_prob, *starts(), q_start, k_start)
     operands = local.operands
     local_mask = LocalMask(mask, q_start, q_len, kv_len, offset, k_start, hides_keys)
-    # Around a ring the arrays along the keys are whole: a step cuts what its keys need.
     score, captures = lowered(problem, operands, local_mask, problem.kv_len if ring is not None else kv_len)
     if score is not None and "function" in score.names:
-        local_mask = replace(
-            local_mask,
-            batch_start=_index(placement.batch_axes, problem)[0] * placement.local.batch,
-            head_start=_index(placement.head_axes, problem)[0] * placement.local.q_heads,
-        )
+        batch_start, head_start = starts()
+        local_mask = replace(local_mask, batch_start=batch_start, head_start=head_start)
     captured = () if problem.score is None else captured_names(problem.score)
     return LocalCall(
         query=operands["query"],
