@@ -48,7 +48,7 @@ _CALL = {
     "attn_mask": _MASK, "attention_mask": f"{_MASK}. Pass a mask of 0 and 1, [batch, kv], as mask[:, None, None, :] != 0",
     "padding_mask": _PADDING, "key_padding_mask": f"{_PADDING}. torch's is True for padding",
     "attn_bias": _BIAS, "attention_bias": _BIAS,
-    "alibi_slopes": "bias: slope * distance, of shape [1, heads, q, kv]",
+    "alibi_slopes": "score=ALiBi(slopes)", "score_mod": "score=ScoreFunction(name), a registered function",
     "dropout_p": _DROPOUT, "dropout_rate": _DROPOUT, "dropout": _DROPOUT,
     "dropout_key": _RNG, "dropout_seed": _RNG, "rng": _RNG, "rngs": _RNG,
     "train": _TRAINING, "training": _TRAINING, "is_training": _TRAINING,

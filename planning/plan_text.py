@@ -82,6 +82,8 @@ def decision_rows(plan: PlanFields) -> list[tuple[str, str]]:
     ]
     if problem.logits_soft_cap is not None:
         rows.append(("soft cap", f"{problem.logits_soft_cap:g}"))
+    if problem.score is not None:
+        rows.append(("score", problem.score.describe()))
     if problem.dropout_prob > 0:
         rows.append(("dropout", f"{problem.dropout_prob:g}"))
     if fields := _config(plan):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..errors import ScoreError, a_type, is_whole, shown
 from .functions import Named, checked_function
@@ -37,7 +39,8 @@ class _BucketRule:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"kind": self.kind, **vars(self)}
+        fields = dataclasses.fields(cast(Any, self))
+        return {"kind": self.kind} | {field.name: getattr(self, field.name) for field in fields}
 
     def describe(self) -> str:
         """Such as `t5(buckets=32, max_distance=128, bidirectional=True)`."""
@@ -200,7 +203,8 @@ class RelativeBias(_WithArrays):
             return
         index = self.buckets.index(lowering.distances(), jnp)
         # As a product with ones and zeros, of which the gradient is a product too: a sum in a fixed order on every platform.
-        chosen = (index[..., None] == jnp.arange(self.buckets.count, dtype=index.dtype)).astype(table.dtype)
+        rows = lax.broadcasted_iota(index.dtype, (1, 1, self.buckets.count), 2)
+        chosen = (index[..., None] == rows).astype(table.dtype)
         values = jnp.einsum("bnk,kh->bhn", chosen, table, precision="highest")
         lowering.add(Diagonal((lowering.array(values, "diagonal"),), rows=lowering.q_len))
 

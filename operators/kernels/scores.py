@@ -399,8 +399,8 @@ class BlockTile:
     def _add_to_table(self, whole: jax.Array, step: Lookup, part: jax.Array) -> jax.Array:
         """A histogram over the entries: on a CPU by a scatter, one addition after another.
 
-        A GPU's scatter adds in an order that changes from run to run, a TPU's one element at a time: there rows are multiplied with
-        ones and zeros.
+        A GPU's scatter adds in an order that changes from run to run, a TPU's one element at a time. There rows are multiplied
+        with ones and zeros.
         """
         index, entries = self._index(step), whole.shape[1]
         part = part if whole.shape[0] > 1 else part.sum(0, keepdims=True)

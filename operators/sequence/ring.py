@@ -178,8 +178,8 @@ def _backward(
     # The keys wait for the gradient, and travel the other way: otherwise XLA reuses the forward pass's steps,
     # and keeps every part for them. (XLA:CPU ignores the barrier.)
     key, value, d_output = lax.optimization_barrier((operands.key, operands.value, d_output))
-    wide = [jnp.zeros(x.shape, wider(x.dtype, jnp.float32)) for x in (operands.query, key, value)]
-    wide.append(tuple(jnp.zeros_like(x) for x in operands.captures))
+    sums = [jnp.zeros(x.shape, wider(x.dtype, jnp.float32)) for x in (operands.query, key, value)]
+    wide = (*sums, tuple(jnp.zeros_like(x) for x in operands.captures))
     gradients = add_pairs(wide, _first_pairs(ring), (key, value), 0)
     steps = (0, *reversed(ring.steps[1:]))
     d_query, d_key, d_value, d_captures = _fold_steps(ring, steps, step_pairs, (key, value), gradients)
