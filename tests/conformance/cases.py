@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops import (
+    ALiBi,
     Blocks,
     Causal,
     Chunked,
@@ -336,6 +337,16 @@ def soft_cap(rng: np.random.Generator, s: Sizes) -> Case:
     i, j = _grid(s.length, s.length)
     call = {"logits_soft_cap": 1.5, "softmax_scale": 0.7}
     return Case("", frozenset({"logits_soft_cap", "causal"}), call, j <= i, {"soft_cap": 1.5, "scale": 0.7})
+
+
+@_case
+def alibi(rng: np.random.Generator, s: Sizes) -> Case:
+    slopes = np.linspace(0.05, 0.4, s.heads).astype(np.float32)
+    i, j = _grid(s.length, s.length)
+    added = -slopes[None, :, None, None] * abs(i - j)
+    return Case(
+        "", frozenset({"score", "causal"}), {"score": ALiBi(tuple(map(float, slopes)))}, j <= i, {"bias": added}
+    )
 
 
 @_case
