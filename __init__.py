@@ -51,20 +51,14 @@ if TYPE_CHECKING:
     from .registry import OperationMetadata, OperationRegistry
     from .registry.declaration import Declaration
     from .registry.model_declaration import ModelDeclaration
-    from .scores import (
-        T5,
-        ALiBi,
-        Clip,
-        Distance,
-        Forgetting,
-        RelativeBias,
-        RelativeBias2D,
-        Score,
-        ScoreFunction,
-        SoftCap,
-        Temperature,
-        register_score_function,
-    )
+    from .scores import T5 as T5
+    from .scores import ALiBi, RelativeBias, ScoreFunction, SoftCap, register_score_function
+    from .scores import Clip as Clip
+    from .scores import Distance as Distance
+    from .scores import Forgetting as Forgetting
+    from .scores import RelativeBias2D as RelativeBias2D
+    from .scores import Score as Score
+    from .scores import Temperature as Temperature
     from .serving import PagePool
     from .sharding import AttnShardingRules, PartitionAxis
     from .sharding.processes import check_processes
@@ -72,7 +66,6 @@ if TYPE_CHECKING:
 __version__ = _VERSION
 
 __all__ = [
-    "T5",
     "ALiBi",
     "Attention",
     "AttentionOutput",
@@ -82,14 +75,11 @@ __all__ = [
     "Blocks",
     "Causal",
     "Chunked",
-    "Clip",
     "ConfigError",
     "Declaration",
     "Dense",
-    "Distance",
     "FallbackWarning",
     "FlashAttention2Config",
-    "Forgetting",
     "Full",
     "InputError",
     "KVCache",
@@ -110,8 +100,6 @@ __all__ = [
     "RaggedBatch",
     "RefusedError",
     "RelativeBias",
-    "RelativeBias2D",
-    "Score",
     "ScoreFunction",
     "SdpaConfig",
     "SegmentIds",
@@ -120,7 +108,6 @@ __all__ = [
     "SlidingWindow",
     "SoftCap",
     "SplashConfig",
-    "Temperature",
     "VanillaConfig",
     "advise",
     "check_processes",
@@ -148,6 +135,8 @@ _FILES = {
     "SplashConfig": "operators.splash",
     "VanillaConfig": "operators.vanilla",
     "check_processes": "sharding.processes",
+    # The other scores: importable here like those above, listed in attnops.scores.
+    **dict.fromkeys(("T5", "Clip", "Distance", "Forgetting", "RelativeBias2D", "Score", "Temperature"), "scores"),
     "dot_product_attention": "adapters.jax_nn",
     "shardings_for": "operators.api.model_shardings",
 }

@@ -6,10 +6,11 @@ applies b after a. See Score for the methods.
 
 from __future__ import annotations
 
+from .buckets import T5, Buckets, Clip
 from .functions import ScoreFunction, register_score_function, score_function_names
 from .leaves import ALiBi, Distance, Forgetting, PositionTemperature, SoftCap, Temperature
 from .node import Chain, Score
-from .relative import T5, Buckets, Clip, RelativeBias, RelativeBias2D
+from .relative import RelativeBias, RelativeBias2D
 from .serial import score_from_dict
 
 __all__ = [

@@ -9,10 +9,12 @@ from typing import Any, cast
 import jax
 
 from ..errors import ScoreError, nearest, shown
+from ..pytree_export import exported
+from .buckets import T5, Buckets, Clip
 from .functions import ScoreFunction
 from .leaves import ALiBi, Distance, Forgetting, PositionTemperature, SoftCap, Temperature
 from .node import Chain, Score
-from .relative import T5, Buckets, Clip, RelativeBias, RelativeBias2D
+from .relative import RelativeBias, RelativeBias2D
 
 __all__ = ["SCORES", "score_from_dict"]
 
@@ -95,6 +97,7 @@ def _register(cls: type[Any]) -> None:
         return rebuilt
 
     jax.tree_util.register_pytree_node(cls, cast(Callable[..., Any], flatten), unflatten)
+    exported(lambda structure: structure.to_dict(), lambda data: score_from_dict(data).structure())(cls)
 
 
 for _cls in (*SCORES.values(), Chain):

@@ -110,7 +110,9 @@ def _key() -> Any:
 
 
 CALLS = _calls()
-assert {name.partition(",")[0] for name in CALLS} == set(FEATURES), "a feature has no call in tools/tpu_support.py"
+assert {name.partition(",")[0] for name in CALLS} == set(FEATURES) - {"score"}, (
+    "a feature has no call in tools/tpu_support.py"
+)
 
 
 class Cell(NamedTuple):

@@ -15,8 +15,7 @@ from ...scores import Score, SoftCap
 from ...scores.node import Chain
 from ...scores.steps import Lowering, Steps
 from ...sharding import ATTENTION, Operand, OperandTable
-from ..kernels.local_mask import LocalMask
-from ..kernels.scores import score_positions
+from ..kernels.local_mask import LocalMask, score_positions
 from .arrays import is_array
 
 __all__ = ["capture_sizes", "captured_names", "lowered", "read_score", "score_rows", "without_cap"]

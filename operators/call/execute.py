@@ -7,7 +7,6 @@ build the mask with the shard's own global offset.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -259,8 +258,7 @@ def _local_call(plan: Plan, options: Options, local: ShardedOperands, hides_keys
     if placement.head_axes:
         mask = _of_heads(mask, _index(placement.head_axes, problem)[0], placement.local.q_heads)
 
-    def starts() -> tuple[Any, Any]:
-        """The device's first batch row and query head."""
+    def starts() -> tuple[Any, Any]:  # the device's first batch row and query head
         batch, head = (_index(axes, problem)[0] for axes in (placement.batch_axes, placement.head_axes))
         return batch * placement.local.batch, head * placement.local.q_heads
 
@@ -271,8 +269,7 @@ def _local_call(plan: Plan, options: Options, local: ShardedOperands, hides_keys
     local_mask = LocalMask(mask, q_start, q_len, kv_len, offset, k_start, hides_keys)
     score, captures = lowered(problem, operands, local_mask, problem.kv_len if ring is not None else kv_len)
     if score is not None and "function" in score.names:
-        batch_start, head_start = starts()
-        local_mask = replace(local_mask, batch_start=batch_start, head_start=head_start)
+        local_mask = local_mask.placed(*starts())
     captured = () if problem.score is None else captured_names(problem.score)
     return LocalCall(
         query=operands["query"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from ...symbolic import is_symbolic
 from .primitives import length, numbers, shifted
 from .threefry import threefry
 
-__all__ = ["Dropout", "LocalMask", "dropout_seed"]
+__all__ = ["Dropout", "LocalMask", "dropout_seed", "score_positions"]
 
 
 _CONSTANT = 128  # the most weights of a mask stored as a constant
@@ -40,6 +40,10 @@ class LocalMask:
     hides_keys: bool = True
     batch_start: int | jax.Array = 0
     head_start: int | jax.Array = 0
+
+    def placed(self, batch_start: int | jax.Array, head_start: int | jax.Array) -> LocalMask:
+        """The same mask with its shard's first batch row and query head."""
+        return replace(self, batch_start=batch_start, head_start=head_start)
 
     @property
     def _symbolic(self) -> bool:
@@ -203,6 +207,12 @@ class Dropout:
         bits = threefry(first, second, row, col)[0]
         # 32 random bits decide, so p is exact to 2**-32.
         return bits >= np.uint32(min(round(probability * 2**32), 2**32 - 1))
+
+
+def score_positions(mask: LocalMask) -> tuple[jax.Array, jax.Array] | None:
+    """The arrays of the mask's Positions: (queries' [batch, q], keys' [batch, kv])."""
+    leaves = [leaf for leaf in mask.mask.conjuncts() if leaf.kind == "positions"]
+    return leaves[0].arrays() if len(leaves) == 1 else None
 
 
 def dropout_seed(rng: jax.Array) -> jax.Array:

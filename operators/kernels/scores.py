@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...scores.steps import Add, Cap, Diagonal, Function, Linear, Lookup, Multiply, Product, Step, Steps
-from .local_mask import LocalMask
+from .local_mask import LocalMask, score_positions
 from .precision import exact
 from .primitives import cut, cut_along, numbers, put, shifted, summed
 from .tiles import TilePosition, TileSource
@@ -28,7 +28,6 @@ __all__ = [
     "apply_steps",
     "diagonal_sums",
     "from_diagonals",
-    "score_positions",
     "tanh",
 ]
 
@@ -182,12 +181,6 @@ def diagonal_sums(x: jax.Array) -> jax.Array:
 
 def _one_hot(index: jax.Array, count: int, dtype: Any) -> jax.Array:
     return (index[..., None] == numbers((1,) * index.ndim + (count,), index.ndim)).astype(dtype)
-
-
-def score_positions(mask: LocalMask) -> tuple[jax.Array, jax.Array] | None:
-    """The arrays of the mask's Positions: (queries' [batch, q], keys' [batch, kv])."""
-    leaves = [leaf for leaf in mask.mask.conjuncts() if leaf.kind == "positions"]
-    return leaves[0].arrays() if len(leaves) == 1 else None
 
 
 @dataclass(frozen=True)

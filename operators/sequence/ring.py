@@ -213,7 +213,6 @@ def _fold_steps(ring: Ring, steps: tuple[int, ...], step_pairs: Any, keys: _Keys
 def _of_pair(
     ring_kernel: _RingKernel, operands: Operands, pair: _Pair, keys: _Keys, start: jax.Array, kv_len: int
 ) -> Operands:
-    """What a pair works on; start, kv_len: its keys' place in the whole sequence."""
     ring, rows = ring_kernel.ring, ring_kernel.layout.index("t")
     return operands._replace(
         query=_chunk(operands.query, pair.query, ring, rows),

@@ -47,7 +47,7 @@ PUBLIC = """
     MaskFunction MaskWarning ModelDeclaration OperationMetadata OperationRegistry PagePool PartitionAxis Plan Policy
     Positions Prefix RaggedBatch RefusedError SdpaConfig SegmentIds ShardingError ShardingWarning SlidingWindow
     SplashConfig VanillaConfig advise check_processes dot_product_attention mask_from_dict
-    register_mask_function shardings_for
+    register_mask_function shardings_for ALiBi RelativeBias ScoreFunction SoftCap register_score_function
 """
 
 

@@ -111,7 +111,7 @@ def test_every_argument_has_a_place():
     arrays, options = set(ATTENTION.names), set(Options._fields) - {"mask_is_array"}
     assert arrays | options == set(CALL_ARGUMENTS)
     assert arrays & options == {"query_offset"}
-    assert options - {"mask"} == set(CALL_OPTIONS)
+    assert options - {"mask", "score"} == set(CALL_OPTIONS)
     for name in CALL_OPTIONS:
         assert CallDeclaration.model_fields[name].default == Options._field_defaults[name], name
 

@@ -18,6 +18,7 @@ from jax import export
 
 import attnops
 from attnops import (
+    ALiBi,
     Attention,
     AttentionOutput,
     Blocks,
@@ -34,6 +35,7 @@ from attnops import (
     Prefix,
     SegmentIds,
     SlidingWindow,
+    SoftCap,
     masks,
     register_mask_function,
 )
@@ -74,6 +76,8 @@ EXAMPLES: list[Any] = [
     (Causal() & SegmentIds(IDS, IDS)) | ~Lengths(LENS),  # And, Or, Not
     (Positions(IDS, IDS, 4, None) & Dense(np.ones((2, 1, 3, 3), bool))).split()[0],  # Slots
     Blocks(np.zeros((1, 2, 3, 1), np.int32), 8, 4).split()[0],
+    ALiBi(np.ones(2, np.float32)) >> SoftCap(2.0),  # Chain
+    SoftCap(2.0),
     AttentionOutput(X),
     AttentionOutput(X, None, X[:, 0]),
     LocalOutput(X, X),

@@ -228,7 +228,7 @@ def test_the_command_line_runs_it(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_the_table_of_attention() -> None:
     """It agrees with the typed keywords of a call and with the rules."""
-    assert {*ATTENTION.names, "mask", *CALL_OPTIONS} == set(CALL_ARGUMENTS)
+    assert {*ATTENTION.names, "mask", "score", *CALL_OPTIONS} == set(CALL_ARGUMENTS)
     named = {*ATTENTION.names, *RESULTS, "mask", "query3d"}
     assert set(AttnShardingRules._fields) <= named
     for row in (*ATTENTION, *RESULTS.values()):
