@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from eformer.escale import PartitionAxis, PartitionManager
 
-from attnops import ConfigError, OperationMetadata, OperationRegistry, Policy, Prefix
+from attnops import ALiBi, ConfigError, OperationMetadata, OperationRegistry, Policy, Prefix
 from attnops.errors import AttnOpsError, ShardingError
 from attnops.operators import Operation
 from attnops.operators.vanilla import VanillaConfig
@@ -96,6 +96,7 @@ METADATA: dict[str, Any] = {
 WHERE_IT_DOES_NOT_FIT = {"platform", "fallback", "kv_heads", "strict"}
 CALL: dict[str, Any] = {
     "mask": Prefix(3),
+    "score": ALiBi(),
     "bias": (1, 1, "q", "kv"),
     "causal": False,
     "sliding_window": 5,
