@@ -154,7 +154,8 @@ def test_names_stay() -> None:
     """Files hold them. A name may be added, but none changed."""
     names = {cls.__name__ for example in EXAMPLES for cls in _nodes(example)}
     assert names == {
-        "And", "AttentionOutput", "Blocks", "CacheState", "Causal", "ChosenBlocks", "Chunked", "Dense", "Full", "LayerPages",
+        "And", "Chain", "SoftCap",
+        "AttentionOutput", "Blocks", "CacheState", "Causal", "ChosenBlocks", "Chunked", "Dense", "Full", "LayerPages",
         "Lengths", "LocalOutput", "MaskFunction", "Not", "Or", "PagedOutput", "Positions", "Prefix", "RaggedBatch",
         "SavedSequence", "SegmentIds", "SlidingWindow", "Slot", "StepOutput",
     }  # fmt: skip
