@@ -117,11 +117,10 @@ class Clip(BucketRule):
 
 
 @dataclass(frozen=True)
-class Buckets(BucketRule, Named):
+class Buckets(Named, BucketRule):
     """The registered function `name`: fn(distance) -> int in [0, count), elementwise. Other numbers are cut to that range."""
 
     kind: ClassVar[str] = "buckets"
-    name: str
     rows: int
 
     def __post_init__(self) -> None:
@@ -141,11 +140,3 @@ class Buckets(BucketRule, Named):
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, "name": self.name, "rows": self.rows}
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Buckets):
-            return NotImplemented
-        return (self.name, self.rows) == (other.name, other.rows) and self.function is other.function
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.rows))

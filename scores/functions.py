@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -66,10 +66,12 @@ def score_function_names() -> tuple[str, ...]:
     return tuple(sorted(_functions))
 
 
+@dataclass(frozen=True, eq=False)
 class Named:
-    """What holds a registered function: equal if name and function are; JSON and pickle have the name only."""
+    """What holds the function that was registered under its name when it was made. JSON and pickle have the name only."""
 
     name: str
+    function: Callable[..., Any] = field(init=False, repr=False)
 
     def _hold(self) -> None:
         if not isinstance(self.name, str) or self.name not in _functions:
@@ -78,13 +80,10 @@ class Named:
                 f"no score function is named {shown(self.name)} (registered: {known}); register it first, with "
                 f"@register_score_function({shown(self.name)}).{nearest(str(self.name), _functions)}"
             )
-        object.__setattr__(self, "_function", _functions[self.name])
+        object.__setattr__(self, "function", _functions[self.name])
 
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The function that was registered when this was made."""
-        function: Callable[..., Any] = vars(self)["_function"]
-        return function
+    def __reduce__(self) -> Any:
+        return type(self), tuple(getattr(self, item.name) for item in fields(self) if item.init)
 
 
 def checked_function(
@@ -157,7 +156,7 @@ _WANTED = "fn(logit, batch, head, q, kv, *captures) -> logit"
 
 
 @dataclass(frozen=True, eq=False)
-class ScoreFunction(Score, Named):
+class ScoreFunction(Named, Score):
     """The function registered under `name`: fn(logit, batch, head, q, kv, *captures) -> logit, elementwise.
 
     captures: name -> its dims, some of ('batch', 'heads', 'q_len', 'kv_len') in this order, or (array, dims). Without an array it
@@ -167,26 +166,27 @@ class ScoreFunction(Score, Named):
     """
 
     kind: ClassVar[str] = "score_function"
-    name: str
-    captures_: tuple[tuple[str, tuple[str, ...], Captured], ...]
+    captured: ClassVar[tuple[str, ...]] = ("held",)
+    dims: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    held: tuple[Captured, ...] = ()
 
     def __init__(self, name: str, captures: Mapping[str, Any] | None = None) -> None:
         object.__setattr__(self, "name", name)
         self._hold()
         read = [_read_capture(name, key, value) for key, value in (captures or {}).items()]
-        object.__setattr__(self, "captures_", tuple(read))
+        object.__setattr__(self, "dims", tuple((name, dims) for name, dims, _ in read))
+        object.__setattr__(self, "held", tuple(array for *_, array in read))
         dtypes = (np.float32, *[np.int32] * 4, *[np.float32] * len(read))
         checked_function(name, self.function, dtypes, np.float32, _WANTED)
 
     def captures(self) -> tuple[Capture, ...]:
-        return tuple(Capture(name, dims) for name, dims, _ in self.captures_)
+        return tuple(Capture(name, dims) for name, dims in self.dims)
 
     def arrays(self) -> tuple[Captured, ...]:
-        return tuple(array for _, _, array in self.captures_)
+        return self.held
 
     def with_arrays(self, arrays: Sequence[Captured]) -> Score:
-        changed = zip(self.captures_, arrays, strict=True)
-        return self._changed(captures_=tuple((name, dims, array) for (name, dims, _), array in changed))
+        return self._changed(held=tuple(arrays))
 
     def apply(self, logits: Any, at: Places, arrays: Sequence[Any], xp: Any) -> Any:
         aligned = [_aligned(x, capture.dims, xp) for x, capture in zip(arrays, self.captures(), strict=True)]
@@ -207,10 +207,10 @@ class ScoreFunction(Score, Named):
         lowering.add(Function(tuple(reads), function=self.function))
 
     def describe(self) -> str:
-        return f"{self.name}({', '.join(name for name, _, _ in self.captures_)})"
+        return f"{self.name}({', '.join(name for name, _ in self.dims)})"
 
     def to_dict(self) -> dict[str, Any]:
-        held = [name for name, _, array in self.captures_ if array is not None and array is not GIVEN]
+        held = [name for (name, _), x in zip(self.dims, self.held, strict=True) if x is not None and x is not GIVEN]
         if held:
             raise ScoreError(
                 f"score_function {self.name!r} holds {held[0]}, an array, which a file can't; leave it out there, and pass "
@@ -219,40 +219,15 @@ class ScoreFunction(Score, Named):
         return {
             "kind": self.kind,
             "name": self.name,
-            "captures": {name: list(dims) for name, dims, _ in self.captures_},
+            "captures": {name: list(dims) for name, dims in self.dims},
         }
-
-    def _key(self) -> tuple[Any, ...]:
-        return self.name, self.function, tuple((n, d, a if a in (None, GIVEN) else id(a)) for n, d, a in self._held())
-
-    def _held(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-        for name, dims, array in self.captures_:
-            yield name, dims, array if array is None or array is GIVEN else _Identity(array)
-
-    def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, ScoreFunction) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self.name)
 
     def __repr__(self) -> str:
         return f"ScoreFunction({self.name!r})"
 
     def __reduce__(self) -> Any:
-        return type(self), (self.name, {name: (array, dims) for name, dims, array in self.captures_})
-
-
-class _Identity:
-    """An array compared by identity."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.array is other.array
-
-    def __hash__(self) -> int:
-        return id(self.array)
+        captures = {name: (x, dims) for (name, dims), x in zip(self.dims, self.held, strict=True)}
+        return type(self), (self.name, captures)
 
 
 def _read_capture(function: str, name: Any, value: Any) -> tuple[str, tuple[str, ...], Captured]:

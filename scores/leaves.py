@@ -12,16 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..errors import ScoreError, shown
 from .functions import Named, checked_function
-from .node import GIVEN, Capture, Captured, Score, capture_array, finite
+from .node import Capture, Captured, Score, capture_array, finite
 from .places import Places
 from .steps import Add, Cap, Diagonal, Function, Linear, Lowering, Multiply
 
 __all__ = ["ALiBi", "Distance", "Forgetting", "PositionTemperature", "SoftCap", "Temperature", "paper_slopes"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SoftCap(Score):
     """cap * tanh(logit / cap). Source: Gemma Team, "Gemma 2" (2024)."""
 
@@ -54,22 +53,7 @@ def paper_slopes(heads: int) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class _WithArrays(Score):
-    """Equal if kind, numbers and the very arrays are."""
-
-    def _key(self) -> tuple[Any, ...]:
-        held = (x if x is None or x is GIVEN or isinstance(x, tuple) else id(x) for x in self.arrays())
-        return type(self), *sorted(self._static().items(), key=lambda item: item[0]), *held
-
-    def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, _WithArrays) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-
-@dataclass(frozen=True, eq=False)
-class ALiBi(_WithArrays):
+class ALiBi(Score):
     """logit - slope * |query - key|. Source: Press et al., "Train Short, Test Long" (2022).
 
     slopes: an array [heads] or numbers; None: those of the paper, by the number of query heads.
@@ -99,7 +83,7 @@ class ALiBi(_WithArrays):
 
 
 @dataclass(frozen=True, eq=False)
-class Temperature(_WithArrays):
+class Temperature(Score):
     """logit * value, for each head or each row. value: [heads], [heads, q] or [batch, heads, q]; with two or three dimensions a
     size of 1 counts for all."""
 
@@ -131,7 +115,7 @@ class Temperature(_WithArrays):
         lowering.add(Multiply((lowering.array(self._spread(arrays[0])),)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PositionTemperature(Score):
     """logit * (1 + scale * log(1 + floor((position + 1) / floor))), by the query's position. Source: Llama 4's
     attn_temperature_tuning."""
@@ -159,7 +143,7 @@ class PositionTemperature(Score):
 
 
 @dataclass(frozen=True, eq=False)
-class Forgetting(_WithArrays):
+class Forgetting(Score):
     """logit plus the sum of log_gate over the keys after this one, up to the query's own position.
 
     log_gate: [batch, heads, kv], the logarithm of each key's forget gate. Source: Lin et al., "Forgetting Transformer" (2025).
@@ -213,27 +197,18 @@ class Forgetting(_WithArrays):
         lowering.add(Add((lowering.array(rows[..., None]), lowering.array(keys[:, :, None]))))
 
 
-@dataclass(frozen=True)
-class Distance(Score, Named):
+@dataclass(frozen=True, eq=False)
+class Distance(Named, Score):
     """logit plus a registered function of the distance key - query, negative for earlier keys: fn(distance) -> float.
 
     Errors: ScoreError for a name that isn't registered and for functions that aren't elementwise.
     """
 
     kind: ClassVar[str] = "distance"
-    name: str
 
     def __post_init__(self) -> None:
         self._hold()
         checked_function(self.name, self.function, (np.int32,), "float", "fn(distance) -> float")
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Distance):
-            return NotImplemented
-        return self.name == other.name and self.function is other.function
-
-    def __hash__(self) -> int:
-        return hash((self.kind, self.name))
 
     def apply(self, logits: Any, at: Places, arrays: Sequence[Any], xp: Any) -> Any:
         if xp is np:
@@ -261,10 +236,3 @@ class _OfDistance:
 
     def __call__(self, x: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
         return x + self.function(kv - q).astype(x.dtype)
-
-
-def check_names(names: Sequence[str], taken: Sequence[str]) -> None:
-    """Refuse captures that are named like other arguments of a call. Errors: ScoreError."""
-    both = [name for name in names if name in taken]
-    if both:
-        raise ScoreError(f"capture {shown(both[0])} is named like an argument of a call; choose another name")

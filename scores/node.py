@@ -49,14 +49,24 @@ class Capture(NamedTuple):
 class Score:
     """Elementwise functions of a logit and its place. `a >> b` applies b to what a returns.
 
-    A score is hashable if it holds no arrays; arrays may be given in the call instead, by name. Subclasses are frozen
-    dataclasses; `captured` names the fields that hold arrays.
+    Equal if kind, numbers, functions and the very arrays are. Arrays may be given in the call instead, by name. Subclasses are
+    frozen dataclasses with eq=False; `captured` names the fields that hold arrays.
     """
 
     kind: ClassVar[str]
     captured: ClassVar[tuple[str, ...]] = ()
     # Whether the score depends on where a query and a key are, so that their alignment matters.
     needs_positions: ClassVar[bool] = True
+
+    def _key(self) -> tuple[Any, ...]:
+        held = (x if x is None or x is GIVEN or isinstance(x, tuple) else id(x) for x in self.arrays())
+        return type(self), vars(self).get("function"), *sorted(self._static().items()), *held
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, Score) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
 
     def __rshift__(self, other: Score) -> Score:
         if not isinstance(other, Score):
@@ -138,14 +148,14 @@ class Score:
     def _static(self) -> dict[str, Any]:
         """The fields that hold no arrays, without those that are unset."""
         fields = dataclasses.fields(cast(Any, self))
-        values = {f.name: getattr(self, f.name) for f in fields if f.name not in self.captured}
+        values = {f.name: getattr(self, f.name) for f in fields if f.init and f.name not in self.captured}
         return {name: value for name, value in values.items() if value is not None}
 
     def __str__(self) -> str:
         return self.describe()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chain(Score):
     """Scores applied one after the other."""
 

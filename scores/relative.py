@@ -13,8 +13,7 @@ from jax import lax
 
 from ..errors import ScoreError, a_type, is_whole, shown
 from .buckets import T5, BucketRule
-from .leaves import _WithArrays
-from .node import Capture, Captured, capture_array
+from .node import Capture, Captured, Score, capture_array
 from .places import Places
 from .steps import Diagonal, Lookup, Lowering, Product
 
@@ -32,7 +31,7 @@ class _OfPair:
 
 
 @dataclass(frozen=True, eq=False)
-class RelativeBias(_WithArrays):
+class RelativeBias(Score):
     """logit + table[bucket of the distance, head]. table: [buckets, heads]; buckets: T5(...), Clip(...) or Buckets(...)."""
 
     kind: ClassVar[str] = "relative_bias"
@@ -102,7 +101,7 @@ class _GridColumn:
 
 
 @dataclass(frozen=True, eq=False)
-class RelativeBias2D(_WithArrays):
+class RelativeBias2D(Score):
     """Tokens are the places of a grid (height, width), row by row, and the bias follows from the two distances.
 
     table: [(2 height - 1) (2 width - 1), heads], Swin's. Or decomposed, as in SAM and ViTDet: height [batch, heads, q, rows] and

@@ -54,7 +54,7 @@ def score_from_dict(data: Any, at: str = "score") -> Score:
 
 
 def _made(cls: type[Any], data: Mapping[str, Any], at: str) -> Any:
-    names = ("name", "captures") if cls is ScoreFunction else tuple(f.name for f in dataclasses.fields(cls))
+    names = ("name", "captures") if cls is ScoreFunction else tuple(f.name for f in dataclasses.fields(cls) if f.init)
     fields = _fields(data, at, names)
     held = [name for name in _IN_CALL if fields.get(name) is not None and name in getattr(cls, "captured", ())]
     if held and not isinstance(fields[held[0]], list | tuple):
@@ -74,7 +74,11 @@ def _made(cls: type[Any], data: Mapping[str, Any], at: str) -> Any:
     except ScoreError as error:
         raise ScoreError(f"{at}: {error}") from None
     except TypeError:
-        needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.name not in fields]
+        needed = [
+            f.name
+            for f in dataclasses.fields(cls)
+            if f.init and f.default is dataclasses.MISSING and f.name not in fields
+        ]
         raise ScoreError(f"{at} has no {shown(needed[0] if needed else 'name')}; {data['kind']} requires it") from None
 
 
