@@ -6,7 +6,8 @@ results. Each case has its own process, because libtpu reads its options when it
 Keys: kernel (attnops, jax or tokamax), target, length, dim, out, and either blocks [q, kv, compute] with fused, or for tokamax
 config, the fields of its SplashConfig. Optional: fields (more of a config), heads, value_dim, mask (causal, full, or window with
 attnops' kernel), forward_only; kv_dtype, with attnops' kernel and forward_only: that of quantised keys and values, with scales;
-hlo, the one kernel to dump, by its name in the compiled program.
+hlo, the one kernel to dump, by its name in the compiled program; score, with attnops' kernel: alibi or t5, differentiated
+as well unless `constant` is set.
 """
 
 from __future__ import annotations
@@ -61,8 +62,17 @@ def of_attnops(mesh: Mesh, length: int, dim: int) -> tuple[Callable[..., Any], t
         scale = jnp.ones((1, length, HEADS, 1), jnp.float32)
         return attend(q, k, v, mask=mask, key_scale=scale, value_scale=scale).attention_outputs
 
+    if "score" in CASE:
+        return lambda q, k, v, x: attend(q, k, v, mask=mask, score=scored(x)).attention_outputs, (1, length, HEADS, dim)
     run = of_quantised if "kv_dtype" in CASE else lambda q, k, v: attend(q, k, v, mask=mask).attention_outputs
     return run, (1, length, HEADS, dim)
+
+
+def scored(array: Any) -> Any:
+    """The score of the case, of its array."""
+    from attnops import ALiBi, RelativeBias
+
+    return ALiBi(array) if CASE["score"] == "alibi" else RelativeBias(array)
 
 
 def of_tokamax(length: int, dim: int) -> tuple[Callable[..., Any], tuple[int, ...]]:
@@ -96,15 +106,22 @@ def main() -> None:
         for dim in (CASE["dim"], CASE.get("value_dim", CASE["dim"]))
     )
 
-    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return attend(q, k, v).astype(jnp.float32).sum()
+    captured = {"alibi": (HEADS,), "t5": (32, HEADS)}[CASE["score"]] if "score" in CASE else None
+    arrays = [] if captured is None else [jax.ShapeDtypeStruct(captured, jnp.float32, sharding=sharding)]
+
+    def loss(*arrays: jax.Array) -> jax.Array:
+        return attend(*arrays).astype(jnp.float32).sum()
+
+    wanted = range(3 + (len(arrays) and not CASE.get("constant")))
 
     with contextlib.ExitStack() as stack:
         if CASE["kernel"] == "tokamax":  # it queries its device; attnops sets it itself
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
         key = x.update(dtype=CASE.get("kv_dtype", x.dtype))
         value = value.update(dtype=CASE.get("kv_dtype", x.dtype))
-        lowered = jax.jit(attend if CASE.get("forward_only") else jax.grad(loss, (0, 1, 2))).lower(x, key, value)
+        lowered = jax.jit(attend if CASE.get("forward_only") else jax.grad(loss, tuple(wanted))).lower(
+            x, key, value, *arrays
+        )
     print(lowered.compile().memory_analysis().temp_size_in_bytes)
 
 

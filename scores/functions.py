@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,6 +83,10 @@ class Named:
             )
         object.__setattr__(self, "function", _functions[self.name])
 
+    def primitives(self, arguments: Sequence[Any]) -> frozenset[str]:
+        """The names of the primitives of the function, for tiles of these dtypes, and of its derivative."""
+        return _primitives_of(self.function, tuple(np.dtype(dtype) for dtype in arguments))
+
     def __reduce__(self) -> Any:
         return type(self), tuple(getattr(self, item.name) for item in fields(self) if item.init)
 
@@ -145,10 +150,41 @@ def _not_elementwise(jaxpr: Jaxpr) -> Iterator[str]:
         same = name in ("broadcast_in_dim", "reshape") and aval.shape == result.shape
         if name not in _ELEMENTWISE and not scalar and not same:
             yield name
-        for value in equation.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(part, ClosedJaxpr | Jaxpr):
-                    yield from _not_elementwise(part.jaxpr if isinstance(part, ClosedJaxpr) else part)
+        for part in _parts(equation):
+            yield from _not_elementwise(part)
+
+
+@functools.lru_cache(maxsize=256)
+def _primitives_of(function: Callable[..., Any], dtypes: tuple[np.dtype, ...]) -> frozenset[str]:
+    def with_derivative(*tiles: jax.Array) -> Any:
+        floats = [n for n, tile in enumerate(tiles) if jnp.issubdtype(tile.dtype, np.floating)]
+
+        def of_floats(*chosen: jax.Array) -> Any:
+            every = list(tiles)
+            for n, tile in zip(floats, chosen, strict=True):
+                every[n] = tile
+            return function(*every)
+
+        result, pull = jax.vjp(of_floats, *(tiles[n] for n in floats))
+        return result, pull(result) if floats else ()
+
+    with jax.enable_x64(False):
+        closed = jax.make_jaxpr(with_derivative)(*(jax.ShapeDtypeStruct(_TILE, dtype) for dtype in dtypes))
+    return frozenset(_names(closed.jaxpr))
+
+
+def _names(jaxpr: Jaxpr) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for part in _parts(equation):
+            yield from _names(part)
+
+
+def _parts(equation: Any) -> Iterator[Jaxpr]:
+    for value in equation.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(part, ClosedJaxpr | Jaxpr):
+                yield part.jaxpr if isinstance(part, ClosedJaxpr) else part
 
 
 _ALIGNED = ("batch", "heads", "q_len", "kv_len")
@@ -176,8 +212,13 @@ class ScoreFunction(Named, Score):
         read = [_read_capture(name, key, value) for key, value in (captures or {}).items()]
         object.__setattr__(self, "dims", tuple((name, dims) for name, dims, _ in read))
         object.__setattr__(self, "held", tuple(array for *_, array in read))
-        dtypes = (np.float32, *[np.int32] * 4, *[np.float32] * len(read))
-        checked_function(name, self.function, dtypes, np.float32, _WANTED)
+        checked_function(name, self.function, self._dtypes(), np.float32, _WANTED)
+
+    def _dtypes(self) -> tuple[Any, ...]:
+        return np.float32, *[np.int32] * 4, *[np.float32] * len(self.dims)
+
+    def operations(self, contiguous: bool) -> frozenset[str]:
+        return self.primitives(self._dtypes())
 
     def captures(self) -> tuple[Capture, ...]:
         return tuple(Capture(name, dims) for name, dims in self.dims)

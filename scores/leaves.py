@@ -222,6 +222,9 @@ class Distance(Named, Score):
     def step_names(self, contiguous: bool) -> frozenset[str]:
         return frozenset({Diagonal.name if contiguous else Function.name})
 
+    def operations(self, contiguous: bool) -> frozenset[str]:
+        return frozenset() if contiguous else self.primitives((np.int32,))
+
     def lower(self, arrays: Sequence[jax.Array], lowering: Lowering) -> None:
         if lowering.contiguous:
             values = jnp.broadcast_to(self.function(lowering.distances()), lowering.distances().shape)

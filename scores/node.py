@@ -123,6 +123,11 @@ class Score:
         """The names of the steps that `lower` adds; contiguous: see Lowering."""
         raise NotImplementedError
 
+    def operations(self, contiguous: bool) -> frozenset[str]:
+        """The names of jax's primitives that a kernel has to compile for registered functions, with their derivatives."""
+        del contiguous
+        return frozenset()
+
     # -- text --------------------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
@@ -203,6 +208,9 @@ class Chain(Score):
 
     def step_names(self, contiguous: bool) -> frozenset[str]:
         return frozenset().union(*(score.step_names(contiguous) for score in self.scores))
+
+    def operations(self, contiguous: bool) -> frozenset[str]:
+        return frozenset().union(*(score.operations(contiguous) for score in self.scores))
 
     def describe(self) -> str:
         return " >> ".join(score.describe() for score in self.scores)

@@ -13,6 +13,7 @@ from jax import lax
 
 from ..errors import ScoreError, a_type, is_whole, shown
 from .buckets import T5, BucketRule
+from .functions import Named
 from .node import Capture, Captured, Score, capture_array
 from .places import Places
 from .steps import Diagonal, Lookup, Lowering, Product
@@ -59,6 +60,10 @@ class RelativeBias(Score):
     def step_names(self, contiguous: bool) -> frozenset[str]:
         return frozenset({Diagonal.name if contiguous else Lookup.name})
 
+    def operations(self, contiguous: bool) -> frozenset[str]:
+        named = not contiguous and isinstance(self.buckets, Named)
+        return self.buckets.primitives((np.int32,)) if named else frozenset()
+
     def lower(self, arrays: Sequence[jax.Array], lowering: Lowering) -> None:
         table = arrays[0].astype(lowering.dtype)
         if not lowering.contiguous:
@@ -72,6 +77,13 @@ class RelativeBias(Score):
         lowering.add(Diagonal((lowering.array(values, "diagonal"),), rows=lowering.q_len))
 
 
+def _place(n: Any, width: int) -> tuple[Any, Any]:
+    """(row, column) of places, which aren't negative."""
+    if isinstance(n, jax.Array):  # // and % of jax.numpy are ten instructions, for negative numbers
+        return lax.div(n, np.int32(width)), lax.rem(n, np.int32(width))
+    return n // width, n % width
+
+
 @dataclass(frozen=True)
 class _GridIndex:
     """The row of Swin's table of a pair of places in a grid of height x width."""
@@ -80,8 +92,8 @@ class _GridIndex:
     width: int
 
     def __call__(self, q: Any, kv: Any) -> Any:
-        rows = q // self.width - kv // self.width + self.height - 1
-        return rows * (2 * self.width - 1) + q % self.width - kv % self.width + self.width - 1
+        (q_row, q_column), (row, column) = (_place(x, self.width) for x in (q, kv))
+        return (q_row - row + self.height - 1) * (2 * self.width - 1) + q_column - column + self.width - 1
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,7 @@ class _GridRow:
     width: int
 
     def __call__(self, kv: Any) -> Any:
-        return kv // self.width
+        return _place(kv, self.width)[0]
 
 
 @dataclass(frozen=True)
@@ -97,7 +109,7 @@ class _GridColumn:
     width: int
 
     def __call__(self, kv: Any) -> Any:
-        return kv % self.width
+        return _place(kv, self.width)[1]
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,6 +67,7 @@ class LocalProblem:
         }
         if problem.dynamic_query_offset:
             arguments["query_offset"] = jax.ShapeDtypeStruct((local.batch,), jnp.int32)
+        captures = []
         for operand in problem.operands:
             row, shape = operand.operand, operand.shape
             dims = row.accepted(shape, problem.sizes, problem.layout) or ()
@@ -74,7 +75,13 @@ class LocalProblem:
                 dims = ("heads", *dims[1:])
             elif row.order:
                 dims, shape = row.dims_in(problem.kernel_layout), shape if problem.layout != "thd" else (1, *shape)
-            arguments[operand.name] = cut(shape, dims, operand.dtype)
+            array = cut(shape, dims, operand.dtype)
+            if row.feature == "score":
+                captures.append(array)
+            else:
+                arguments[operand.name] = array
+        if problem.score is not None:
+            arguments["score"] = problem.score.with_arrays(captures)
         if problem.dropout_prob > 0:
             arguments["dropout_rng"] = jax.ShapeDtypeStruct((2,), jnp.uint32)
             arguments |= {"dropout_prob": problem.dropout_prob, "deterministic": False}

@@ -1,4 +1,4 @@
-"""What kernels can't do with registered mask functions, as rules: they compile a function together with themselves."""
+"""What kernels can't do with registered mask and score functions, as rules: they compile a function together with themselves."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _OPERATIONS = frozenset((
     "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan",
     "tanh", "while", "xor",
 ))  # fmt: skip
+# What jax adds to a derivative.
+_ADDED = frozenset({"add_any", "copy", "reshape", "transpose", "mul"})
 MOSAIC = _OPERATIONS | {"cond", "erf", "reduce_or", "round"}
 TRITON = _OPERATIONS | {"cbrt", "expm1"}
 
@@ -50,7 +52,23 @@ def function_rules(kernel: str, operations: frozenset[str]) -> tuple[Rule, ...]:
             ),
             _HINT,
         ),
+        Rule(
+            f"{kernel}.score_function_operation",
+            "score",
+            lambda p, c: not _of_score(p, operations),
+            lambda p, c: (
+                f"the score {p.score} or its derivative uses {', '.join(_of_score(p, operations))}, which kernels can't compile"
+            ),
+            "Write the function with other operations, or use 'vanilla'.",
+        ),
     )
+
+
+def _of_score(problem: AttentionProblem, operations: frozenset[str]) -> list[str]:
+    """What a kernel's compiler can't take of the score's functions."""
+    if problem.score is None:
+        return []
+    return sorted(problem.score.operations(problem.contiguous_positions) - operations - _ADDED)
 
 
 def _functions(problem: AttentionProblem) -> list[MaskFunction]:

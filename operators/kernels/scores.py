@@ -33,25 +33,30 @@ __all__ = [
 
 
 class ScoreTile(Protocol):
-    """The arrays of a tile, each in a shape that broadcasts to it."""
+    """The arrays of a tile, each in a shape that broadcasts to it. What is added to logits is multiplied by `unit`, where it has
+    the fewest elements."""
 
     def aligned(self, number: int) -> jax.Array:
         """The tile's part of an aligned array."""
         ...
 
     def distance(self) -> jax.Array:
-        """Position of the key minus that of the query, in the dtype of the logits."""
+        """How far query and key are apart, in the dtype of the logits."""
         ...
 
-    def diagonal(self, step: Diagonal) -> jax.Array:
+    def linear(self, step: Linear, unit: float) -> jax.Array:
+        """An aligned array times the distance."""
+        ...
+
+    def diagonal(self, step: Diagonal, unit: float) -> jax.Array:
         """The number of each pair's distance."""
         ...
 
-    def lookup(self, step: Lookup) -> jax.Array:
+    def lookup(self, step: Lookup, unit: float) -> jax.Array:
         """The number of each pair in a table."""
         ...
 
-    def product(self, step: Product) -> jax.Array:
+    def product(self, step: Product, unit: float) -> jax.Array:
         """The number of each query for the index of each key."""
         ...
 
@@ -129,7 +134,8 @@ def _applied(
 
         def through(d: jax.Array) -> tuple[jax.Array, list[Share]]:
             _, back = jax.vjp(function, natural, *arrays)
-            d, *shares = back(d)
+            # A hidden element may be where the function has no derivative.
+            d, *shares = (jnp.where(d == 0, jnp.zeros_like(x), x) for x in back(d))
             return d, [(step, n, share) for n, share in enumerate(shares)]
 
         return function(natural, *arrays), 1.0, False, through
@@ -139,17 +145,15 @@ def _applied(
         plus, minus = (tile.aligned(n) for n in step.reads)
         return base + (plus - minus) * unit, 1.0, True, lambda d: (d, [(step, 0, d), (step, 1, -d)])
     if isinstance(step, Linear):
-        slope = tile.aligned(step.reads[0]) * unit
-        away = abs(tile.distance())
-        return base - slope * away, 1.0, True, lambda d: (d, [(step, 0, -d * away)])
+        return base - tile.linear(step, unit), 1.0, True, lambda d: (d, [(step, 0, -d * tile.distance())])
     if isinstance(step, Diagonal):
-        added = tile.diagonal(step)
+        added = tile.diagonal(step, unit)
     elif isinstance(step, Lookup):
-        added = tile.lookup(step)
+        added = tile.lookup(step, unit)
     else:
         assert isinstance(step, Product)
-        added = tile.product(step)
-    return base + added * unit, 1.0, True, lambda d: (d, [(step, 0, d)])
+        added = tile.product(step, unit)
+    return base + added, 1.0, True, lambda d: (d, [(step, 0, d)])
 
 
 def from_diagonals(x: jax.Array, rows: int, keys: int) -> jax.Array:
@@ -177,6 +181,10 @@ def diagonal_sums(x: jax.Array) -> jax.Array:
     flat = jnp.pad(x, [*same, (0, 0), (0, rows - 1)]).reshape(*lead, rows * (length - 1))
     shifted_rows = jnp.pad(flat, [*same, (rows - 1, 1)]).reshape(*lead, rows, length)
     return lax.squeeze(summed(shifted_rows, len(lead)), (len(lead),))[..., :-1]
+
+
+def _times(x: jax.Array, unit: float) -> jax.Array:
+    return x if unit == 1 else x * unit
 
 
 def _one_hot(index: jax.Array, count: int, dtype: Any) -> jax.Array:
@@ -217,7 +225,11 @@ class WholeScores:
     def distance(self) -> jax.Array:
         """See ScoreTile."""
         q, kv = self._positions()
-        return (kv - q).astype(self.dtype)
+        return abs((kv - q).astype(self.dtype))
+
+    def linear(self, step: Linear, unit: float) -> jax.Array:
+        """See ScoreTile."""
+        return _times(self.aligned(step.reads[0]), unit) * self.distance()
 
     def places(self, shape: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
         """See ScoreTile."""
@@ -226,25 +238,28 @@ class WholeScores:
         batch, head, q, kv = (jnp.broadcast_to(x, shape) for x in (batch, head, *self._positions()))
         return batch, head, q, kv
 
-    def diagonal(self, step: Diagonal) -> jax.Array:
+    def diagonal(self, step: Diagonal, unit: float) -> jax.Array:
         """See ScoreTile."""
         rows, keys = self._shape
         first = self.keys.start + self.mask.k_start - self.mask.q_start - (rows - 1) + step.rows - 1
         x = self.arrays[step.reads[0]]
-        return from_diagonals(cut_along(x, first, rows + keys - 1, axis=2), rows, keys)
+        return from_diagonals(_times(cut_along(x, first, rows + keys - 1, axis=2), unit), rows, keys)
 
-    def lookup(self, step: Lookup) -> jax.Array:
+    def lookup(self, step: Lookup, unit: float) -> jax.Array:
         """See ScoreTile."""
         q, kv = self._positions()
         index = step.index(q, kv)[:, 0]
-        return jnp.moveaxis(self.arrays[step.reads[0]][:, index], 0, 1)
+        return jnp.moveaxis(_times(self.arrays[step.reads[0]], unit)[:, index], 0, 1)
 
-    def product(self, step: Product) -> jax.Array:
+    def product(self, step: Product, unit: float) -> jax.Array:
         """See ScoreTile."""
         x, (_, kv) = self.arrays[step.reads[0]], self._positions()
         chosen = _one_hot(step.index(kv[:, 0, 0]), x.shape[-1], x.dtype)
         return jnp.einsum(
-            "bhqn,bkn->bhqk" if chosen.shape[0] > 1 else "bhqn,zkn->bhqk", x, chosen, precision=exact(x.dtype)
+            "bhqn,bkn->bhqk" if chosen.shape[0] > 1 else "bhqn,zkn->bhqk",
+            _times(x, unit),
+            chosen,
+            precision=exact(x.dtype),
         )
 
 
@@ -303,7 +318,11 @@ class BlockTile:
     def distance(self) -> jax.Array:
         """See ScoreTile."""
         q, kv = self._positions()
-        return (kv - q).astype(self.scores.dtype)
+        return abs((kv - q).astype(self.scores.dtype))
+
+    def linear(self, step: Linear, unit: float) -> jax.Array:
+        """See ScoreTile."""
+        return _times(self.aligned(step.reads[0]), unit) * self.distance()
 
     def places(self, shape: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
         """See ScoreTile."""
@@ -324,10 +343,10 @@ class BlockTile:
         start = (self.at.batch if many[0] else 0, self.at.head if many[1] else 0, first)
         return start, (1, self.at.heads if many[1] else 1, rows + keys - 1)
 
-    def diagonal(self, step: Diagonal) -> jax.Array:
+    def diagonal(self, step: Diagonal, unit: float) -> jax.Array:
         """See ScoreTile."""
         x = cut(self.scores.arrays[step.reads[0]], *self._diagonals(step))[0]
-        return from_diagonals(x, self.scores.source.block_q, self.scores.source.block_kv)
+        return from_diagonals(_times(x, unit), self.scores.source.block_q, self.scores.source.block_kv)
 
     def _index(self, step: Lookup) -> jax.Array:
         """int32 [block_q, block_kv]."""
@@ -335,12 +354,12 @@ class BlockTile:
         q, kv = self._positions()
         return jnp.clip(step.index(q, kv)[0], 0, entries - 1)
 
-    def lookup(self, step: Lookup) -> jax.Array:
+    def lookup(self, step: Lookup, unit: float) -> jax.Array:
         """See ScoreTile."""
         table = self.scores.arrays[step.reads[0]]
         if table.shape[0] > 1:
             table = cut_along(table, self.at.head, self.at.heads)
-        return jnp.take(table, self._index(step), axis=1)
+        return jnp.take(_times(table, unit), self._index(step), axis=1)
 
     def _columns(self, step: Product) -> tuple[jax.Array, jax.Array]:
         """(the tile's rows [heads, block_q, n], which of the n each key has [block_kv, n])."""
@@ -357,10 +376,10 @@ class BlockTile:
     def _rows(self, x: jax.Array) -> jax.Array:
         return cut(x, *self._rows_at(x))[0]
 
-    def product(self, step: Product) -> jax.Array:
+    def product(self, step: Product, unit: float) -> jax.Array:
         """See ScoreTile."""
         x, chosen = self._columns(step)
-        return jnp.einsum("hqn,kn->hqk", x, chosen, precision=exact(x.dtype))
+        return jnp.einsum("hqn,kn->hqk", _times(x, unit), chosen, precision=exact(x.dtype))
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

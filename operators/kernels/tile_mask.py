@@ -39,7 +39,10 @@ def traced_numbers(mask: LocalMask, dropout: Dropout | None, seen: Seen | None) 
 
     'dropout' is the seed and where the device's rows and heads begin: a head's key is computed from them where it is needed.
     """
-    places = {"q_start": mask.q_start, "k_start": mask.k_start, "query_offset": mask.query_offset}
+    places = {
+        "q_start": mask.q_start, "k_start": mask.k_start, "query_offset": mask.query_offset,
+        "batch_start": mask.batch_start, "head_start": mask.head_start,
+    }  # fmt: skip
     numbers = {
         name: jnp.asarray(number, jnp.int32).reshape(-1)
         for name, number in places.items()

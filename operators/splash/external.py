@@ -43,10 +43,7 @@ def _lacks(kernel: str, feature: str) -> Rule:
 
 def _rules(kernel: str) -> tuple[Rule, ...]:
     return (
-        *(
-            _lacks(kernel, feature)
-            for feature in sorted(ALL_FEATURES - {"return_weights", "score"} - EXTERNAL_FEATURES)
-        ),
+        *(_lacks(kernel, feature) for feature in sorted(ALL_FEATURES - {"return_weights"} - EXTERNAL_FEATURES)),
         Rule(
             f"splash.{kernel}.one_of_each",
             "mask",

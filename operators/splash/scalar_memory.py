@@ -45,6 +45,7 @@ class ScalarMemory:
             "finite tensors": int(any({"q", "kv"} <= set(leaf.dims) for leaf in problem.leaves)),
             "dropout": 4 * (problem.dropout_prob > 0),
             "sinks": local.q_heads * (problem.operand("softmax_aux") is not None),
+            "score": local.batch * local.q_heads * (problem.score is not None),  # at most, for one array
         }
         self._live: dict[tuple[int, int], np.ndarray] = {}
 

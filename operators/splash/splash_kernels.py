@@ -37,7 +37,7 @@ from .vmem_count import too_much_vmem, vmem_parts
 
 __all__ = ["SPLASH", "ExternalSplash", "SplashKernels"]
 
-_FEATURES = ALL_FEATURES - {"return_weights", "score"}
+_FEATURES = ALL_FEATURES - {"return_weights"}
 
 _RULES = (
     Rule(

@@ -11,10 +11,11 @@ from ...planning import AttentionProblem, Placement
 from ...planning.notes import note
 from .kernel.splash_blocks import SplashBlocks
 from .passes import blocks_of
-from .splash_config import SplashConfig
+from .splash_config import LANES, SplashConfig
 
 if TYPE_CHECKING:
-    from .kernel.vmem import Shape
+    from ...scores import Score
+    from .kernel.vmem import ScoreShape, Shape
 
 __all__ = ["ROOM", "counted_vmem", "fits", "too_much_vmem", "vmem_need", "vmem_parts", "vmem_room"]
 
@@ -102,7 +103,21 @@ def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig
         key,
         value,
         problem.device_kind,
+        None if problem.score is None else _score_shape(problem, problem.score),
     )
+
+
+def _score_shape(problem: AttentionProblem, score: Score) -> ScoreShape:
+    from .kernel.vmem import ScoreShape
+
+    steps = score.step_names(problem.contiguous_positions)
+    of_query = of_key = 0
+    for capture, shape in ((x.operand, x.shape) for x in problem.operands if x.operand.feature == "score"):
+        sizes = dict(zip(capture.dims, shape, strict=False))
+        width = math.prod(n for dim, n in sizes.items() if dim not in ("batch", "heads", "q_len"))
+        of_query += ("q_len" in sizes) * (8 if width == 1 else math.ceil(width / LANES) * LANES) * 4
+        of_key += bool({"kv_len", "all_keys"} & set(sizes)) * 8 * 4
+    return ScoreShape(len(steps & {"linear", "diagonal"}), of_query + ("add" in steps) * 8 * 4, of_key)
 
 
 def _divides(tile: int, group: int, kv_heads: int) -> bool:

@@ -17,7 +17,7 @@ from ...kernels.lse import LOG2E, merge_stacked
 from ...kernels.operands import DynamicArgs, Operands, Results, StaticArgs, join_static
 from ...kernels.partial_attention import residual_names
 from ...kernels.seen_keys import Seen, seen_keys
-from ...vanilla.kernel.blockwise import bias_gradient
+from ...vanilla.kernel.blockwise import blockwise_gradients
 from .arrays import KERNELS, Arrays
 from .backward import KeyGradients, QueryGradient
 from .flash_sizes import FlashSizes, TileSizes
@@ -112,7 +112,7 @@ class PartialFlash:
                 value=operands.value.swapaxes(1, 2),
             )
             results = results._replace(output=results.output.swapaxes(1, 2), d_output=results.d_output.swapaxes(1, 2))
-        return bias_gradient(
+        gradient = blockwise_gradients(
             static_args,
             operands,
             dynamic,
@@ -121,7 +121,9 @@ class PartialFlash:
             soft_cap=self.soft_cap,
             platform=self.platform,
             blocking=Blocking(min(512, static_args.q_len), min(512, static_args.kv_len), 1),
-        )
+        ).bias
+        assert gradient is not None
+        return gradient
 
     # -- forward -----------------------------------------------------------------------------------------------------
 

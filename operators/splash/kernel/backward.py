@@ -110,22 +110,20 @@ def backward_kernel(
         factors: dict[Any, tuple[Any, int]] = {}
 
         def multiply(subtile: SubTile) -> tuple[jax.Array, Any, jax.Array]:
-            """(logits, the cap's tanh, gradients of the weights)."""
+            """(logits, their pull, gradients of the weights)."""
             key, value = key_and_value(subtile)
             products = tile_product(key, query_of(subtile), 1 - k_time, 1 - q_time)
             d_out = rows_of(refs["d_output"], (subtile.number,), subtile.queries, 0)
             return *tile.weigh(products, subtile), tile_product(value, d_out, 1 - v_time, 1)
 
         def accumulate(subtile: SubTile, products: tuple[jax.Array, Any, jax.Array]) -> None:
-            (x, capped, d_p), kv_head = products, subtile.head[0]
+            (x, pull, d_p), kv_head = products, subtile.head[0]
             query, d_out = query_of(subtile), rows_of(refs["d_output"], (subtile.number,), subtile.queries, 0)
             p = logits.exp(x - refs["lse"][subtile.number, :, subtile.queries])
             keep = tile.keep(dropout[subtile.number], subtile)
             d_p = tile.dropped(d_p, keep)
             d_x = p * (d_p - refs["delta"][subtile.number, :, subtile.queries])
-            if capped is not None:
-                d_x = d_x * (1.0 - capped * capped)
-            d_x = d_x.astype(query.dtype)
+            d_x = pull(d_x)[0].astype(query.dtype)
             if of_keys:
                 start, size = subtile.keys.start, subtile.shape[1]
                 rows = pl.ds(start, size)

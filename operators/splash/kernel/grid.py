@@ -21,7 +21,7 @@ from ...kernels.varying import vary, varying
 from .mapped import mapped_grid
 from .schedule import TileSchedule, kv_block_of, q_block_of
 
-__all__ = ["KERNELS", "Heads", "Input", "KernelGrid", "Output", "Step"]
+__all__ = ["KERNELS", "Heads", "Input", "KernelGrid", "Output", "Step", "padded"]
 
 KERNELS = "splash's kernels"  # in an error
 
@@ -98,6 +98,12 @@ class Output(NamedTuple):
         return round(math.prod(self.shape) * np.dtype(self.dtype).itemsize * self.share)
 
 
+def padded(x: jax.Array, blocks: dict[int, int]) -> jax.Array:
+    """Pad axes to a multiple of these sizes."""
+    short = [(0, -n % blocks.get(i, 1)) for i, n in enumerate(x.shape)]
+    return jnp.pad(x, short) if any(n for _, n in short) else x
+
+
 class KernelGrid:
     """Collects the arrays of a pass, then runs its kernel.
 
@@ -118,6 +124,7 @@ class KernelGrid:
         self.outputs: dict[str, Output] = {}
         self.scratch: dict[str, Any] = {}
         self.aliased: dict[str, str] = {}  # inputs whose memory an output takes over
+        self.capture_shapes: tuple[tuple[int, ...], ...] = ()  # of the arrays that a score's steps read
 
     # -- where a step is ---------------------------------------------------------------------------------------------
 
@@ -205,6 +212,40 @@ class KernelGrid:
             return (*at, s.kv_block, 0, s.q_block)
 
         return self.block((None, *sizes, None, shape[4], self.block_q), where)
+
+    def head_block(self, shape: tuple[int, ...], **along: int) -> pl.BlockSpec:
+        """A block of [batch | 1, heads | 1, ...], of the tile's heads; along: the axes of queries (`q`) and keys (`kv`)."""
+        sizes = list(shape[1:])
+        sizes[0] = len(self.heads.in_tile) if shape[1] > 1 else 1
+        for name, axis in along.items():
+            sizes[axis - 1] = self.block_q if name == "q" else self.block_kv
+
+        def where(s: Step) -> tuple[Any, ...]:
+            at = [0] * len(shape)
+            at[:2] = s.batch if shape[0] > 1 else 0, self._tile_of_heads(s) if shape[1] > 1 else 0
+            for name, axis in along.items():
+                at[axis] = s.q_block if name == "q" else s.kv_block
+            return tuple(at)
+
+        return self.block((None, *sizes), where)
+
+    def add_of_heads(self, name: str, array: jax.Array, **along: int) -> None:
+        """Add such an array, padded to whole blocks along these axes."""
+        blocks = {axis: self.block_q if of == "q" else self.block_kv for of, axis in along.items()}
+        array = padded(array, blocks)
+        self.inputs[name] = Input(array, self.head_block(array.shape, **along), *along or (self.slow,))
+
+    def add_dense(self, name: str, array: jax.Array) -> None:
+        """Add an array [batch, heads, q, kv], any of them 1."""
+        array = self.by_group(array)
+        self.inputs[name] = Input(array, self.dense_block(array.shape), "both")
+
+    def by_group(self, x: jax.Array) -> jax.Array:
+        """[batch, heads, q, kv], each of them or 1, as [batch, kv heads, group, q, kv], padded."""
+        batch, heads, q_len, kv_len = x.shape
+        split = (1, 1) if heads == 1 else (self.heads.kv_heads, self.heads.group)
+        x = x.reshape(batch, *split, q_len, kv_len)
+        return padded(x, {i: n for i, n in ((3, self.block_q), (4, self.block_kv)) if x.shape[i] > 1})
 
     # -- the call ----------------------------------------------------------------------------------------------------
 

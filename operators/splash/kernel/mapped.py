@@ -19,7 +19,7 @@ Pass = Callable[..., Operands]  # of Operands, DynamicArgs, and arrays with the 
 def mapped_pass(run: Pass) -> Pass:
     """The same pass under jax.vmap: mapped calls become batch rows of one call, or else a loop over calls.
 
-    They become rows if nothing but the batch tells them apart. Arrays of the mask, dropout, bias and sinks belong to a call.
+    They become rows if nothing but the batch tells them apart. Arrays of mask, dropout, bias, sinks and score belong to a call.
     """
     call = jax.custom_batching.custom_vmap(run)
 
@@ -28,7 +28,8 @@ def mapped_pass(run: Pass) -> Pass:
         size: int, mapped: Any, operands: Operands, dynamic: DynamicArgs, *rest: jax.Array
     ) -> tuple[Operands, Any]:
         arguments, is_mapped = (operands, dynamic, *rest), jax.tree.leaves(mapped)
-        if operands.bias is None and operands.sinks is None and not jax.tree.leaves(dynamic):
+        of_calls = operands.bias, operands.sinks, operands.captures, dynamic
+        if not jax.tree.leaves(of_calls):
             results = _as_rows(call, size, is_mapped, arguments)
         else:
             results = _in_turn(call, is_mapped, arguments)

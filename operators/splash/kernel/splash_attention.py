@@ -18,7 +18,7 @@ from ...kernels.dequantise import dequantised, quantised_gradients
 from ...kernels.operands import DynamicArgs, Operands, Results, StaticArgs, join_static
 from ...kernels.partial_attention import residual_names
 from ...kernels.seen_keys import seen_keys
-from ...vanilla.kernel.blockwise import bias_gradient
+from ...vanilla.kernel.blockwise import blockwise_gradients
 from .backward import add_key_gradients, add_query_gradient, backward_kernel, row_numbers
 from .bias import bias_block, bias_kernel, bias_order, visited_bias
 from .forward import forward_kernel, forward_outputs, forward_scratch
@@ -27,6 +27,8 @@ from .key_sums import add_key_sums
 from .mapped import mapped_pass
 from .schedule import tile_schedule
 from .schedule_rules import broken_rule
+from .score_gradients import add_capture_gradients, capture_blocks, capture_gradients, capture_kernel, sums_fit
+from .score_tile import add_captures
 from .splash_blocks import PassBlocks, SplashBlocks
 from .tile import Logits, add_to_grid
 
@@ -109,6 +111,8 @@ class _KernelPass:
         sizes: PassBlocks,
         slow: str,
         kv_blocks: slice = slice(None),
+        *,
+        transposed: bool,
     ) -> None:
         blocks = part.blocks
         self.part, self.operands = part, operands
@@ -129,6 +133,9 @@ class _KernelPass:
         words = block_words(mask, block_q, block_kv, self.q_padded, tables)
         seen = seen_keys(mask, kv_heads, operands.of_keys)
         add_to_grid(grid, mask, words, operands.bias, dropout, seen)
+        self.mask, score = mask, logits.static_args.score
+        if score is not None:
+            add_captures(grid, score, operands.captures, mask, reverse_diagonals=transposed)
         self.queries("query", operands.query, blocks.q_layout)
         for name, x, layout in zip(("key", "value"), operands[1:3], blocks.layouts[1:], strict=True):
             x = _rows_padded(x, self.kv_padded)
@@ -173,21 +180,22 @@ def _forward(
     part: PartialSplash, logits: Logits, operands: Operands, dynamic: DynamicArgs
 ) -> tuple[jax.Array, jax.Array]:
     blocks = part.blocks
-    kernel_pass = _KernelPass(part, logits, operands, dynamic, blocks.forward, "q")
+    transposed = blocks.transposed_tiles
+    kernel_pass = _KernelPass(part, logits, operands, dynamic, blocks.forward, "q", transposed=transposed)
     if operands.sinks is not None:
         kernel_pass.grid.scalars["sinks"] = operands.sinks
     normalised, tokens_first = blocks.fuse_reciprocal, part.tokens_first
     forward_outputs(
         kernel_pass.grid, kernel_pass.q_padded, kernel_pass.value_dim, operands.query.dtype, normalised, tokens_first
     )
-    forward_scratch(kernel_pass.grid, kernel_pass.value_dim, blocks.transposed_tiles)
+    forward_scratch(kernel_pass.grid, kernel_pass.value_dim, transposed)
     kernel = functools.partial(
         forward_kernel,
         grid=kernel_pass.grid,
         logits=logits,
         compute=blocks.forward.subtile,
         compute_in=blocks.block_kv_compute_in,
-        transposed=blocks.transposed_tiles,
+        transposed=transposed,
         pipeline_depth=blocks.forward.pipeline_depth,
         layouts=blocks.layouts,
         normalised=normalised,
@@ -224,7 +232,8 @@ def _backward(
         block_kv, kv_len = sizes.block_kv, logits.static_args.kv_len
         first, end = (keys.start or 0) // block_kv, -(-min(keys.stop or kv_len, kv_len) // block_kv)
         goes_on = keys.stop is not None and keys.stop < kv_len
-        kernel_pass = _KernelPass(part, logits, operands, dynamic, sizes, "q" if of_query else "kv", slice(first, end))
+        slow, kv_blocks = "q" if of_query else "kv", slice(first, end)
+        kernel_pass = _KernelPass(part, logits, operands, dynamic, sizes, slow, kv_blocks, transposed=True)
         grid = kernel_pass.grid
         kernel_pass.queries("d_output", d_output.astype(operands.query.dtype), "head_dim_minor")
         kernel_pass.rows("lse", shift, np.inf)
@@ -270,13 +279,73 @@ def _backward(
     d_bias = None
     if operands.bias is not None:
         d_bias = _bias_gradient(part, logits, operands, dynamic, results, shift, delta)
+    captured: tuple[jax.Array, ...] = ()
+    if operands.captures:
+        captured = _capture_gradients(part, logits, operands, dynamic, results, shift, delta)
     return Operands(
         gradients["d_query"][:, :, : logits.static_args.q_len],
         gradients["d_key"][:, :, : logits.static_args.kv_len],
         gradients["d_value"][:, :, : logits.static_args.kv_len],
         d_bias,
         d_sinks,
+        captures=captured,
     )
+
+
+def _one_head_pass(
+    part: PartialSplash,
+    logits: Logits,
+    operands: Operands,
+    dynamic: DynamicArgs,
+    results: Results,
+    shift: jax.Array,
+    delta: jax.Array,
+    sizes: PassBlocks,
+) -> _KernelPass:
+    """A pass over all tiles, a head at a time: what it sums takes more VMEM than all else."""
+    alone = replace(part, blocks=replace(part.blocks, heads_per_tile=1))
+    kernel_pass = _KernelPass(alone, logits, operands, dynamic, sizes, "q", transposed=False)
+    kernel_pass.queries("d_output", results.d_output.astype(operands.query.dtype), "head_dim_minor")
+    kernel_pass.rows("lse", shift, np.inf)
+    kernel_pass.rows("delta", delta, 0.0)
+    return kernel_pass
+
+
+def _in_xla(
+    part: PartialSplash, logits: Logits, operands: Operands, dynamic: DynamicArgs, results: Results
+) -> Operands:
+    """All gradients by the blockwise pass, for those that no kernel sums. The compiler drops the others."""
+    blocking = Blocking(min(512, logits.static_args.q_len), min(512, logits.static_args.kv_len), 1)
+    return blockwise_gradients(
+        logits.static_args, operands, dynamic, results, scale=logits.scale, soft_cap=logits.soft_cap,
+        platform=part.platform, blocking=blocking,
+    )  # fmt: skip
+
+
+def _capture_gradients(
+    part: PartialSplash,
+    logits: Logits,
+    operands: Operands,
+    dynamic: DynamicArgs,
+    results: Results,
+    shift: jax.Array,
+    delta: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """The gradients of the score's arrays: by the kernel, or in XLA where the kernel can't sum them."""
+    static_args = logits.static_args
+    score = static_args.score
+    assert score is not None
+    if not sums_fit(score, operands.captures, static_args.q_len + static_args.kv_len):
+        return _in_xla(part, logits, operands, dynamic, results).captures
+    wide = operands.query.dtype.itemsize * operands.query.shape[-1] > 256
+    sizes = capture_blocks(static_args.q_len, static_args.kv_len, wide)
+    kernel_pass = _one_head_pass(part, logits, operands, dynamic, results, shift, delta, sizes)
+    add_capture_gradients(kernel_pass.grid, score, kernel_pass.mask)
+    kernel = functools.partial(
+        capture_kernel, grid=kernel_pass.grid, logits=logits, compute=sizes.subtile, layouts=part.blocks.layouts
+    )
+    outputs = kernel_pass.run("attnops_splash_dcaptures", kernel, 3, kernel_pass.dim + kernel_pass.value_dim)
+    return capture_gradients(outputs, kernel_pass.grid, score, operands.captures, kernel_pass.mask)
 
 
 def _bias_gradient(
@@ -293,29 +362,22 @@ def _bias_gradient(
     assert bias is not None
     q_len, kv_len = logits.static_args.q_len, logits.static_args.kv_len
     block = bias_block(q_len), bias_block(kv_len)
-    subtile = (256, block[1]) if block[0] % 256 == 0 else block
-    # A head at a time: the bias and its gradient take more VMEM than all else.
-    alone = replace(part, blocks=replace(blocks, heads_per_tile=1))
-    kernel_pass = _KernelPass(alone, logits, operands, dynamic, PassBlocks(*block, *subtile), "q")
+    sizes = PassBlocks(*block, 256 if block[0] % 256 == 0 else block[0], block[1])
+    kernel_pass = _one_head_pass(part, logits, operands, dynamic, results, shift, delta, sizes)
     grid = kernel_pass.grid
     order = bias_order(bias.shape, grid.schedule.rows, grid.schedule.tables)
     if order is None or not isinstance(grid.schedule.words, np.ndarray):
-        in_xla = Blocking(min(512, q_len), min(512, kv_len), 1)
-        return bias_gradient(
-            logits.static_args, operands, dynamic, results, scale=logits.scale, soft_cap=logits.soft_cap,
-            platform=part.platform, blocking=in_xla,
-        )  # fmt: skip
+        gradient = _in_xla(part, logits, operands, dynamic, results).bias
+        assert gradient is not None
+        return gradient
     grid.order = order
-    kernel_pass.queries("d_output", results.d_output.astype(operands.query.dtype), "head_dim_minor")
-    kernel_pass.rows("lse", shift, np.inf)
-    kernel_pass.rows("delta", delta, 0.0)
     shape = grid.inputs["bias"].array.shape
     grid.outputs["d_bias"] = Output(shape, jnp.float32, grid.dense_block(shape))
     kernel = functools.partial(
         bias_kernel,
         grid=grid,
         logits=logits,
-        compute=subtile,
+        compute=sizes.subtile,
         layouts=blocks.layouts,
     )
     outputs = kernel_pass.run(

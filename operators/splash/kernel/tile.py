@@ -1,4 +1,4 @@
-"""Applies bias, cap, mask and dropout to the raw logits of a tile, inside a kernel.
+"""Applies cap, score, bias, mask and dropout to the raw logits of a tile, inside a kernel.
 
 A tile is held as [query rows, keys] or, transposed, as [keys, query rows]. Transposed, the numbers that belong to a row
 (log-sum-exp, delta) lie along the lanes, as they are stored. The forward pass supports both, the backward passes are transposed.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,14 @@ from ....masks import Slot
 from ...kernels.block_words import BlockWords
 from ...kernels.local_mask import Dropout, LocalMask
 from ...kernels.lse import LOG2E
+from ...kernels.primitives import shifted
+from ...kernels.scores import Share, apply_steps
 from ...kernels.seen_keys import Seen
 from ...kernels.tile_mask import TileLogits, TileMask, traced_numbers
 from .band import EVERYTHING, band_of
-from .grid import Input, KernelGrid, Step
+from .grid import Input, KernelGrid, Step, padded
 from .schedule import variant_of
+from .score_tile import SubTileScores
 from .subtiles import SubTile, rows_of
 from .variants import KernelVariant
 
@@ -33,6 +37,8 @@ __all__ = ["HeadKey", "Logits", "Tile", "add_to_grid", "columns", "transpose"]
 
 _LANES = 128  # of a register
 
+# From the gradient of the logits, without log2 e, to that of the products times the scale, and to the score's arrays' shares.
+Pull = Callable[[jax.Array], tuple[jax.Array, list[Share]]]
 # Two words; None without dropout.
 HeadKey = tuple[jax.Array, jax.Array] | None
 
@@ -73,13 +79,12 @@ def add_to_grid(
         elif len(leaf.dims) == 2:
             along = leaf.dims[1]
             size = grid.block_q if along == "q" else grid.block_kv
-            array = _padded(array.astype(jnp.int32), {1: size})[:, None]
+            array = padded(array.astype(jnp.int32), {1: size})[:, None]
             spec = grid.leaf_block(array.shape[0], along)  # type: ignore[arg-type]
             grid.inputs[f"leaf{number}"] = Input(array, spec, along)
         else:
             # As bytes: a bool array would take four bytes per weight.
-            array = _by_group(array.astype(jnp.int8), grid)
-            grid.inputs[f"leaf{number}"] = Input(array, grid.dense_block(array.shape), "both")
+            grid.add_dense(f"leaf{number}", array.astype(jnp.int8))
     for number, leaf_words in enumerate(words):
         if leaf_words is not None:
             batch, heads, *rest = leaf_words.words.shape
@@ -87,33 +92,18 @@ def add_to_grid(
             array = leaf_words.words.reshape(batch, *split, *rest)
             grid.inputs[f"words{number}"] = Input(array, grid.words_block(array.shape), "both")
     if bias is not None:
-        bias = _by_group(bias if bias.dtype in (jnp.float32, jnp.bfloat16) else bias.astype(jnp.float32), grid)
-        grid.inputs["bias"] = Input(bias, grid.dense_block(bias.shape), "both")
+        grid.add_dense("bias", bias if bias.dtype in (jnp.float32, jnp.bfloat16) else bias.astype(jnp.float32))
     if seen is not None:
         _add_seen(grid, seen)
 
 
 def _add_seen(grid: KernelGrid, seen: Seen) -> None:
-    rows = _padded(seen.keys.astype(jnp.int32), {2: grid.block_kv})
+    rows = padded(seen.keys.astype(jnp.int32), {2: grid.block_kv})
     if rows.shape[1] == 1:
         grid.inputs["seen"] = Input(rows, grid.leaf_block(rows.shape[0], "kv"), "kv")
         return
     rows = jnp.broadcast_to(rows, (grid.batch, *rows.shape[1:]))[:, :, None]
     grid.inputs["seen"] = Input(rows, grid.key_block(1, "seq_minor"), "kv")
-
-
-def _padded(x: jax.Array, blocks: dict[int, int]) -> jax.Array:
-    """Pad dimensions to whole blocks."""
-    short = [(0, -n % blocks.get(i, 1)) for i, n in enumerate(x.shape)]
-    return jnp.pad(x, short) if any(n for _, n in short) else x
-
-
-def _by_group(x: jax.Array, grid: KernelGrid) -> jax.Array:
-    """[batch, heads, q, kv], each of them or 1, as [batch, kv heads, group, q, kv], padded."""
-    batch, heads, q_len, kv_len = x.shape
-    split = (1, 1) if heads == 1 else (grid.heads.kv_heads, grid.heads.group)
-    x = x.reshape(batch, *split, q_len, kv_len)
-    return _padded(x, {i: n for i, n in ((3, grid.block_q), (4, grid.block_kv)) if x.shape[i] > 1})
 
 
 class Tile(TileMask):
@@ -126,6 +116,7 @@ class Tile(TileMask):
         self._seen: dict[Any, Any] = {}
         self._scales: dict[Any, jax.Array] = {}
         self._clean: dict[Any, jax.Array] = {}
+        self.squares: dict[Any, jax.Array] = {}  # of the score, made once per visit
         self._distance: int | None = None
         self._band, self._others = EVERYTHING, logits.static_args.mask
 
@@ -138,6 +129,7 @@ class Tile(TileMask):
         self._seen.clear()
         self._scales.clear()
         self._clean.clear()
+        self.squares.clear()
         static_args = self.static_args
         self._distance = self.grid.schedule.distances[number - 1]
         self._band, self._others = EVERYTHING, static_args.mask
@@ -150,20 +142,33 @@ class Tile(TileMask):
         """The number of the tile's variant."""
         return variant_of(self.step.entry)
 
-    def weigh(self, raw: jax.Array, subtile: SubTile) -> tuple[jax.Array, Any]:
-        """(logits, times log2 e if base2, and the cap's tanh for its gradient) from a sub-tile's products."""
-        logits = self.logits
-        capped = None
+    def weigh(self, raw: jax.Array, subtile: SubTile) -> tuple[jax.Array, Pull]:
+        """(logits, times log2 e if base2; from their gradient to that of the products) from a sub-tile's products."""
+        logits, unit, score = self.logits, self.logits.exp_factor, self.static_args.score
         # The scale of a quantised key goes into the factor, one number per key: logits need no extra work.
         of_keys = self._key_scale(subtile) if "key_scale" in self.refs else 1.0
-        if logits.soft_cap is None:
-            x = raw * (of_keys * (logits.scale * logits.exp_factor))
+        x, factor = raw, logits.scale
+        capped = scored = None
+        if logits.soft_cap is not None:
+            x = capped = jnp.tanh(raw * (of_keys * (logits.scale / logits.soft_cap)))
+            of_keys, factor = 1.0, logits.soft_cap
+        if score is None:
+            x = x * (of_keys * (factor * unit))
         else:
-            capped = jnp.tanh(raw * (of_keys * (logits.scale / logits.soft_cap)))
-            x = capped * (logits.soft_cap * logits.exp_factor)
+            x = x if isinstance(of_keys, float) else x * of_keys
+            scored = apply_steps(score, x, factor, unit, SubTileScores(self, subtile))
+            rest = scored.factor * (1.0 if scored.absorbed else unit)
+            x = scored.x if rest == 1.0 else scored.x * rest
         if "bias" in self.refs:
-            x = x + self._dense("bias", subtile).astype(jnp.float32) * logits.exp_factor
-        return (self._hide(x, subtile) if subtile.masked else x), capped
+            x = x + self.dense("bias", subtile).astype(jnp.float32) * unit
+
+        def pull(gradient: jax.Array) -> tuple[jax.Array, list[Share]]:
+            shares: list[Share] = []
+            if scored is not None:
+                gradient, shares = scored.pull(gradient)
+            return gradient if capped is None else gradient * (1.0 - capped * capped), shares
+
+        return (self._hide(x, subtile) if subtile.masked else x), pull
 
     def _hide(self, x: jax.Array, subtile: SubTile) -> jax.Array:
         """-inf where keys aren't visible."""
@@ -264,6 +269,66 @@ class Tile(TileMask):
         kv_head = self.step.kv_tile * heads.kv_tile + head[0]
         return kv_head * heads.group + self.step.group_tile * heads.group_tile + head[1]
 
+    # -- places for a score ------------------------------------------------------------------------------------------
+
+    @property
+    def padded_queries(self) -> int:
+        """The queries of this device, in whole blocks."""
+        return -(-self.static_args.q_len // self.grid.block_q) * self.grid.block_q
+
+    def local_keys_ahead(self) -> Any:
+        """The tile's first key less its first query, of this device."""
+        return self.step.kv_block * self.grid.block_kv - self.step.q_block * self.grid.block_q
+
+    def keys_ahead(self) -> Any:
+        """The position of the tile's first key less that of its first query."""
+        first_row = self._global_rows(self.step.q_block * self.grid.block_q)
+        return self._global_keys(self.step.kv_block * self.grid.block_kv) - self._position(first_row)
+
+    def _position(self, rows: Any) -> Any:
+        offset = self.static_args.query_offset or 0
+        return shifted(rows, self.refs["query_offset"][self.batch] if "query_offset" in self.refs else offset)
+
+    def positions(self, subtile: SubTile) -> tuple[Any, Any]:
+        """Positions of queries and keys, in shapes that broadcast to a sub-tile."""
+        leaf = self._positions_leaf()
+        if leaf is not None:
+            return self._along(f"leaf{leaf}", "q", subtile), self._along(f"leaf{leaf + 1}", "kv", subtile)
+        rows, keys = self._indices(subtile)
+        return self._position(self._global_rows(rows)), self._global_keys(keys)
+
+    def key_row(self, subtile: SubTile) -> jax.Array:
+        """The positions of a sub-tile's keys, int32 [1, keys]."""
+        leaf = self._positions_leaf()
+        if leaf is not None:
+            row: jax.Array = self.refs[f"leaf{leaf + 1}"][:, subtile.keys]
+            return row
+        first = self.step.kv_block * self.grid.block_kv + subtile.keys.start
+        return self._global_keys(lax.broadcasted_iota(jnp.int32, (1, subtile.shape[1]), 1) + first)
+
+    def _positions_leaf(self) -> int | None:
+        """The number of the first array of the mask's Positions, if the score goes by them."""
+        score, number = self.static_args.score, 0
+        if score is None or not score.positions:
+            return None
+        for atom in self.static_args.mask.leaves():
+            if isinstance(atom, Slot):
+                if atom.kind == "positions":
+                    return number
+                number += len(atom.parts)
+        return None
+
+    def row_and_head(self, head: tuple[int, int]) -> tuple[Any, Any]:
+        """The batch row and the query head in the whole problem."""
+        batch_start, head_start = (
+            self.refs[name][0] if known is None else known
+            for name, known in (
+                ("batch_start", self.static_args.batch_start),
+                ("head_start", self.static_args.head_start),
+            )
+        )
+        return shifted(self.step.batch, batch_start), shifted(self.head(head), head_start)
+
     def _indices(self, subtile: SubTile) -> tuple[jax.Array, jax.Array]:
         """Local rows and keys, both in the sub-tile's shape."""
         shape = subtile.shape[::-1] if self.transposed else subtile.shape
@@ -304,12 +369,18 @@ class Tile(TileMask):
     def _along(self, name: str, dim: str, *where: Any) -> jax.Array:
         """See TileMask."""
         (subtile,) = where
-        values = self.refs[name][:, subtile.queries if dim == "q" else subtile.keys]
-        return transpose(values) if (dim == "q") != self.transposed else values
+        return self.turned(self.refs[name][:, subtile.queries if dim == "q" else subtile.keys], dim)
+
+    def turned(self, row: jax.Array, dim: str) -> jax.Array:
+        """Numbers of a sub-tile's queries or keys [1, n], in a shape that broadcasts to it."""
+        return transpose(row) if (dim == "q") != self.transposed else row
 
     def _dense(self, name: str, *where: Any) -> jax.Array:
-        """See TileMask: [queries | 1, keys | 1], or transposed."""
-        (subtile,) = where
+        """See TileMask."""
+        return self.dense(name, *where)
+
+    def dense(self, name: str, subtile: SubTile) -> jax.Array:
+        """[queries | 1, keys | 1], or transposed."""
         ref = self.refs[name]
         kv_head, of_group = (i if n > 1 else 0 for i, n in zip(subtile.head, ref.shape[:2], strict=True))
         rows, keys = (

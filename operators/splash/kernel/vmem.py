@@ -9,7 +9,7 @@ from .grid import Heads
 from .key_sums import leaving_rows
 from .splash_blocks import PassBlocks, SplashBlocks
 
-__all__ = ["Shape", "backward_parts", "forward_parts"]
+__all__ = ["ScoreShape", "Shape", "backward_parts", "forward_parts"]
 
 _LANES = 128
 _OVERLAPPED = 1024  # queries and keys of a tile, beyond which the logits of several sub-tiles must be counted
@@ -20,6 +20,19 @@ _MIB = 1 << 20
 _SPILLED = {"forward": (4.5, 9.0), "backward": (7.0, 16.0)}
 # Of 64, those that hold the numbers of a sub-tile; where sub-tiles overlap, they are spilled all the same.
 _REGISTERS = 56 * 4096
+
+
+class ScoreShape(NamedTuple):
+    """What a score takes for each query head: how many steps go by distance, and bytes per query and per key of a block."""
+
+    by_distance: int
+    of_query: int
+    of_key: int
+
+    def part(self, heads: int, rows: int, keys: int) -> int:
+        """Bytes for a block of so many queries and keys."""
+        squares = self.by_distance * ((rows + keys) // _LANES - 1) * _LANES * _LANES * 4
+        return heads * (2 * (rows * self.of_query + keys * self.of_key) + squares)
 
 
 class Shape(NamedTuple):
@@ -37,6 +50,7 @@ class Shape(NamedTuple):
     key: tuple[int, bool]
     value: tuple[int, bool]
     device_kind: str = ""
+    score: ScoreShape | None = None
 
 
 def forward_parts(shape: Shape, blocks: SplashBlocks, *, at_most: bool = False) -> dict[str, int]:
@@ -61,6 +75,8 @@ def forward_parts(shape: Shape, blocks: SplashBlocks, *, at_most: bool = False) 
         "mask arrays and bias (block_q x block_kv)": 2 * shape.dense_itemsize * rows * keys * tiles,
         "sums (block_q)": tiles * rows * (columns + value_dim) * 4,
     }
+    if shape.score is not None:
+        parts["score (block_q, block_kv)"] = shape.score.part(tiles, rows, keys)
     for name, width, (itemsize, scaled) in (("key", dim, shape.key), ("value", out_dim, shape.value)):
         parts[f"{name} (block_kv)"] = 2 * kv_tile * keys * (width * itemsize + 8 * 4 * scaled)
         if itemsize != shape.itemsize:
@@ -130,6 +146,8 @@ def _backward_pass(
         f"key and value ({kv})": 2 * kv_tile * keys * dims * size,
         f"mask arrays and bias ({q} x {kv})": 2 * shape.dense_itemsize * rows * keys * tiles,
     }
+    if shape.score is not None:
+        parts[f"score ({q}, {kv})"] = shape.score.part(tiles, rows, keys)
     working = _spilled("backward", subtile, size, alone=subtile == rows * keys)
     if at_most:
         whole = (

@@ -34,7 +34,7 @@ from .cpu_tuning import as_bits, compute_dtype, exp2, from_bits, held_in_loop
 from .decode import decode_forward
 from .decode_rows import decode_rows_forward
 
-__all__ = ["PartialBlockwise", "bias_gradient"]
+__all__ = ["PartialBlockwise", "blockwise_gradients"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class PartialBlockwise(BlockwiseMethod):
         return _BlockwiseStatic(**vars(self), static_args=static_args)
 
 
-def bias_gradient(
+def blockwise_gradients(
     static_args: StaticArgs,
     operands: Operands,
     dynamic: DynamicArgs,
@@ -83,15 +83,13 @@ def bias_gradient(
     soft_cap: float | None,
     platform: str,
     blocking: Blocking,
-) -> jax.Array:
-    """Return the gradient of the bias alone, for a kernel that doesn't compute it. All arrays bhtd.
+) -> Operands:
+    """All gradients, for a kernel that doesn't compute some of them, those of the bias or of a score's arrays. All arrays bhtd.
 
-    If the compiler drops unused results, this costs nothing unless it is used.
+    The compiler drops those that aren't used.
     """
     static = _BlockwiseStatic("bhtd", scale, soft_cap, np.dtype(np.float32), platform, blocking, blocking, static_args)
-    gradient = _backward(static, operands, dynamic, results).bias
-    assert gradient is not None
-    return gradient
+    return _backward(static, operands, dynamic, results)
 
 
 # -- both passes -------------------------------------------------------------------------------------------------------
