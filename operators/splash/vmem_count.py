@@ -103,11 +103,11 @@ def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig
         key,
         value,
         problem.device_kind,
-        None if problem.score is None else _score_shape(problem, problem.score),
+        None if problem.score is None else _score_shape(problem, problem.score, local.q_len + local.kv_len),
     )
 
 
-def _score_shape(problem: AttentionProblem, score: Score) -> ScoreShape:
+def _score_shape(problem: AttentionProblem, score: Score, lengths: int) -> ScoreShape:
     from .kernel.vmem import ScoreShape
 
     steps = score.step_names(problem.contiguous_positions)
@@ -117,7 +117,8 @@ def _score_shape(problem: AttentionProblem, score: Score) -> ScoreShape:
         width = math.prod(n for dim, n in sizes.items() if dim not in ("batch", "heads", "q_len"))
         of_query += ("q_len" in sizes) * (8 if width == 1 else math.ceil(width / LANES) * LANES) * 4
         of_key += bool({"kv_len", "all_keys"} & set(sizes)) * 8 * 4
-    return ScoreShape(len(steps & {"linear", "diagonal"}), of_query + ("add" in steps) * 8 * 4, of_key)
+    whole = ("diagonal" in steps) * 8 * 4 * lengths
+    return ScoreShape(len(steps & {"linear", "diagonal"}), of_query + ("add" in steps) * 8 * 4, of_key, whole)
 
 
 def _divides(tile: int, group: int, kv_heads: int) -> bool:

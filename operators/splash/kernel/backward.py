@@ -24,6 +24,7 @@ from .key_sums import KeySums
 from .schedule import FIRST, LAST
 from .subtiles import SubTile, pipelined, rows_of, subtiles_of
 from .tile import Logits, Tile
+from .weigh import weigh
 
 __all__ = ["add_key_gradients", "add_query_gradient", "backward_kernel"]
 
@@ -114,7 +115,7 @@ def backward_kernel(
             key, value = key_and_value(subtile)
             products = tile_product(key, query_of(subtile), 1 - k_time, 1 - q_time)
             d_out = rows_of(refs["d_output"], (subtile.number,), subtile.queries, 0)
-            return *tile.weigh(products, subtile), tile_product(value, d_out, 1 - v_time, 1)
+            return *weigh(tile, products, subtile), tile_product(value, d_out, 1 - v_time, 1)
 
         def accumulate(subtile: SubTile, products: tuple[jax.Array, Any, jax.Array]) -> None:
             (x, pull, d_p), kv_head = products, subtile.head[0]

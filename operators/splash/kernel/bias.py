@@ -16,6 +16,7 @@ from .grid import KernelGrid
 from .schedule import FIRST, LAST, VARIANT, kv_block_of, q_block_of
 from .subtiles import SubTile, rows_of, subtiles_of
 from .tile import Logits, Tile, transpose
+from .weigh import weigh
 
 __all__ = ["bias_block", "bias_kernel", "bias_order", "visited_bias"]
 
@@ -58,7 +59,7 @@ def bias_kernel(
             key, value = tile.clean("key", subtile, k_time), tile.clean("value", subtile, v_time)
             d_out = rows_of(refs["d_output"], (subtile.number,), subtile.queries, 0)
             lse, delta = (transpose(refs[name][subtile.number, :, subtile.queries]) for name in ("lse", "delta"))
-            x, _ = tile.weigh(tile_product(query, key, 1 - q_time, 1 - k_time), subtile)
+            x, _ = weigh(tile, tile_product(query, key, 1 - q_time, 1 - k_time), subtile)
             d_p = tile_product(d_out, value, 1, 1 - v_time)
             d_p = tile.dropped(d_p, tile.keep(dropout[subtile.number], subtile))
             head = tuple(i if n > 1 else 0 for i, n in zip(subtile.head, gradient.shape[:2], strict=True))

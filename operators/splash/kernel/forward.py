@@ -21,6 +21,7 @@ from .grid import KernelGrid, Output
 from .schedule import FIRST, LAST
 from .subtiles import SubTile, pipelined, rows_of, subtiles_of
 from .tile import Logits, Tile, columns
+from .weigh import weigh
 
 __all__ = ["forward_kernel", "forward_outputs", "forward_scratch"]
 
@@ -135,7 +136,7 @@ def forward_kernel(
             query = rows_of(refs["query"], (subtile.number,), subtile.queries, q_time)
             key = rows_of(refs["key"], subtile.head[:1], subtile.keys, k_time).astype(query.dtype)
             factors = (key, query, 1 - k_time, 1 - q_time) if transposed else (query, key, 1 - q_time, 1 - k_time)
-            x, _ = tile.weigh(tile_product(*factors), subtile)
+            x, _ = weigh(tile, tile_product(*factors), subtile)
             at = subtile.number, subtile.queries.start
             # For a sub-tile in flight, whose sums aren't computed yet.
             old_peak = peaks[at] if at in peaks else peak[(subtile.number, *numbers.at(subtile.queries))]

@@ -21,14 +21,14 @@ from ...kernels.primitives import put, shifted
 from ...kernels.scores import Share
 from .grid import KernelGrid, Output
 from .schedule import FIRST, LAST
-from .score_tile import SIDE, SubTileScores, capture_name, diagonal_room, first_diagonal
+from .score_tile import SIDE, SUBLANES, SubTileScores, capture_name, diagonal_room, first_diagonal
 from .splash_blocks import PassBlocks
 from .subtiles import SubTile, pipelined, rows_of, subtiles_of
 from .tile import Logits, Tile, transpose
+from .weigh import weigh
 
 __all__ = ["add_capture_gradients", "capture_gradients", "capture_kernel", "sums_fit"]
 
-_SUBLANES = 8
 _MOST_SUMS = 1 << 23  # bytes of the sums of one array for all keys or diagonals, of which VMEM holds two
 
 
@@ -40,7 +40,7 @@ def sums_fit(steps: Steps, captures: tuple[jax.Array, ...], length: int) -> bool
     forms = zip(captures, steps.forms, strict=True)
     if any(form == "table" or (form == "aligned" and 1 not in x.shape[2:]) for x, form in forms):
         return False
-    return _SUBLANES * 4 * length <= _MOST_SUMS
+    return SUBLANES * 4 * length <= _MOST_SUMS
 
 
 def capture_blocks(q_len: int, kv_len: int, wide: bool) -> PassBlocks:
@@ -69,7 +69,7 @@ def add_capture_gradients(grid: KernelGrid, steps: Steps, mask: LocalMask) -> No
             whole = (*heads, q_padded, shape[3])
             grid.outputs[name] = Output(whole, jnp.float32, grid.query_block(shape[3], "head_dim_minor"))
         else:
-            whole = (*heads, _SUBLANES, diagonals if kind == "diagonal" else diagonals - q_padded)
+            whole = (*heads, SUBLANES, diagonals if kind == "diagonal" else diagonals - q_padded)
             grid.outputs[name] = Output(whole, jnp.float32, grid.head_block(whole))
 
 
@@ -110,7 +110,7 @@ def capture_kernel(
             query = rows_of(refs["query"], (subtile.number,), subtile.queries, q_time)
             key, value = tile.clean("key", subtile, k_time), tile.clean("value", subtile, v_time)
             d_out = rows_of(refs["d_output"], (subtile.number,), subtile.queries, 0)
-            x, pull = tile.weigh(tile_product(query, key, 1 - q_time, 1 - k_time), subtile)
+            x, pull = weigh(tile, tile_product(query, key, 1 - q_time, 1 - k_time), subtile)
             return x, pull, tile_product(d_out, value, 1, 1 - v_time)
 
         def accumulate(subtile: SubTile, products: tuple[jax.Array, Any, jax.Array]) -> None:
@@ -163,12 +163,12 @@ def _add_diagonals(tile: Tile, subtile: SubTile, out: Any, part: jax.Array) -> N
             square, offset = part[query : query + SIDE, key : key + SIDE], key - query
             sums[offset] = sums[offset] + square if offset in sums else square
     base = tile.local_keys_ahead() + (subtile.keys.start - subtile.queries.start + tile.padded_queries - SIDE)
-    lane = lax.broadcasted_iota(jnp.int32, (_SUBLANES, SIDE), 1)
+    lane = lax.broadcasted_iota(jnp.int32, (SUBLANES, SIDE), 1)
     for offset, square in sums.items():
-        here = after = jnp.zeros((_SUBLANES, SIDE), jnp.float32)
-        for row in range(0, SIDE, _SUBLANES):
-            by = SIDE - _SUBLANES - row
-            rows = square[row : row + _SUBLANES]
+        here = after = jnp.zeros((SUBLANES, SIDE), jnp.float32)
+        for row in range(0, SIDE, SUBLANES):
+            by = SIDE - SUBLANES - row
+            rows = square[row : row + SUBLANES]
             rows = pltpu.roll(rows, by, 1) if by else rows
             here, after = here + jnp.where(lane >= by, rows, 0.0), after + jnp.where(lane < by, rows, 0.0)
         first = pl.multiple_of(base + offset, SIDE)
@@ -177,7 +177,7 @@ def _add_diagonals(tile: Tile, subtile: SubTile, out: Any, part: jax.Array) -> N
 
 def _folded(x: jax.Array) -> jax.Array:
     """[8, n]: the sum of every eighth row of [rows, n], which costs no shuffling within registers."""
-    return x.reshape(x.shape[0] // _SUBLANES, _SUBLANES, x.shape[1]).sum(0)
+    return x.reshape(x.shape[0] // SUBLANES, SUBLANES, x.shape[1]).sum(0)
 
 
 def capture_gradients(
@@ -207,6 +207,6 @@ def capture_gradients(
 
 def _shifted_rows(x: jax.Array) -> jax.Array:
     """[.., n]: the sums over the 8 rows of [.., 8, n], row r shifted by 7 - r."""
-    last = _SUBLANES - 1
-    rows = (jnp.pad(x[:, :, row], [(0, 0)] * 2 + [(last - row, row)]) for row in range(_SUBLANES))
+    last = SUBLANES - 1
+    rows = (jnp.pad(x[:, :, row], [(0, 0)] * 2 + [(last - row, row)]) for row in range(SUBLANES))
     return functools.reduce(jnp.add, rows)[..., : x.shape[3]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,12 @@ from ...kernels.local_mask import LocalMask
 from ...kernels.precision import tile_product
 from ...kernels.primitives import cut_along, shifted
 from .grid import KernelGrid, padded
+from .subtiles import SubTile
+from .tile import Tile
 
-if TYPE_CHECKING:
-    from .subtiles import SubTile
-    from .tile import Tile
+__all__ = ["SIDE", "SUBLANES", "SubTileScores", "add_captures", "diagonal_room", "first_diagonal"]
 
-__all__ = ["SIDE", "SubTileScores", "add_captures", "diagonal_room", "first_diagonal"]
-
-SIDE = 128  # of a square; the lanes of a register
+SIDE, SUBLANES = 128, 8  # the side of a square is the lanes of a register
 
 
 def add_captures(
@@ -58,7 +56,13 @@ def add_captures(
             array = _local_diagonals(grid, x, rows[number], mask)
             if reverse_diagonals:
                 array = jnp.pad(array[..., :-1][..., ::-1], [(0, 0)] * 2 + [(0, 1)])
-            grid.add_of_heads(name, array[:, :, None])
+            grid.add_of_heads(name, _in_sublanes(array))
+
+
+def _in_sublanes(x: jax.Array) -> jax.Array:
+    """[.., 8, n] of [.., n]: row r has what is 7 - r later. So the rows of a square differ by shifts of whole registers."""
+    later = jnp.pad(x, [(0, 0)] * 2 + [(0, SUBLANES - 1)])
+    return jnp.stack([later[..., n : n + x.shape[2]] for n in reversed(range(SUBLANES))], axis=2)
 
 
 def capture_name(number: int) -> str:
@@ -144,7 +148,7 @@ class SubTileScores:
 
     def diagonal(self, step: Diagonal, unit: float) -> jax.Array:
         """See ScoreTile."""
-        return self._in_squares("diagonal", step, lambda offset: self._diagonals(step, offset) * unit)
+        return self._in_squares("diagonal", step, lambda offset: self._diagonals(step, offset, unit))
 
     def _distances(self, offset: int) -> jax.Array:
         """The square whose first key is `offset` keys after its first query's place in the tile."""
@@ -152,16 +156,16 @@ class SubTileScores:
         ahead = rows - lanes if self.tile.transposed else lanes - rows
         return abs((ahead + (self.tile.keys_ahead() + offset)).astype(jnp.float32))
 
-    def _diagonals(self, step: Diagonal, offset: int) -> jax.Array:
+    def _diagonals(self, step: Diagonal, offset: int, unit: float) -> jax.Array:
         tile, ref = self.tile, self.tile.refs[capture_name(step.reads[0])]
         count = ref.shape[-1]
-        # Of 256 numbers, row r takes those from 127 - r on.
+        # Of 256 numbers in each of 8 rows, the first 8 rows of the square take those from 120 on, the next those from 112 on.
         first = tile.local_keys_ahead() + (offset + tile.padded_queries - SIDE)
         if tile.transposed:
             first = count - 2 * SIDE - first
-        window = ref[self._row_in(ref), :, pl.ds(pl.multiple_of(first, SIDE), 2 * SIDE)]
-        rolled = pltpu.roll(jnp.broadcast_to(window, (SIDE, 2 * SIDE)), SIDE + 1, 1, stride=1, stride_axis=0)
-        return rolled[:, :SIDE]
+        window = ref[self._row_in(ref), :, pl.ds(pl.multiple_of(first, SIDE), 2 * SIDE)] * unit
+        starts = range(SIDE - SUBLANES, -1, -SUBLANES)
+        return jnp.concatenate([(pltpu.roll(window, -n % (2 * SIDE), 1) if n else window)[:, :SIDE] for n in starts])
 
     def _in_squares(self, what: str, step: Any, make: Callable[[int], jax.Array]) -> jax.Array:
         """The sub-tile of squares that are made once for each diagonal, and for each head that differs."""

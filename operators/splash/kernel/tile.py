@@ -1,4 +1,4 @@
-"""Applies cap, score, bias, mask and dropout to the raw logits of a tile, inside a kernel.
+"""What a kernel asks of its tile: the mask, the bias, the dropout, arrays and places.
 
 A tile is held as [query rows, keys] or, transposed, as [keys, query rows]. Transposed, the numbers that belong to a row
 (log-sum-exp, delta) lie along the lanes, as they are stored. The forward pass supports both, the backward passes are transposed.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +22,11 @@ from ...kernels.block_words import BlockWords
 from ...kernels.local_mask import Dropout, LocalMask
 from ...kernels.lse import LOG2E
 from ...kernels.primitives import shifted
-from ...kernels.scores import Share, apply_steps
 from ...kernels.seen_keys import Seen
 from ...kernels.tile_mask import TileLogits, TileMask, traced_numbers
 from .band import EVERYTHING, band_of
 from .grid import Input, KernelGrid, Step, padded
 from .schedule import variant_of
-from .score_tile import SubTileScores
 from .subtiles import SubTile, rows_of
 from .variants import KernelVariant
 
@@ -37,8 +34,6 @@ __all__ = ["HeadKey", "Logits", "Tile", "add_to_grid", "columns", "transpose"]
 
 _LANES = 128  # of a register
 
-# From the gradient of the logits, without log2 e, to that of the products times the scale, and to the score's arrays' shares.
-Pull = Callable[[jax.Array], tuple[jax.Array, list[Share]]]
 # Two words; None without dropout.
 HeadKey = tuple[jax.Array, jax.Array] | None
 
@@ -142,35 +137,7 @@ class Tile(TileMask):
         """The number of the tile's variant."""
         return variant_of(self.step.entry)
 
-    def weigh(self, raw: jax.Array, subtile: SubTile) -> tuple[jax.Array, Pull]:
-        """(logits, times log2 e if base2; from their gradient to that of the products) from a sub-tile's products."""
-        logits, unit, score = self.logits, self.logits.exp_factor, self.static_args.score
-        # The scale of a quantised key goes into the factor, one number per key: logits need no extra work.
-        of_keys = self._key_scale(subtile) if "key_scale" in self.refs else 1.0
-        x, factor = raw, logits.scale
-        capped = scored = None
-        if logits.soft_cap is not None:
-            x = capped = jnp.tanh(raw * (of_keys * (logits.scale / logits.soft_cap)))
-            of_keys, factor = 1.0, logits.soft_cap
-        if score is None:
-            x = x * (of_keys * (factor * unit))
-        else:
-            x = x if isinstance(of_keys, float) else x * of_keys
-            scored = apply_steps(score, x, factor, unit, SubTileScores(self, subtile))
-            rest = scored.factor * (1.0 if scored.absorbed else unit)
-            x = scored.x if rest == 1.0 else scored.x * rest
-        if "bias" in self.refs:
-            x = x + self.dense("bias", subtile).astype(jnp.float32) * unit
-
-        def pull(gradient: jax.Array) -> tuple[jax.Array, list[Share]]:
-            shares: list[Share] = []
-            if scored is not None:
-                gradient, shares = scored.pull(gradient)
-            return gradient if capped is None else gradient * (1.0 - capped * capped), shares
-
-        return (self._hide(x, subtile) if subtile.masked else x), pull
-
-    def _hide(self, x: jax.Array, subtile: SubTile) -> jax.Array:
+    def hide(self, x: jax.Array, subtile: SubTile) -> jax.Array:
         """-inf where keys aren't visible."""
         seen = self._visible(subtile)
         if seen is not None:
@@ -179,7 +146,7 @@ class Tile(TileMask):
             return x
         return self._band.hide(x, self._distance + subtile.queries.start - subtile.keys.start, self.transposed)
 
-    def _key_scale(self, subtile: SubTile) -> jax.Array:
+    def key_scale(self, subtile: SubTile) -> jax.Array:
         """The scales of a sub-tile's keys: a row or, transposed, a square of columns, as wide as the sub-tile's queries."""
         scale = self.refs["key_scale"][subtile.head[0], :, subtile.keys]
         if not self.transposed:

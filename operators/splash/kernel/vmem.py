@@ -23,16 +23,19 @@ _REGISTERS = 56 * 4096
 
 
 class ScoreShape(NamedTuple):
-    """What a score takes for each query head: how many steps go by distance, and bytes per query and per key of a block."""
+    """What a score takes for each query head: how many steps go by distance, bytes per query and per key of a block, and those of
+    arrays by distance, which are held whole.
+    """
 
     by_distance: int
     of_query: int
     of_key: int
+    whole: int
 
     def part(self, heads: int, rows: int, keys: int) -> int:
         """Bytes for a block of so many queries and keys."""
         squares = self.by_distance * ((rows + keys) // _LANES - 1) * _LANES * _LANES * 4
-        return heads * (2 * (rows * self.of_query + keys * self.of_key) + squares)
+        return heads * (2 * (rows * self.of_query + keys * self.of_key + self.whole) + squares)
 
 
 class Shape(NamedTuple):
