@@ -42,7 +42,7 @@ class LocalProblem:
             "batch": local.batch, "heads": local.q_heads, "kv_heads": local.kv_heads, "q_len": local.q_len,
             "kv_len": local.kv_len, "head_dim": problem.head_dim, "value_dim": problem.value_dim,
         }  # fmt: skip
-        sizes |= {"q": local.q_len, "kv": local.kv_len}
+        sizes |= {"q": local.q_len, "kv": local.kv_len, "all_keys": local.kv_len}
 
         def cut(shape: tuple[int, ...], dims: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             dims_of_shape = zip(shape, dims, strict=True)
@@ -57,6 +57,7 @@ class LocalProblem:
                 for row in ATTENTION.required
             },
             "mask": problem.mask.merge(leaves),
+            "score": None if problem.score is None else problem.score.with_arrays([None] * len(problem.score.arrays())),
             "query_offset": problem.query_offset,
             "softmax_scale": problem.softmax_scale,
             "logits_soft_cap": problem.logits_soft_cap,
