@@ -26,6 +26,9 @@ def _vit(**more: Any) -> dict[str, Any]:
 
 
 IMAGE_FAMILIES: dict[str, Family] = {
+    "beit": Family(
+        _vit(use_relative_position_bias=False, use_shared_relative_position_bias=False), names=_DROPOUT, causal=False
+    ),
     "sam_vision_model": Family(
         _vit(image_size=1024, use_rel_pos=True, window_size=14, global_attn_indexes=(2, 5, 8, 11)), causal=False
     ),

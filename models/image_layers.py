@@ -19,7 +19,9 @@ _LARGEST = 2**15
 def image_layers(config: ModelConfig) -> tuple[LayerAttention, ...]:
     """One LayerAttention per layer. Errors: ConfigError for sizes that don't fit each other."""
     grid = _grid(config)
-    return _stages(config, grid) if "depths" in config.fields else _windows(config, grid)
+    if "depths" in config.fields:
+        return _stages(config, grid)
+    return _beit(config, grid) if "use_relative_position_bias" in config.fields else _windows(config, grid)
 
 
 def _grid(config: ModelConfig) -> tuple[int, int]:
@@ -78,12 +80,36 @@ def _stages(config: ModelConfig, grid: tuple[int, int]) -> tuple[LayerAttention,
     return tuple(layers)
 
 
-def _windows(config: ModelConfig, grid: tuple[int, int]) -> tuple[LayerAttention, ...]:
-    """SAM's and ViTDet's: the whole grid, or windows, into which the grid is padded."""
-    f, count = config.fields, whole(config, "num_hidden_layers", maximum=10_000)
+def _beit(config: ModelConfig, grid: tuple[int, int]) -> tuple[LayerAttention, ...]:
+    """A class token and the whole grid, with a bias of the layer, one that all layers share, or both."""
+    heads, width = _heads(config)
+    keys = ("use_relative_position_bias", "use_shared_relative_position_bias")
+    parts = [RelativeBias2D(grid=grid, class_token=True) for key in keys if flag(config, key)]
+    if parts and grid[0] != grid[1]:
+        raise config.error(
+            f"a grid of {grid[0]}x{grid[1]} patches: transformers transposes the table of its bias if it isn't square; wanted a "
+            "square image."
+        )
+    score: Score | None = None
+    for part in parts:
+        score = part if score is None else score >> part
+    sizes = LayerSizes(heads, width // heads, grid[0] * grid[1] + 1, 1)
+    layer = LayerAttention(f"grid {grid[0]}x{grid[1]}", Full(), None, score, sizes)
+    return (layer,) * whole(config, "num_hidden_layers", maximum=10_000)
+
+
+def _heads(config: ModelConfig) -> tuple[int, int]:
+    """(heads, the width of all of them)."""
     heads, width = whole(config, "num_attention_heads"), whole(config, "hidden_size")
     if width % heads:
         raise config.error(f"hidden_size={width} is not a multiple of num_attention_heads={heads}.")
+    return heads, width
+
+
+def _windows(config: ModelConfig, grid: tuple[int, int]) -> tuple[LayerAttention, ...]:
+    """SAM's and ViTDet's: the whole grid, or windows, into which the grid is padded."""
+    f, count = config.fields, whole(config, "num_hidden_layers", maximum=10_000)
+    heads, width = _heads(config)
     window = whole(config, "window_size", minimum=0, maximum=_LARGEST)
     biased = flag(config, "use_rel_pos" if "use_rel_pos" in f else "use_relative_position_embeddings")
     key = "global_attn_indexes" if "global_attn_indexes" in f else "window_block_indices"

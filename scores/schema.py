@@ -82,6 +82,7 @@ class RelativeBias2DDict(TypedDict):
     kind: Literal["relative_bias_2d"]
     grid: Annotated[list[_Size], Field(min_length=2, max_length=2)]
     decomposed: NotRequired[bool]
+    class_token: NotRequired[bool]
 
 
 @_CLOSED

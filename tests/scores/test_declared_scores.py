@@ -42,6 +42,7 @@ FORMS: dict[str, Any] = {
     },
     "clip": {"kind": "relative_bias", "buckets": {"kind": "clip", "left": 3, "right": 0}},
     "grid": {"kind": "relative_bias_2d", "grid": [2, 3], "decomposed": False},
+    "class_token": {"kind": "relative_bias_2d", "grid": [1, 5], "class_token": True},
     "decomposed": {"kind": "relative_bias_2d", "grid": [2, 3], "decomposed": True},
     "forgetting": "forgetting",
     "temperature": {"kind": "temperature", "temperature": [1.0, 2.0, 3.0, 4.0]},
