@@ -137,10 +137,11 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         nested = {"model_type": "llava", "text_config": {"model_type": model_type}}
         found = ModelDeclaration.from_config(nested, **how)
         assert found.distinct == ModelDeclaration.from_config(config, **how).distinct
-        assert found.positions == getattr(config, _own_name(family, "max_position_embeddings"))
+        # T5's classes have no length, and that of an image's layers follows from the image.
+        assert found.positions == getattr(config, _own_name(family, "max_position_embeddings"), found.positions)
     # every key that the class has is one that attnops knows
     unknown = [key for key in config.to_dict() if kind_of_key(key) in ("unknown", "suspicious")]
-    assert [key for key in unknown if key not in FAMILIES[family].names] == []
+    assert [key for key in unknown if key not in FAMILIES[family].names and key not in FAMILIES[family].skips] == []
 
 
 @pytest.mark.slow
