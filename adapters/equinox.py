@@ -12,8 +12,9 @@ from jaxtyping import Array, Bool, Float
 
 from ..errors import ConfigError, InputError, a_type
 from ..operators.api.attention import Attention
+from ..scores import Score
 from .extra import extra
-from .front import Declared, attend, declared_attention
+from .front import Declared, attend, declared_attention, refuse_score
 
 with extra("equinox"):
     import equinox as eqx
@@ -23,12 +24,13 @@ __all__ = ["MultiheadAttention", "attention_of"]
 _Model = TypeVar("_Model")
 
 
-def attention_of(model: _Model, declared: Declared, **metadata: Any) -> _Model:
+def attention_of(model: _Model, declared: Declared, *, score: Score | None = None, **metadata: Any) -> _Model:
     """The same model, with every equinox.nn.MultiheadAttention in it (or the model itself) running the declared attention.
 
     Weights, sizes and the tree of leaves don't change. declared: an Attention, a Declaration, its dict, or the path of
-    its JSON file. metadata: fields of OperationMetadata that replace the file's, such as mesh. With
-    "enabled": false the model is returned unchanged. Errors: InputError for a model without such a layer.
+    its JSON file. metadata: fields of OperationMetadata that replace the file's, such as mesh. score: that of every layer's
+    calls; its arrays become leaves of each layer, which are trained. With "enabled": false the model is returned unchanged.
+    Errors: InputError for a model without such a layer.
     """
     attention = declared_attention(declared, metadata)
     layers = [x for x in jax.tree.leaves(model, is_leaf=_is_layer) if _is_layer(x)]
@@ -37,8 +39,11 @@ def attention_of(model: _Model, declared: Declared, **metadata: Any) -> _Model:
             f"{type(model).__name__} holds no equinox.nn.MultiheadAttention, so there is no attention to replace."
         )
     if not attention.enabled:
+        refuse_score(score)
         return model
-    return jax.tree.map(lambda x: MultiheadAttention(x, attention) if _is_layer(x) else x, model, is_leaf=_is_layer)
+    return jax.tree.map(
+        lambda x: MultiheadAttention(x, attention, score=score) if _is_layer(x) else x, model, is_leaf=_is_layer
+    )
 
 
 def _is_layer(x: object) -> bool:
@@ -48,16 +53,19 @@ def _is_layer(x: object) -> bool:
 class MultiheadAttention(eqx.nn.MultiheadAttention):
     """equinox.nn.MultiheadAttention with a declared attention in place of its own; made from an existing layer.
 
-    `attention` is the Attention, static: `attention.plans` holds the plans of the calls so far. Inside jax.vmap, which equinox
-    uses for batches, a plan describes one row.
+    `attention` is the Attention, static: `attention.plans` holds the plans of the calls so far. `score` is that of its calls,
+    with arrays as leaves. Inside jax.vmap, which equinox uses for batches, a plan describes one row.
     """
 
     attention: Attention = eqx.field(static=True)
+    score: Score | None
 
-    def __init__(self, layer: eqx.nn.MultiheadAttention, declared: Declared, **metadata: Any) -> None:
+    def __init__(
+        self, layer: eqx.nn.MultiheadAttention, declared: Declared, *, score: Score | None = None, **metadata: Any
+    ) -> None:
         for field in dataclasses.fields(eqx.nn.MultiheadAttention):
             setattr(self, field.name, getattr(layer, field.name))
-        self.attention = declared_attention(declared, metadata)
+        self.attention, self.score = declared_attention(declared, metadata), score
         if not self.attention.enabled:
             raise ConfigError(
                 'the declaration says "enabled": false; keep the layer, or use attention_of, which keeps it.'
@@ -108,5 +116,6 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             dropout_prob=self.dropout.p,
             dropout_rng=key,
             deterministic=inference,
+            score=self.score,
         )
         return jax.vmap(self.output_proj)(result.output.reshape(q_len, -1))

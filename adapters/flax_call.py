@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ..errors import ConfigError, InputError
 from ..operators.api.attention import Attention
+from ..scores import Score
 from .front import DEFAULT_PRECISIONS, Attended, attend
 
 __all__ = ["FlaxAttention"]
@@ -17,11 +18,12 @@ __all__ = ["FlaxAttention"]
 class FlaxAttention:
     """A declared attention with flax's calling convention. Hashable by its declaration, as a module attribute must be.
 
-    `attention` is the Attention: `attention.plans` holds the plans of the calls so far.
+    `attention` is the Attention: `attention.plans` holds the plans of the calls so far. `score` is that of every call; scores
+    with arrays are equal if the arrays are the same ones.
     """
 
-    def __init__(self, attention: Attention) -> None:
-        self.attention = attention
+    def __init__(self, attention: Attention, score: Score | None = None) -> None:
+        self.attention, self.score = attention, score
 
     def check_dtype(self, dtype: Any) -> None:
         """Refuse a module's dtype that differs from the file's runtime_dtype, if both are given."""
@@ -76,6 +78,7 @@ class FlaxAttention:
             dropout_rng=dropout_rng,
             deterministic=deterministic,
             return_weights=weights,
+            score=self.score,
         )
 
     def _aligned(self, query: jax.Array, key: jax.Array) -> int | None:
@@ -94,10 +97,12 @@ class FlaxAttention:
         return declared_offset
 
     def __eq__(self, other: object) -> bool:
-        return self.attention == other.attention if type(other) is type(self) else NotImplemented
+        if type(other) is not type(self):
+            return NotImplemented
+        return self.attention == other.attention and self.score == other.score
 
     def __hash__(self) -> int:
-        return hash((type(self).__name__, self.attention))
+        return hash((type(self).__name__, self.attention, self.score))
 
     def __repr__(self) -> str:
         return f"{type(self).__module__}.attention_fn({self.attention.declaration.to_json(indent=None)})"

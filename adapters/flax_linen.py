@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ConfigError
+from ..scores import Score
 from .extra import extra
 from .flax_call import FlaxAttention
-from .front import Declared, declared_attention
+from .front import Declared, declared_attention, refuse_score
 
 with extra("flax"):
     from flax import linen
@@ -20,14 +21,18 @@ with extra("flax"):
 __all__ = ["LinenAttention", "attention_fn"]
 
 
-def attention_fn(declared: Declared, **metadata: Any) -> Callable[..., jax.Array]:
+def attention_fn(declared: Declared, *, score: Score | None = None, **metadata: Any) -> Callable[..., jax.Array]:
     """The `attention_fn` of a linen.MultiHeadDotProductAttention that runs the declared attention.
 
     declared: an Attention, a Declaration, its dict, or the path of its JSON file. metadata: fields of OperationMetadata that
-    replace the file's, such as mesh. With "enabled": false it is linen.dot_product_attention itself.
+    replace the file's, such as mesh. score: of every call, with its arrays. With "enabled": false it is
+    linen.dot_product_attention itself, which takes no score.
     """
     attention = declared_attention(declared, metadata)
-    return LinenAttention(attention) if attention.enabled else linen.dot_product_attention
+    if attention.enabled:
+        return LinenAttention(attention, score)
+    refuse_score(score)
+    return linen.dot_product_attention
 
 
 class LinenAttention(FlaxAttention):

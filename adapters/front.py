@@ -17,8 +17,9 @@ from ..operators.api.attention import Attention
 from ..operators.call.arrays import is_array
 from ..planning.call_arguments import CallArguments
 from ..registry.declaration import Declaration
+from ..scores import Score
 
-__all__ = ["DEFAULT_PRECISIONS", "Attended", "Declared", "attend", "declared_attention"]
+__all__ = ["DEFAULT_PRECISIONS", "Attended", "Declared", "attend", "declared_attention", "refuse_score"]
 
 Declared: TypeAlias = Attention | Declaration | Mapping[str, Any] | str | Path
 DEFAULT_PRECISIONS = (None, "default", "fastest", "bfloat16", jax.lax.Precision.DEFAULT)
@@ -51,6 +52,15 @@ def declared_attention(declared: Declared, metadata: Mapping[str, Any]) -> Atten
                 "adapter."
             )
     return attention
+
+
+def refuse_score(score: Score | None) -> None:
+    """Refuse a score beside a declaration that leaves attention to the framework. Errors: ConfigError."""
+    if score is not None:
+        raise ConfigError(
+            f'score={score}, but the declaration says "enabled": false, and the framework\'s own attention takes no score; '
+            "leave one of them out."
+        )
 
 
 def attend(

@@ -19,7 +19,8 @@ from ..operators.call.arrays import is_array, shaped
 from ..operators.call.call_values import at_hand
 from ..registry import OperationMetadata
 from ..registry.declaration import Declaration
-from .front import Attended, attend, declared_attention
+from ..scores import Score
+from .front import Attended, attend, declared_attention, refuse_score
 
 __all__ = ["Implementation", "as_jax_nn", "attention_named", "dot_product_attention"]
 
@@ -44,6 +45,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: Implementation | None = "vanilla",
     return_residual: bool = False,
+    score: Score | None = None,
 ) -> Any:
     """Attend as jax.nn.dot_product_attention does; `implementation` chooses what runs it.
 
@@ -51,13 +53,15 @@ def dot_product_attention(
     divisor of them; bias and mask broadcast to [*batch, heads, q, kv]; lengths int [*batch], [1] without a batch. Positions count
     from the first query and the first key. local_window_size is (left, right), inclusive, None for no limit, or one distance
     for both sides. implementation: an operation's name, an Attention, a Declaration or its dict, the path of a JSON file, an
-    OperationMetadata for 'vanilla'; None is 'vanilla'. Returns an array as the query, [*batch, q, heads, value_dim], and with
+    OperationMetadata for 'vanilla'; None is 'vanilla'. score: applied to the logits, with its arrays, whose batch dimensions are
+    one; jax.nn has no such argument. Returns an array as the query, [*batch, q, heads, value_dim], and with
     return_residual also the log-sum-exps [*batch, q, heads], in the key's dtype and, without a gradient, as in jax.
     A query that may see no key, or that lies beyond its row's length, has output 0 and a log-sum-exp of -inf.
     Errors: InputError, InputTypeError, ConfigError, RefusedError and UnknownNameError name what is refused.
     """
     attention = attention_named(implementation, "jax.nn", _JAXS)
     if not attention.enabled:
+        refuse_score(score)
         original: Any = jax.nn.dot_product_attention
         return original(
             query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
@@ -78,6 +82,7 @@ def dot_product_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size,
         return_lse=residual,
+        score=score,
     )
     if result.lse is None:
         return result.output
@@ -98,6 +103,7 @@ def as_jax_nn(
     key_value_seq_lengths: Any,
     local_window_size: Any,
     return_lse: bool = False,
+    score: Any = None,
     **call: Any,
 ) -> Attended:
     """The call of `dot_product_attention`, with what else `attend` of the adapters takes; lse [*batch, heads, q]."""
@@ -108,6 +114,7 @@ def as_jax_nn(
     kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, key.shape[-3])
     window, scale = read_window("local_window_size", local_window_size), _scale(scale)
     declared_offset = attention.declaration.call.query_offset
+    placed = causal or window is not None or (isinstance(score, Score) and score.needs_positions)
     result = attend(
         attention,
         query,
@@ -118,10 +125,11 @@ def as_jax_nn(
         bias=bias,
         causal=causal,
         sliding_window=window,
-        query_offset=0 if declared_offset is None and (causal or window is not None) else None,
+        query_offset=0 if declared_offset is None and placed else None,
         softmax_scale=scale,
         kv_lengths=kv_lengths,
         return_lse=return_lse,
+        score=score,
         **call,
     )
     output, lse = result.output, result.lse

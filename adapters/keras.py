@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from ..errors import ConfigError, InputError, shown
 from ..operators.api.attention import Attention
+from ..scores import Score
 from .extra import extra
-from .front import Declared, attend, declared_attention
+from .front import Declared, attend, declared_attention, refuse_score
 from .keras_ops import calls_the_op, declare_calls, restore_calls
 
 with extra("keras"):
@@ -29,19 +30,22 @@ _COMPILED = ("train_function", "test_function", "predict_function", "generate_fu
 _KINDS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
 
-def attention_of(model: _Layer, declared: Declared, **metadata: Any) -> _Layer:
+def attention_of(model: _Layer, declared: Declared, *, score: Score | None = None, **metadata: Any) -> _Layer:
     """Make a model's attention layers (or the layer itself) run the declared attention.
 
     These are every MultiHeadAttention and GroupQueryAttention, and layers of other classes whose own code calls
     keras.ops.dot_product_attention. The layers are changed in place, and the model is returned; weights, names and saved files
     stay keras' own. Compiled steps are discarded. declared: an Attention, a Declaration, its dict, or the path of its JSON file.
-    metadata: fields of OperationMetadata that replace the file's, such as mesh. With "enabled": false the layers get keras' own
-    attention back.
+    metadata: fields of OperationMetadata that replace the file's, such as mesh. score: that of the layers' calls, with its
+    arrays, which aren't trained: they aren't keras' variables. With several attention axes its positions count through all of
+    them, the last one fastest. With "enabled": false the layers get keras' own attention back.
     Errors: ConfigError for a backend other than JAX, for flash_attention=True, and for dropout of weights in a layer that calls
     the op; InputError for a model without such a layer, which names those that it has, or with one whose class has its own
     attention.
     """
     attention = declared_attention(declared, metadata)
+    if not attention.enabled:
+        refuse_score(score)
     if keras.backend.backend() != "jax":
         raise ConfigError(
             f"keras runs on {shown(keras.backend.backend())}; wanted 'jax': set KERAS_BACKEND=jax before keras is imported."
@@ -60,12 +64,12 @@ def attention_of(model: _Layer, declared: Declared, **metadata: Any) -> _Layer:
         _check(layer)
     for layer in layers:
         if attention.enabled:
-            setattr(layer, _PLACE, KerasAttention(layer, attention))
+            setattr(layer, _PLACE, KerasAttention(layer, attention, score))
         elif _PLACE in vars(layer):
             delattr(layer, _PLACE)
     for layer in callers:
         if attention.enabled:
-            declare_calls(layer, attention)
+            declare_calls(layer, attention, score)
         else:
             restore_calls(layer)
     for x in inside:
@@ -82,6 +86,7 @@ class KerasAttention:
 
     layer: Any
     attention: Attention
+    score: Score | None = None
 
     def __call__(
         self,
@@ -122,6 +127,7 @@ class KerasAttention:
             causal=use_causal_mask,
             # The mask array already has the window; passing it too tells which blocks are hidden.
             sliding_window=None if window is None else (window - 1, window - 1),
+            score=self.score,
             query_offset=0 if use_causal_mask or window is not None else None,
             softmax_scale=1 / math.sqrt(dim),
             dropout_prob=dropout if drops else 0.0,

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import ConfigError, InputError, shown
 from ..operators.api.attention import Attention
+from ..scores import Score
 from .extra import extra
 from .front import attend
 
@@ -28,6 +29,7 @@ class _Running:
     """The attention that keras.ops.dot_product_attention runs in a layer's call now, and how often it was called."""
 
     attention: Attention
+    score: Score | None = None
     calls: int = 0
 
 
@@ -46,7 +48,7 @@ def calls_the_op(layer: Any) -> bool:
     )
 
 
-def declare_calls(layer: Any, attention: Attention) -> None:
+def declare_calls(layer: Any, attention: Attention, score: Score | None = None) -> None:
     """Make one layer's calls of keras.ops.dot_product_attention run the declared attention.
 
     Errors: ConfigError for a layer with dropout of the weights, which the op has no argument for.
@@ -60,7 +62,7 @@ def declare_calls(layer: Any, attention: Attention) -> None:
             )
         setattr(layer, _CHOICE, _always)
     keras.ops.dot_product_attention = keras.ops.nn.dot_product_attention = _dispatch
-    layer.call = DeclaredCall(layer, attention, layer.call)
+    layer.call = DeclaredCall(layer, attention, layer.call, score)
 
 
 def restore_calls(layer: Any) -> None:
@@ -78,10 +80,11 @@ class DeclaredCall:
     layer: Any
     attention: Attention
     original: Callable[..., Any]
+    score: Score | None = None
 
     def __call__(self, *args: Any, **call: Any) -> Any:
         """What the layer's own call returns. Errors: InputError if it computed its attention without the op."""
-        running = _Running(self.attention)
+        running = _Running(self.attention, self.score)
         token = _running.set(running)
         try:
             output = self.original(*args, **call)
@@ -131,6 +134,7 @@ def _dispatch(
         bias=bias,
         causal=is_causal,
         query_offset=0 if is_causal else None,
+        score=running.score,
         softmax_scale=None if scale is None else float(scale),
         logits_soft_cap=attn_logits_soft_cap,
     ).output

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ with extra("torch"):
 
     from .torch_call import DTYPES, CallOptions, TorchCall
     from .torch_tensors import check_tensor
+    from .transformers_alibi import declared_mask, runs_here
 with extra("transformers"):
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -49,8 +50,9 @@ def register(
 
     declared: an operation's name with keywords of an Attention, an Attention, a declaration or its path. name: "attnops" by
     default, "attnops:FILE" for a path. round_lengths: see TorchCall. Registering a name again replaces it, in
-    existing models too. Errors: ConfigError for a declaration with "enabled": false. A model whose own code computes the
-    attention, whatever is set, raises ConfigError when it makes its masks.
+    existing models too. BLOOM and MPT, whose own code computes the attention, run it too. Errors: ConfigError for a declaration
+    with "enabled": false. Another model whose own code computes the attention, whatever is set, raises ConfigError when it
+    makes its masks.
     """
     attention = attention_for(declared, round_lengths=round_lengths, **keywords)
     if name is None:
@@ -66,14 +68,17 @@ def register(
         )
     AttentionInterface.register(name, attention)
     # A name without its own masks gets none from transformers.
-    AttentionMaskInterface.register(name, _mask)
+    AttentionMaskInterface.register(name, partial(_mask, attention))
     return name
 
 
-def _mask(*args: Any, config: Any = None, **others: Any) -> torch.Tensor | None:
+def _mask(function: TransformersAttention, *args: Any, config: Any = None, **others: Any) -> torch.Tensor | None:
     """The mask that sdpa would get: bool, or None where is_causal says the same. A model that would add it is refused."""
     kind: Any = type(config)
     module = None if config is None else _computing_itself(kind)
+    if module is not None and runs_here(module):
+        whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return declared_mask(module, sdpa_mask(*args, config=config, **(others | whole)), function)
     if module is not None:
         raise ConfigError(
             f"{module} computes attention itself, without transformers' AttentionInterface: the declared attention wouldn't "

@@ -12,12 +12,11 @@ import numpy as np
 from ..masks.causal_window import causal_window
 from ..operators.kernels.default_promotion import default_promotion
 from ..planning import FEATURES, AttentionProblem, Plan
-from ..sharding import ATTENTION
 from .materials import materials
 
 __all__ = ["Baseline", "NotExpressible", "baseline"]
 
-_ABSENT = ("logits_soft_cap", "sinks", "dropout", "return_weights", "return_lse", "value_dim", "quantized_kv")
+_ABSENT = ("logits_soft_cap", "score", "sinks", "dropout", "return_weights", "return_lse", "value_dim", "quantized_kv")
 _LARGEST_MASK = 2**30
 
 
@@ -74,7 +73,7 @@ def baseline(plan: Plan, arrays: Mapping[str, Any]) -> Baseline | NotExpressible
 
 def _why_not(problem: AttentionProblem) -> str:
     absent = [FEATURES[name] for name in _ABSENT if name in problem.features]
-    absent += [x.name for x in problem.operands if x.name not in ATTENTION]
+    absent += problem.own_operands
     if absent:
         return f"it lacks {'; '.join(absent)}"
     if problem.softmax_dtype != "float32":

@@ -49,7 +49,8 @@ def call_shapes(declaration: Declaration, inputs: Path | None) -> CallArrays:
 
 
 def _read(declaration: Declaration, path: Path, seed: int) -> CallArrays:
-    call, table = declaration.call, declaration.operands
+    call = declaration.call
+    table = call.with_captures(declaration.operands)
     names = {"mask", *(x.name for x in table if x.dtype != "key")}
     stored = read_arrays(path)
     missing = [x.name for x in ATTENTION.required if x.name not in stored]
@@ -120,6 +121,9 @@ def _agree_on_sizes(call: CallDeclaration, arrays: Mapping[str, np.ndarray], pat
 
 
 def _agree_on_traced(call: CallDeclaration, arrays: dict[str, Any], path: Path) -> None:
+    for name in call.captures():
+        if name not in arrays:
+            raise InputError(f"{path}: holds no {name}, which the score {call.score} of call.score needs; add it.")
     for name, shape in (call.operands or {}).items():
         if name not in arrays:
             raise InputError(f"{path}: holds no {name}, but call.operands.{name} is declared; add it, or leave it out.")

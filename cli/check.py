@@ -11,9 +11,11 @@ from ..errors import InputError
 from ..operators import AttentionOutput
 from ..operators.kernels.local_mask import Dropout, dropout_seed
 from ..planning import AttentionProblem, Plan
+from ..planning.score_operands import captured_names
 from ..verify.closeness import lse_size, output_size, row_error, row_sizes
 from ..verify.reference import Forward, forward
 from ..verify.report import AnyPlan
+from ..verify.score_reference import PlacedScore
 from .materials import Materials, canonical, materials
 from .progress import ReportProgress
 
@@ -161,7 +163,28 @@ def _piece(
         sinks=None if tensors.sinks is None else tensors.sinks[heads],
         keep=keep,
         keep_probability=1.0 - problem.dropout_prob,
+        score=_score(problem, tensors, arrays, row, heads, rows),
     )
+
+
+def _score(
+    problem: AttentionProblem, tensors: Materials, arrays: Mapping[str, Any], row: int, heads: slice, rows: slice
+) -> PlacedScore | None:
+    if problem.score is None:
+        return None
+    cuts = {"batch": slice(row, row + 1), "heads": heads, "q_len": rows}
+    captures = {}
+    for name in captured_names(problem.score):
+        operand = problem.operand(name)
+        assert operand is not None  # the call itself has it
+        sizes = zip(operand.shape, operand.operand.dims, strict=True)
+        captures[name] = np.asarray(arrays[name])[
+            tuple(slice(None) if n == 1 else cuts.get(dim, slice(None)) for n, dim in sizes)
+        ]
+    offset = np.broadcast_to(np.asarray(tensors.query_offset), (problem.batch,))[row]
+    q, kv = np.arange(rows.start, rows.stop)[None] + offset, np.arange(problem.kv_len)[None]
+    count = heads.stop - heads.start
+    return PlacedScore.of(problem.score, captures, q, kv, heads=count, first_batch=row, first_head=heads.start)
 
 
 def _cut(x: np.ndarray, batch: slice, heads: slice, rows: slice) -> np.ndarray:

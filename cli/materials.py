@@ -11,7 +11,6 @@ import numpy as np
 from ..errors import InputError
 from ..masks import Mask
 from ..planning import AttentionProblem
-from ..sharding import ATTENTION
 
 __all__ = ["Materials", "canonical", "materials"]
 
@@ -36,7 +35,7 @@ class Materials(NamedTuple):
 
 def materials(problem: AttentionProblem, arrays: Mapping[str, Any]) -> Materials:
     """Collect the materials. The mask is the problem's, with the arrays in its slots."""
-    if further := [x.name for x in problem.operands if x.name not in ATTENTION]:
+    if further := problem.own_operands:
         raise InputError(
             f"the float64 reference is one of attention and doesn't know {', '.join(further)}; run without --check."
         )

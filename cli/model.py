@@ -17,7 +17,6 @@ from ..planning.notes import is_info
 from ..planning.plan_text import placement_rows
 from ..planning.text import bytes_text
 from ..registry import OperationRegistry
-from ..registry.call_declaration import CallDeclaration
 from ..registry.model_declaration import LayerDeclaration, ModelDeclaration, is_cached, write_layers
 from .console import fields, table, text, title
 from .plan import print_plan, rejected_rows, runs_row
@@ -79,11 +78,14 @@ def plan_model(options: ModelOptions) -> ModelPlans:
         cached = is_cached(options.mode)
         if kv_len is not None and not cached:
             raise ConfigError(f"--kv-len {kv_len} without --q-len; give both.")
-        positions = ModelDeclaration.from_config(options.model, **reading).positions
-        if kv_len is None:
-            kv_len = min(positions, _LONGEST)
-            notes.append(f"{kv_len} tokens, of max_position_embeddings={positions}; --q-len and --kv-len override it")
-        q_len = 1 if cached else kv_len
+        read = ModelDeclaration.from_config(options.model, **reading)
+        if read.distinct[0].declaration.call.q_len is None:  # an image's layers have their own
+            if kv_len is None:
+                kv_len = min(read.positions, _LONGEST)
+                notes.append(
+                    f"{kv_len} tokens, of max_position_embeddings={read.positions}; --q-len and --kv-len override it"
+                )
+            q_len = 1 if cached else kv_len
     model = ModelDeclaration.from_config(
         options.model,
         operation=options.operation,
@@ -143,10 +145,9 @@ def print_model(plans: ModelPlans, *, whole: bool, verbose: bool = False) -> Non
         return
     plan = plans.plans[0][1]
     console = text()
-    call = plans.plans[0][0].declaration.call
     head = f"{plans.model.family}: {len(plans.model.layers)} layers; {plan.problem.describe()}"
     console.print(title(head))
-    layers = [_row(plans, layer, plan, call) for layer, plan in plans.plans]
+    layers = [_row(plans, layer, plan) for layer, plan in plans.plans]
     differing = [name for name in layers[0] if name not in _NAMING and len({row[name] for row in layers}) > 1]
     columns = table(*_NAMING, *differing)
     for row in layers:
@@ -164,7 +165,9 @@ def _alike(plan: Plan, row: dict[str, str], differing: Sequence[str]) -> list[tu
     elif "runs" not in differing:
         rows.append(("runs", row["runs"]))
     rows += [
-        (label, row[label]) for label in ("cap", "sinks", "blocks") if label not in differing and row[label].strip("-")
+        (label, row[label])
+        for label in ("cap", "score", "sinks", "blocks")
+        if label not in differing and row[label].strip("-")
     ]
     if "device" not in differing:
         devices = plan.problem.devices
@@ -172,16 +175,19 @@ def _alike(plan: Plan, row: dict[str, str], differing: Sequence[str]) -> list[tu
     return rows
 
 
-def _row(plans: ModelPlans, layer: LayerDeclaration, plan: Plan, call: CallDeclaration) -> dict[str, str]:
+def _row(plans: ModelPlans, layer: LayerDeclaration, plan: Plan) -> dict[str, str]:
     """A layer's cells by column heading."""
-    problem = plan.problem
+    problem, call = plan.problem, layer.declaration.call
     kv_heads, value_dim = call.kv_heads or call.q_heads, call.value_dim or call.head_dim
     sinks = problem.operand("softmax_aux")
     named = dict(zip(_NAMING, (_numbers(layer.layers, len(plans.model.layers)), layer.kind), strict=True))
     return named | {
+        "batch": f"{problem.batch}",
+        "tokens": f"{problem.q_len}",
         "heads": f"{call.q_heads}" if kv_heads == call.q_heads else f"{call.q_heads}/{kv_heads}",
         "dim": f"{call.head_dim}" if value_dim == call.head_dim else f"{call.head_dim}/{value_dim}",
         "cap": "" if problem.logits_soft_cap is None else f"{problem.logits_soft_cap:g}",
+        "score": "" if problem.score is None else problem.score.describe(),
         "sinks": "" if sinks is None else f"{1 if len(sinks.shape) == 1 else sinks.shape[1]} per head",
         "runs": plan.implementation or "nothing",
         "why": plan.kind,

@@ -8,6 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from ..planning import Plan
+from ..planning.score_operands import held_captures
 from ..registry import OperationRegistry
 from ..registry.declaration import Declaration
 from .call_arrays import call_arrays
@@ -47,4 +48,5 @@ class RunnableCall(Runnable):
         return compare(self.call, self.placed, output)
 
     def check(self, output: Any, progress: ReportProgress) -> list[Comparison]:
-        return check(self.call, output, self.arrays, self.expected, self.source, progress)
+        arrays = held_captures(self.declaration.call.score, self.call.problem.q_heads) | self.arrays
+        return check(self.call, output, arrays, self.expected, self.source, progress)

@@ -43,6 +43,29 @@ ATTENTION: dict[str, str] = {
     "scale_attn_by_inverse_layer_idx": "true: `call.softmax_scale` of layer n, counted from 1, is divided by n (gpt2)",
     "rope_scaling": "`metadata.softmax_scale` of deepseek_v2 and deepseek_v3 (`mscale_all_dim` of yarn); otherwise not read",
     "rope_parameters": "the newer name of `rope_scaling`",
+    "attn_temperature_tuning": "true: `call.score` of layers without rotary embedding is a temperature by position (llama4_text)",
+    "floor_scale": "the positions after which that temperature rises",
+    "attn_scale": "how much it rises",
+    "relative_attention_num_buckets": "`call.score`: T5's buckets, of which the model passes the table",
+    "relative_attention_max_distance": "the distance from which they are one",
+    "local_radius": "the window of LongT5's encoder, on each side",
+    "encoder_attention_type": "must be `local` (LongT5's encoder)",
+    "num_decoder_layers": "how many layers a T5's decoder has",
+    "num_kv_heads": "`call.kv_heads` (falcon with `new_decoder_architecture`)",
+    "new_decoder_architecture": "whether `num_kv_heads` counts (falcon)",
+    "multi_query": "otherwise: true for one `call.kv_heads` (falcon)",
+    "softmax_scale": "`metadata.softmax_scale` (mpt)",
+    "alibi_bias_max": "`call.score`: the slopes of ALiBi (mpt)",
+    "image_size": "with `patch_size`, the grid of an image's patches",
+    "patch_size": "the pixels of a patch",
+    "depths": "the layers of each stage (swin, swinv2)",
+    "window_size": "the side of the windows that the grid is cut into",
+    "window_block_indices": "the layers with windows (vitdet)",
+    "global_attn_indexes": "the layers without windows (SAM)",
+    "use_rel_pos": "true: `call.score` has a bias for each row and column of the grid (SAM)",
+    "use_relative_position_embeddings": "the same (vitdet)",
+    "use_relative_position_bias": "true: `call.score` has a bias by the distances in the grid (beit)",
+    "use_shared_relative_position_bias": "true: and one that all layers share (beit)",
     "attention_dropout": "`metadata.dropout_prob`",
     "dtype": "`metadata.runtime_dtype` and `call.dtype`",
     "output_attentions": "`call.return_weights`",
@@ -58,17 +81,18 @@ SYNONYMS = {"torch_dtype": "dtype", "_sliding_window_pattern": "sliding_window_p
 OTHER: dict[str, tuple[str, ...]] = {
     "position embeddings: applied to the query and key before attention": (
         "rope_theta", "rope_local_base_freq", "local_rope_theta", "global_rope_theta", "partial_rotary_factor",
-        "rope_interleave", "original_max_position_embeddings", "attn_temperature_tuning", "attn_scale", "floor_scale",
+        "rope_interleave", "original_max_position_embeddings", "learned_pos_emb",
         "initial_context_length", "type_vocab_size", "sinusoidal_pos_embds", "rope_scaling_factor", "rope_ntk_alpha",
     ),
     "projections and norms around attention": (
-        "attention_bias", "attention_out_bias", "qkv_bias", "use_qkv_bias", "use_bias", "use_qk_norm", "qk_layernorm",
+        "attention_bias", "attention_out_bias", "bias", "qkv_bias", "use_qkv_bias", "use_bias", "use_qk_norm", "qk_layernorm",
         "q_lora_rank", "kv_lora_rank", "clip_qkv", "norm_bias", "norm_eps", "rms_norm_eps", "layer_norm_eps",
         "layer_norm_epsilon", "norm_epsilon", "use_parallel_residual", "residual_multiplier", "attention_in_bias",
     ),
     "other dropouts": (
         "hidden_dropout", "hidden_dropout_prob", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout",
-        "mlp_dropout", "dropout", "qa_dropout", "seq_classif_dropout", "classifier_dropout", "activation_dropout",
+        "dropout_rate", "dropout_prob", "emb_pdrop", "mlp_dropout", "dropout", "qa_dropout", "seq_classif_dropout",
+        "classifier_dropout", "activation_dropout",
         "layerdrop", "summary_last_dropout", "summary_first_dropout",
     ),
     "feed-forward, experts, embeddings and heads of the model": (
@@ -86,6 +110,15 @@ OTHER: dict[str, tuple[str, ...]] = {
         "summary_proj_to_labels", "initializer_range", "init_std", "ffn_dim", "do_layer_norm_before",
         "_remove_final_layer_norm", "word_embed_proj_dim", "enable_bias", "layer_norm_elementwise_affine",
         "embedding_size", "initializer_cutoff_factor", "pretraining_tp", "shared_intermediate_size", "n_ctx",
+        "d_ff", "feed_forward_proj", "dense_act_fn", "is_gated_act", "scale_decoder_outputs", "initializer_factor",
+        "apply_residual_connection_post_layernorm", "ffn_hidden_size", "num_ln_in_parallel_attn", "parallel_attn",
+        "expansion_ratio", "embedding_fraction", "norm_type", "no_bias", "patch_embed_hidden_size", "global_block_size",
+        "num_channels", "mlp_ratio", "drop_path_rate", "use_absolute_embeddings", "encoder_stride", "stage_names",
+        "out_features", "out_indices", "_out_features", "_out_indices", "pretrain_image_size", "residual_block_indices",
+        "use_absolute_position_embeddings", "output_channels", "use_abs_pos", "num_pos_feats", "mlp_dim", "scale",
+        "pretrained_window_sizes", "path_norm", "use_mask_token", "layer_scale_init_value", "use_mean_pooling",
+        "pool_scales", "use_auxiliary_head", "auxiliary_loss_weight", "auxiliary_channels", "auxiliary_num_convs",
+        "auxiliary_concat_input", "semantic_loss_ignore_index", "add_fpn", "reshape_hidden_states", "is_vqa", "vision_config",
         "pooler_num_attention_heads", "pooler_fc_size", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
     ),
     "tokens, labels and generation": (
@@ -111,20 +144,20 @@ OTHER: dict[str, tuple[str, ...]] = {
     "bookkeeping of the library": (
         "architectures", "auto_map", "torchscript", "use_bfloat16", "tf_legacy_loss", "tie_encoder_decoder",
         "transformers_version", "_name_or_path", "return_dict", "output_hidden_states", "chunk_size_feed_forward",
-        "quantization_config", "gradient_checkpointing", "unsloth_version", "unsloth_fixed", "sentence_transformers",
+        "quantization_config", "gradient_checkpointing", "init_device", "slow_but_exact", "output_past",
+        "unsloth_version", "unsloth_fixed", "sentence_transformers",
         "reference_compile", "repad_logits_with_grad", "finetuning_task", "_commit_hash",
     ),
     "which of transformers' own kernels runs": (
         "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
         "_flash_attn_2_enabled", "deterministic_flash_attn", "reorder_and_upcast_attn", "use_flash_attention",
-        "use_flash_attention_2", "use_flash_attn",
+        "use_flash_attention_2", "use_flash_attn", "attention_softmax_in_fp32", "masked_softmax_fusion", "attn_impl",
     ),
 }  # fmt: skip
 """Why a key isn't read: it doesn't concern the attention call."""
 
 # Those of these keys that change the inputs of attention: a note says that the model must do that.
 NOTED = {
-    "attn_temperature_tuning": "the model scales the query by its position in global layers, before attention",
     "clip_qkv": "the model clips query, key and value, before attention",
     "kv_lora_rank": "each head has its own key and value here; attention to a cache of the latents is another call",
 }
@@ -132,17 +165,16 @@ NOTED = {
 # Values that request nothing.
 _ABSENT: tuple[Any, ...] = (None, False, [], {}, ())
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "alibi": (_ABSENT, "ALiBi adds a bias by distance to the logits"),
+    "alibi": (_ABSENT, "ALiBi adds a bias by distance to the logits, read only of falcon and mpt"),
     "use_alibi": (_ABSENT, "ALiBi adds a bias by distance to the logits"),
     "position_embedding_type": (
         (None, "absolute", "learned", "learned_absolute", "nope", "rope", "rope_gptj", "rotary", "sans_pos"),
         "a kind of position embedding that may add terms to the logits",
     ),
-    "relative_attention_num_buckets": (_ABSENT, "a learned position bias is added to the logits"),
     "relative_attention": (_ABSENT, "relative attention adds terms to the logits"),
     "add_cross_attention": (_ABSENT, "a model config doesn't declare cross-attention to an encoder"),
     "full_attn_mod": ((None, 1), "a rule for which layers are global, which no family here reads"),
-    "attn_config": (_ABSENT, "an attention config of the model's own"),
+    "attn_config": (_ABSENT, "an attention config of the model's own, read only of mpt"),
     "attention_types": (_ABSENT, "layer kinds under another name"),
     "attention_window": (_ABSENT, "windows of Longformer, with global tokens"),
     "index_topk": (_ABSENT, "a sparse indexer picks the keys"),

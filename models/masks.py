@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import shown
-from ..masks import Causal, Chunked, Full, Mask, SlidingWindow
+from ..masks import Causal, Chunked, Full, SlidingWindow
 from ..planning.notes import Note, note
 from .families import CHUNKED, GLOBAL, LOCAL
+from .layer_scores import layer_score
+from .layers import LayerAttention
 from .model_config import ModelConfig
 from .values import flag, whole
 
-__all__ = ["LayerAttention", "is_causal", "layer_attentions"]
+__all__ = ["is_causal", "layer_attentions"]
 
 # Keys that give a rule for what layer_types lists.
 _PATTERNS = ("sliding_window_pattern", "max_window_layers", "global_attn_every_n_layers")
 
 _MAX_LAYERS = 10_000  # each is processed; more are taken for a typing error
-
-
-@dataclass(frozen=True)
-class LayerAttention:
-    """One layer: its kind ('global', 'local 4096' and so on), its mask, and its scale if scales differ between layers."""
-
-    kind: str
-    mask: Mask
-    softmax_scale: float | None = None
 
 
 def layer_attentions(config: ModelConfig, head_dim: int, causal: bool, notes: list[Note]) -> tuple[LayerAttention, ...]:
@@ -109,8 +101,9 @@ def _layer(config: ModelConfig, kind: str, number: int, head_dim: int, causal: b
     scale = None
     if f.get("scale_attn_by_inverse_layer_idx") and flag(config, "scale_attn_by_inverse_layer_idx"):
         scale = (1.0 if f["scale_attn_weights"] is False else head_dim**-0.5) / (number + 1)
+    score = layer_score(config, kind, number, head_dim, causal)
     if kind == GLOBAL:
-        return LayerAttention("global", Causal() if causal else Full(), scale)
+        return LayerAttention("global", Causal() if causal else Full(), scale, score)
     if kind == CHUNKED:
         size = f.get("attention_chunk_size")
         if size is None or not causal:
@@ -118,11 +111,13 @@ def _layer(config: ModelConfig, kind: str, number: int, head_dim: int, causal: b
             raise config.error(
                 f"layer {number} is {CHUNKED}, but {why}; wanted attention_chunk_size and a causal mask."
             )
-        return LayerAttention(f"chunked {whole(config, 'attention_chunk_size')}", Causal() & Chunked(size), scale)
+        return LayerAttention(
+            f"chunked {whole(config, 'attention_chunk_size')}", Causal() & Chunked(size), scale, score
+        )
     left, right = _window(config, number, causal)
     label = f"local {left + 1}" if right == 0 else f"local ±{left}"
     window = SlidingWindow(left=left, right=right)
-    return LayerAttention(label, Causal() & window if causal else window, scale)
+    return LayerAttention(label, Causal() & window if causal else window, scale, score)
 
 
 def _window(config: ModelConfig, number: int, causal: bool) -> tuple[int, int]:
@@ -131,6 +126,9 @@ def _window(config: ModelConfig, number: int, causal: bool) -> tuple[int, int]:
     if "local_attention" in f:
         half = whole(config, "local_attention", minimum=2) // 2
         return half, half
+    if "local_radius" in f:
+        radius = whole(config, "local_radius")
+        return radius, radius
     if f.get("sliding_window") is None or f.get("use_sliding_window") is False:
         off = "use_sliding_window is false" if f.get("use_sliding_window") is False else "sliding_window is null"
         raise config.error(f"layer_types[{number}] is {LOCAL}, but {off}; specify the window, or use {GLOBAL}.")

@@ -9,7 +9,9 @@ from typing import Any
 
 from ..errors import shown
 from ..planning.notes import Note, note
-from .masks import LayerAttention, is_causal, layer_attentions
+from .image_layers import image_layers
+from .layers import LayerAttention
+from .masks import is_causal, layer_attentions
 from .model_config import ModelConfig
 from .values import dtype_name, flag, number, positive, probability, whole
 
@@ -42,6 +44,8 @@ class ModelAttention:
 
 def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
     """Derive the attention of a config. `dtype` overrides the config's. Errors: ConfigError for invalid values."""
+    if "image_size" in config.fields:
+        return _of_images(config, dtype)
     f, rules, notes = config.fields, config.rules, list(config.notes)
     q_heads = whole(config, "num_attention_heads")
     kv_heads = q_heads if f.get("num_key_value_heads") is None else whole(config, "num_key_value_heads")
@@ -52,9 +56,7 @@ def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
         )
     head_dim, value_dim = _dims(config, q_heads, kv_heads)
     causal = is_causal(config)
-    runtime_dtype = _dtype(config) if dtype is None else dtype_name(dtype)
-    if runtime_dtype is None:
-        notes.append(note("model.no_dtype"))
+    runtime_dtype = _dtype(config, dtype, notes)
     layers = layer_attentions(config, head_dim, causal, notes)
     return ModelAttention(
         name=config.name,
@@ -106,6 +108,10 @@ def _dims(config: ModelConfig, q_heads: int, kv_heads: int) -> tuple[int, int]:
 def _scale(config: ModelConfig, head_dim: int) -> float | None:
     """The factor of q.k, if all layers share one and it isn't 1/sqrt(head_dim); else None."""
     f = config.fields
+    if config.rules.scale is not None:
+        return config.rules.scale
+    if f.get("softmax_scale") is not None:
+        return positive(config, "softmax_scale")
     if "query_pre_attn_scalar" in f:
         return positive(config, "query_pre_attn_scalar") ** -0.5
     if "attention_multiplier" in f:
@@ -127,10 +133,45 @@ def _scale(config: ModelConfig, head_dim: int) -> float | None:
     return head_dim**-0.5 * mscale**2
 
 
-def _dtype(config: ModelConfig) -> str | None:
-    value = config.fields["dtype"]
+def _of_images(config: ModelConfig, dtype: Any) -> ModelAttention:
+    """The same for layers that attend to the patches of an image, whose number follows from the config."""
+    layers, notes = image_layers(config), list(config.notes)
+    runtime_dtype = _dtype(config, dtype, notes)
+    sizes = [layer.sizes for layer in layers if layer.sizes is not None]
+    first = sizes[0]
+    if any(one.windows > 1 for one in sizes):
+        notes.append(note("model.windows"))
+    if config.family == "swinv2":
+        notes.append(note("model.cosine"))
+    if any(one.masked for one in sizes):
+        notes.append(note("model.shifted_windows"))
+    return ModelAttention(
+        name=config.name,
+        q_heads=first.q_heads,
+        kv_heads=first.q_heads,
+        head_dim=first.head_dim,
+        value_dim=first.head_dim,
+        softmax_scale=config.rules.scale,
+        logits_soft_cap=None,
+        dropout_prob=probability(config, "attention_dropout") if "attention_dropout" in config.fields else 0.0,
+        causal=False,
+        sinks=False,
+        return_weights=flag(config, "output_attentions"),
+        dtype=runtime_dtype,
+        positions=max(one.tokens for one in sizes),
+        cross=False,
+        layers=layers,
+        notes=tuple(notes),
+    )
+
+
+def _dtype(config: ModelConfig, asked: Any, notes: list[Note]) -> str | None:
+    value = config.fields["dtype"] if asked is None else asked
     if value is None:
+        notes.append(note("model.no_dtype"))
         return None
+    if asked is not None:
+        return dtype_name(asked)
     name = dtype_name(value)
     if name not in _DTYPES:
         raise config.error(

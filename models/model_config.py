@@ -85,10 +85,13 @@ def read_model_config(
         if key not in data:
             raise ConfigError(f"{name}: ignore names {shown(key)}, which the config doesn't have." + nearest(key, data))
     model = _family(data, name, family, part, notes)
+    prepare = FAMILIES[model].prepare
+    if prepare is not None:
+        data = dict(prepare(data, name, notes))
     fields, declared = _fields(data, name, model, ignore, notes)
     if not nested:
         needed = _NEEDED if _has_dims(fields) else (*_NEEDED, "hidden_size")
-        missing = [key for key in needed if key not in declared]
+        missing = [key for key in needed if key not in declared and key in fields]
         if missing:
             key_of = {canonical: key for key, canonical in FAMILIES[model].names.items()}
             names = ", ".join(key_of.get(key, key) for key in missing)
@@ -193,7 +196,7 @@ def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | 
             raise ConfigError(f"{name}: part={shown(part)}; {kind} has one attention: leave it out.")
         return kind
     if part is None:
-        raise ConfigError(f"{name}: {kind} has three attentions; give part= one of {', '.join(parts)}.")
+        raise ConfigError(f"{name}: {kind} has {len(parts)} attentions; give part= one of {', '.join(parts)}.")
     if not isinstance(part, str) or part not in parts:
         raise ConfigError(f"{name}: part={shown(part)}; wanted one of {', '.join(parts)}.")
     return f"{kind} {part}"
@@ -250,7 +253,14 @@ def _fields(
     return fields, set(set_by)
 
 
-_NULLABLE = ("sliding_window", "attn_logit_softcapping", "attention_chunk_size", "head_dim", "num_key_value_heads")
+_NULLABLE = (
+    "sliding_window",
+    "attn_logit_softcapping",
+    "attention_chunk_size",
+    "head_dim",
+    "num_key_value_heads",
+    "softmax_scale",
+)
 
 
 def _quiet(key: str, value: Any, data: Mapping[str, Any], rules: Family) -> bool:

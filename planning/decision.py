@@ -119,6 +119,7 @@ class Decision(Generic[P, L]):
             "device_kind": problem.device_kind,
             "mode": problem.mode,
             "mask": problem.mask.describe(),
+            "score": None if problem.score is None else problem.score.to_dict(),
             "features": sorted(problem.features),
             "config": self.config.every_field(),
             "mesh": [axis._asdict() for axis in problem.mesh],

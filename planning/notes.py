@@ -238,6 +238,10 @@ NOTES = _kinds(
     ("model.outside_text_config", "text_config", "not read, as they are outside text_config: {keys:list}"),
     ("model.alias", "model_type", "{kind} is read as {family}, whose attention it has"),
     ("model.noted", "model", "{key}={value}: {remark}"),
+    ("model.windows", "batch", "the model cuts images into windows, each a row of the batch here"),
+    ("model.cosine", "query", "the model normalises query and key before attention, and passes 16 sigmoid(...) as the table"),
+    ("model.shifted_windows", "mask",
+     "shifted windows have a mask array per window here; the model adds -100 to what it hides, which leaves weights near 1e-44"),
     ("model.unknown_keys", "model", "not read, as attnops doesn't know them: {keys:list}"),
     ("model.ignored_keys", "ignore", "not read, as requested: {keys:list}"),
 )  # fmt: skip

@@ -45,7 +45,10 @@ def tensor_rows(plan: PlanFields) -> list[tuple[str, str, str, str, str, str]]:
             shapes = _shape(fitted.shape), _shape(fitted.local_shape)
             rows.append((tensor, spec_text(declared), spec_text(fitted.spec), *shapes, size))
     for name, array in arrays.items():
+        operand = plan.problem.operand(name)
         declared = f"as {name.removesuffix('_scale')}" if name in plan.problem.scales else "none"
+        if operand is not None and operand.declared is not None:
+            declared = spec_text(operand.declared)
         shapes = _shape(array.shape), _shape(array.device_shape)
         rows.append((name, declared, spec_text(array.spec), *shapes, _size(plan, array)))
     return rows
@@ -181,7 +184,8 @@ def _array_rows(plan: PlanFields) -> list[tuple[str, str]]:
         return [("arrays", f"{bytes_text(total)}: {'; '.join(texts)}")]
     rows: dict[str, list[str]] = {}
     for array in call_arrays(plan):
-        if plan.placement.fitted.get(array.name) is None and array not in large:
+        captured = (operand := plan.problem.operand(array.name)) is not None and operand.operand.feature == "score"
+        if plan.placement.fitted.get(array.name) is None and array not in large and not captured:
             continue
         where = f"{spec_text(array.spec)}  {_shape(array.shape)} -> {_shape(array.device_shape)}, {_size(plan, array)}"
         if array.inside is not None and array.name not in _EXPLAINED and array.inside[1] != array.device_bytes:

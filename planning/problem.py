@@ -71,6 +71,11 @@ class Problem:
         return frozenset()
 
     @property
+    def own_operands(self) -> tuple[str, ...]:
+        """The names of the operation's own arrays: neither attention's nor the score's."""
+        return tuple(x.name for x in self.operands if x.name not in ATTENTION and x.operand.feature != "score")
+
+    @property
     def contiguous_positions(self) -> bool:
         """Whether positions follow from indices, so that a score may have numbers per distance."""
         return not self.symbolic and not positions_leaf(self.mask)

@@ -5,7 +5,6 @@ An omitted field is unset, which differs from null: an unset field accepts what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import jax
@@ -14,15 +13,16 @@ import numpy as np
 from pydantic import ConfigDict, Field, StrictBool, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from ..errors import ConfigError, is_whole, shown
-from ..masks import Dense, Mask
+from ..errors import ConfigError, is_whole, nearest, shown
+from ..masks import Mask
 from ..masks.checks import LIMIT
-from ..planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS
 from ..planning.quantised import quantise, scale_shape
+from ..planning.score_operands import capture_sizes, captured_names, held_captures, with_captures
 from ..planning.unset_fields import UnsetFieldsModel
+from ..scores import Score
 from ..sharding import ATTENTION, MODES, Operand, OperandTable, canonical_mode
 
-__all__ = ["DECLARED_BY", "CallDeclaration", "call_arguments"]
+__all__ = ["DECLARED_BY", "CallDeclaration"]
 
 _Size = Annotated[int, Field(strict=True, ge=1, le=LIMIT)]
 _Distance = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
@@ -67,6 +67,7 @@ class CallDeclaration(UnsetFieldsModel):
     layout: Literal["bthd", "bhtd", "thd"] = "bthd"
     mode: Annotated[str | None, Field(json_schema_extra={"examples": [m.strip("_") for m in MODES]})] = None
     mask: Mask | None = None
+    score: Score | None = None
     causal: StrictBool | None = None
     sliding_window: _Distance | tuple[_Distance | None, _Distance | None] | None = None
     query_offset: _Offset | None = None
@@ -94,7 +95,7 @@ class CallDeclaration(UnsetFieldsModel):
     operands: Annotated[
         dict[str, Literal[True] | tuple[_Size, ...]] | None,
         Field(
-            description="Further arrays of an operation of your own, by name: their shape, or true for that of its table."
+            description="Arrays of the score, or of an operation of your own, by name: their shape, or true for the table's."
         ),
     ] = None
     kv_dtype: Annotated[
@@ -217,16 +218,35 @@ class CallDeclaration(UnsetFieldsModel):
             shape = getattr(self, name)
             if shape is not None:
                 shapes[name] = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
-        for name, declared in (self.operands or {}).items():
+        declared_shapes = {**dict.fromkeys(self.captures(), True), **(self.operands or {})}
+        table = self.with_captures(table)
+        if self.score is not None:
+            dims |= capture_sizes(self.score, n["kv_len"])
+        for name, declared in declared_shapes.items():
             row = table.get(name)
             if row is None or name in ATTENTION:
-                further = ", ".join(x for x in table.names if x not in ATTENTION) or "none"
-                raise ConfigError(f"call.operands has {shown(name)}; the operation's own operands are: {further}.")
+                further = [x for x in table.names if x not in ATTENTION]
+                raise ConfigError(
+                    f"call.operands has {shown(name)}; the score and the operation have the operands: "
+                    f"{', '.join(further) or 'none'}.{nearest(name, further)}"
+                )
             dtype_of = jnp.int32 if row.dtype == "integers" else jnp.float32
             shapes[name] = of(row, dtype_of) if declared is True else jax.ShapeDtypeStruct(declared, dtype_of)
         if not self.deterministic:
             shapes["dropout_rng"] = jax.ShapeDtypeStruct((2,), jnp.uint32)
         return shapes
+
+    def captures(self) -> tuple[str, ...]:
+        """The score's arrays that a call has to pass: those that it neither holds nor has by the number of heads."""
+        if self.score is None:
+            return ()
+        held = held_captures(self.score, 1)
+        return tuple(name for name in captured_names(self.score) if name not in held)
+
+    def with_captures(self, table: OperandTable) -> OperandTable:
+        """A table with the rows of the declared score's arrays."""
+        shapes = {name: shape for name, shape in (self.operands or {}).items() if shape is not True}
+        return with_captures(table, self.score, shapes)
 
     def draw(self, seed: int, dtype: str = "float32", table: OperandTable = ATTENTION) -> dict[str, np.ndarray]:
         """Random arrays of these shapes: normally distributed numbers, sorted segment ids from 1, lengths up to kv_len.
@@ -264,18 +284,6 @@ class CallDeclaration(UnsetFieldsModel):
             else:
                 arrays[name] = random.standard_normal(struct.shape, np.float32).astype(struct.dtype)
         return arrays
-
-
-def call_arguments(call: CallDeclaration, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
-    """Return the keyword arguments of Operation.__call__ and Operation.plan for these arrays (or ShapeDtypeStructs)."""
-    call = call.checked()
-    mask: Any = call.mask
-    if "mask" in arrays:
-        mask = arrays["mask"] if mask is None else mask & Dense(arrays["mask"])
-    options = {name: getattr(call, name) for name in CALL_OPTIONS}
-    arguments = {name: arrays.get(name, options.get(name)) for name in CALL_ARGUMENTS}
-    arguments |= {name: x for name, x in arrays.items() if name not in arguments}  # an operation's own operands
-    return arguments | {"mask": mask, "mode": call.mode if mode is None else mode}
 
 
 def _segments(random: np.random.Generator, shape: tuple[int, ...], count: int) -> np.ndarray:

@@ -14,11 +14,13 @@ import numpy as np
 from pydantic import ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
 
 from ..errors import ConfigError, a_type, shown
+from ..masks import Dense
 from ..planning.cache.kv_cache import KVCache
+from ..planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS
 from ..planning.unset_fields import UnsetFieldsModel, explain_validation
 from ..sharding import OperandTable
 from ..strict_json import parse_json, read_text, refuse_surrogates
-from .call_declaration import CallDeclaration, InputDtype, call_arguments
+from .call_declaration import CallDeclaration, InputDtype
 from .metadata import OperationMetadata
 from .registry import OperationRegistry
 from .step_declaration import StepDeclaration
@@ -141,7 +143,15 @@ class Declaration(UnsetFieldsModel):
 
     def call_arguments(self, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
         """Return the keyword arguments of the call for these arrays. `mode` overrides the declared one."""
-        return call_arguments(self.checked().call, arrays, mode=mode)
+        call = self.checked().call
+        mask: Any = call.mask
+        if "mask" in arrays:
+            mask = arrays["mask"] if mask is None else mask & Dense(arrays["mask"])
+        options = {name: getattr(call, name) for name in CALL_OPTIONS}
+        arguments = {name: arrays.get(name, options.get(name)) for name in CALL_ARGUMENTS}
+        # An operation's own operands, and the score's.
+        arguments |= {name: x for name, x in arrays.items() if name not in arguments}
+        return arguments | {"mask": mask, "score": call.score, "mode": call.mode if mode is None else mode}
 
 
 def _json_value(at: str, value: Any, depth: int = 1) -> Any:

@@ -9,7 +9,8 @@ from typing import Any, Self
 
 from ..errors import ConfigError, is_whole, shown
 from ..masks.causal_window import causal_window
-from ..models.model_attention import LayerAttention, ModelAttention, model_attention
+from ..models.layers import LayerAttention, LayerSizes
+from ..models.model_attention import ModelAttention, model_attention
 from ..models.model_config import as_dict, read_model_config
 from ..planning.cache.layer_groups import LayerGroup, layer_groups
 from ..sharding.modes import GENERATION, canonical_mode
@@ -88,6 +89,10 @@ class ModelDeclaration:
             its = call | {"mask": layer.mask}
             if layer.softmax_scale is not None:
                 its["softmax_scale"] = layer.softmax_scale
+            if layer.score is not None:
+                its["score"] = layer.score
+            if layer.sizes is not None:
+                its |= _of_image(layer.sizes, attention, call)
             declaration = Declaration.from_dict(
                 {"operation": operation, "metadata": metadata_fields, "call": its}, read.name
             )
@@ -137,6 +142,21 @@ def write_layers(layers: Sequence[LayerDeclaration], folder: str | Path) -> tupl
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror or error}; wanted a folder to write to.") from None
     return tuple(paths)
+
+
+def _of_image(sizes: LayerSizes, attention: ModelAttention, call: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of a layer that attends to an image's patches. Errors: ConfigError for lengths, a mode or a layout that it can't
+    have."""
+    given = {name: call[name] for name in ("q_len", "kv_len") if call.get(name) not in (None, attention.positions)}
+    if given or is_cached(call.get("mode")) or call.get("layout") == "thd":
+        raise ConfigError(
+            f"{attention.name}: {given or {name: call.get(name) for name in ('mode', 'layout')}}: the layers attend to the "
+            f"patches of an image, {attention.positions} at most; leave lengths, mode and layout out."
+        )
+    rows = call.get("batch", 1) * sizes.windows
+    fields: dict[str, Any] = {"q_heads": sizes.q_heads, "kv_heads": sizes.q_heads, "head_dim": sizes.head_dim}
+    fields |= {"batch": rows, "q_len": sizes.tokens, "kv_len": sizes.tokens}
+    return fields | ({"dense_mask": [rows, 1, sizes.tokens, sizes.tokens]} if sizes.masked else {})
 
 
 def _of_framework(base_config: dict[str, Any]) -> dict[str, Any]:

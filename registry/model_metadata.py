@@ -90,6 +90,8 @@ def _for_the_call(attention: ModelAttention) -> list[str]:
         left.append(f"logits_soft_cap={attention.logits_soft_cap:g}")
     if attention.sinks:
         left.append("softmax_aux, the sinks")
+    for score in dict.fromkeys(layer.score for layer in attention.layers if layer.score is not None):
+        left.append(f"score={score}")
     if any(layer.softmax_scale is not None for layer in attention.layers):
         left.append("softmax_scale differs from layer to layer")
     if attention.return_weights:

@@ -11,6 +11,7 @@ from .functions import ScoreFunction, register_score_function, score_function_na
 from .leaves import ALiBi, Distance, Forgetting, PositionTemperature, SoftCap, Temperature
 from .node import Chain, Score
 from .relative import RelativeBias, RelativeBias2D
+from .schema import score_json_schema
 from .serial import score_from_dict
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "register_score_function",
     "score_from_dict",
     "score_function_names",
+    "score_json_schema",
 ]

@@ -54,6 +54,9 @@ class Score:
     """
 
     kind: ClassVar[str]
+    # How pydantic reads and writes a score: set by schema.py, which imports all kinds.
+    __get_pydantic_core_schema__: ClassVar[Any]
+    __pydantic_serializer__: ClassVar[Any]
     captured: ClassVar[tuple[str, ...]] = ()
     # Whether the score depends on where a query and a key are, so that their alignment matters.
     needs_positions: ClassVar[bool] = True
@@ -139,6 +142,7 @@ class Score:
         """Plain JSON values. Errors: ScoreError if it holds arrays. Inverse: `score_from_dict`."""
         data: dict[str, Any] = {"kind": self.kind}
         for name, value in self._static().items():
+            value = list(value) if isinstance(value, tuple) else value
             data[name] = value.to_dict() if hasattr(value, "to_dict") else value
         for name in self.captured:
             value = getattr(self, name)
@@ -227,7 +231,7 @@ def finite(value: Any, what: str, *, positive: bool = False) -> float:
     """A finite number. Errors: ScoreError with the value."""
     wanted = "a positive number" if positive else "a finite number"
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         raise ScoreError(f"{what}={shown(value)} is {a_type(value)}; wanted {wanted}: it is compiled in") from None
     if isinstance(value, bool) or not math.isfinite(number) or (positive and number <= 0):

@@ -78,7 +78,7 @@ class RelativeBias(Score):
 
 
 def _place(n: Any, width: int) -> tuple[Any, Any]:
-    """(row, column) of places, which aren't negative."""
+    """(row, column) of places. What there is for a negative one, before a class token, isn't used."""
     if isinstance(n, jax.Array):  # // and % of jax.numpy are ten instructions, for negative numbers
         return lax.div(n, np.int32(width)), lax.rem(n, np.int32(width))
     return n // width, n % width
@@ -86,12 +86,26 @@ def _place(n: Any, width: int) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class _GridIndex:
-    """The row of Swin's table of a pair of places in a grid of height x width."""
+    """The row of Swin's table of a pair of places in a grid of height x width; BEiT's, if a class token comes first."""
 
     height: int
     width: int
+    class_token: bool = False
+
+    @property
+    def rows(self) -> int:
+        """How many rows the table has."""
+        return (2 * self.height - 1) * (2 * self.width - 1) + (3 if self.class_token else 0)
 
     def __call__(self, q: Any, kv: Any) -> Any:
+        if not self.class_token:
+            return self._of_places(q, kv)
+        xp: Any = np if isinstance(q, np.ndarray) else jnp
+        # Its last three rows: the class token to a place, a place to it, and it to itself.
+        of_others = xp.where(kv == 0, self.rows - 2, self._of_places(q - 1, kv - 1))
+        return xp.where(q == 0, xp.where(kv == 0, self.rows - 1, self.rows - 3), of_others)
+
+    def _of_places(self, q: Any, kv: Any) -> Any:
         (q_row, q_column), (row, column) = (_place(x, self.width) for x in (q, kv))
         return (q_row - row + self.height - 1) * (2 * self.width - 1) + q_column - column + self.width - 1
 
@@ -116,9 +130,10 @@ class _GridColumn:
 class RelativeBias2D(Score):
     """Tokens are the places of a grid (height, width), row by row, and the bias follows from the two distances.
 
-    table: [(2 height - 1) (2 width - 1), heads], Swin's. Or decomposed, as in SAM and ViTDet: height [batch, heads, q, rows] and
-    width [batch, heads, q, columns], numbers of each query for each row and column of the keys' grid. Source: Liu et al., "Swin
-    Transformer" (2021); Li et al., "MViTv2" (2022).
+    table: [(2 height - 1) (2 width - 1), heads], Swin's. class_token: the first token has no place, and the table three more
+    rows: it to a place, a place to it, it to itself, as in BEiT. Or decomposed, as in SAM and ViTDet: height [batch, heads, q,
+    rows] and width [batch, heads, q, columns], numbers of each query for each row and column of the keys' grid. Source: Liu et
+    al., "Swin Transformer" (2021); Li et al., "MViTv2" (2022).
     """
 
     kind: ClassVar[str] = "relative_bias_2d"
@@ -128,6 +143,7 @@ class RelativeBias2D(Score):
     grid: tuple[int, int] = (0, 0)
     table: Captured = None
     decomposed: bool | None = None
+    class_token: bool = False
 
     def __post_init__(self) -> None:
         grid = self.grid
@@ -140,7 +156,11 @@ class RelativeBias2D(Score):
         object.__setattr__(self, "decomposed", decomposed)
         if decomposed and self.table is not None:
             raise ScoreError("RelativeBias2D has height and width as well as table; wanted one of the two forms")
-        rows = (2 * grid[0] - 1) * (2 * grid[1] - 1)
+        if not isinstance(self.class_token, bool) or (self.class_token and decomposed):
+            raise ScoreError(
+                f"RelativeBias2D class_token={shown(self.class_token)}; wanted True or False, and False with height and width"
+            )
+        rows = self._index.rows
         for name, dims, ranks in (
             ("height", f"[batch, heads, q, {grid[0]}]", (4,)), ("width", f"[batch, heads, q, {grid[1]}]", (4,)),
             ("table", f"[{rows}, heads]", (2,)),
@@ -148,10 +168,14 @@ class RelativeBias2D(Score):
             value = capture_array(getattr(self, name), f"RelativeBias2D {name}", ranks, dims)
             object.__setattr__(self, name, value)
 
+    @property
+    def _index(self) -> _GridIndex:
+        return _GridIndex(*self.grid, self.class_token)
+
     def captures(self) -> tuple[Capture, ...]:
         if not self.decomposed:
-            rows = (2 * self.grid[0] - 1) * (2 * self.grid[1] - 1)
-            return (Capture("table", ("entries", "heads"), broadcasts=False, sizes=(("entries", rows),)),)
+            sizes = (("entries", self._index.rows),)
+            return (Capture("table", ("entries", "heads"), broadcasts=False, sizes=sizes),)
         return tuple(
             Capture(name, ("batch", "heads", "q_len", f"grid_{name}"), sizes=((f"grid_{name}", size),))
             for name, size in zip(("height", "width"), self.grid, strict=True)
@@ -166,7 +190,7 @@ class RelativeBias2D(Score):
 
     def apply(self, logits: Any, at: Places, arrays: Sequence[Any], xp: Any) -> Any:
         if not self.decomposed:
-            index = xp.broadcast_to(_GridIndex(*self.grid)(at.q, at.kv), np.broadcast_shapes(at.q.shape, at.kv.shape))
+            index = xp.broadcast_to(self._index(at.q, at.kv), np.broadcast_shapes(at.q.shape, at.kv.shape))
             return logits + xp.moveaxis(arrays[0][xp.clip(index, 0, len(arrays[0]) - 1)[:, 0]], -1, 1)
         keys = xp.broadcast_to(at.kv, (1, 1, 1, logits.shape[-1]))[0, 0, 0]
         rows, columns = keys // self.grid[1], keys % self.grid[1]
@@ -177,7 +201,7 @@ class RelativeBias2D(Score):
 
     def lower(self, arrays: Sequence[jax.Array], lowering: Lowering) -> None:
         if not self.decomposed:
-            lowering.add(Lookup((lowering.array(arrays[0].T, "table"),), index=_GridIndex(*self.grid)))
+            lowering.add(Lookup((lowering.array(arrays[0].T, "table"),), index=self._index))
             return
         places: tuple[Any, ...] = _GridRow(self.grid[1]), _GridColumn(self.grid[1])
         for array, index in zip(arrays, places, strict=True):

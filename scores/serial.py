@@ -26,14 +26,24 @@ SCORES: Mapping[str, type[Any]] = {
 }  # fmt: skip
 """The scores by kind."""
 BUCKETS: Mapping[str, type[Any]] = {cls.kind: cls for cls in (T5, Clip, Buckets)}
+_DEEPEST = 64
 _IN_CALL = ("log_gate", "table", "height", "width", "temperature")
 
 
 def score_from_dict(data: Any, at: str = "score") -> Score:
-    """Build a score from the result of `Score.to_dict`, or from a kind's name. Errors: ScoreError says where."""
+    """Build a score from the result of `Score.to_dict`, from a kind's name, or from a list of them.
+
+    Errors: ScoreError says where, also for what is nested deeper than 64 levels.
+    """
+    return _read(data, at, 1)
+
+
+def _read(data: Any, at: str, depth: int) -> Score:
+    if depth > _DEEPEST:
+        raise ScoreError(f"the score is nested deeper than {_DEEPEST} levels; put all parts into one list")
     if isinstance(data, str):
         data = {"kind": data}
-    if isinstance(data, list | tuple):
+    if isinstance(data, list | tuple) and depth == 1:
         data = {"kind": Chain.kind, "scores": data}
     if not isinstance(data, dict):
         hint = f". In Python, pass an object: {data.__name__}(...)" if isinstance(data, type) else ""
@@ -42,13 +52,13 @@ def score_from_dict(data: Any, at: str = "score") -> Score:
         )
     kinds = (*SCORES, Chain.kind)
     kind = data.get("kind")
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise ScoreError(f"{at}.kind is {shown(kind)}; wanted one of {', '.join(kinds)}.{nearest(str(kind), kinds)}")
     if kind == Chain.kind:
         parts = _fields(data, at, ("scores",))["scores"]
         if not isinstance(parts, list | tuple) or not parts:
             raise ScoreError(f"{at}.scores is {shown(parts)}; wanted a list of scores")
-        scores = (score_from_dict(part, f"{at}.scores[{n}]") for n, part in enumerate(parts))
+        scores = (_read(part, f"{at}.scores[{n}]", depth + 1) for n, part in enumerate(parts))
         return Chain(tuple(part for score in scores for part in score.parts()))
     return cast(Score, _made(SCORES[kind], data, at))
 
@@ -61,12 +71,14 @@ def _made(cls: type[Any], data: Mapping[str, Any], at: str) -> Any:
         raise ScoreError(f"{at}.{held[0]} is {shown(fields[held[0]])}; leave it out, and pass {held[0]}= in the call")
     if isinstance(fields.get("buckets"), dict) and cls is RelativeBias:
         kind = fields["buckets"].get("kind")
-        if kind not in BUCKETS:
+        if not isinstance(kind, str) or kind not in BUCKETS:
             raise ScoreError(
                 f"{at}.buckets.kind is {shown(kind)}; wanted one of {', '.join(BUCKETS)}." + nearest(str(kind), BUCKETS)
             )
         fields["buckets"] = _made(BUCKETS[kind], fields["buckets"], f"{at}.buckets")
     if cls is ScoreFunction and "captures" in fields:
+        if not isinstance(fields["captures"], dict):
+            raise ScoreError(f"{at}.captures is {shown(fields['captures'])}; wanted an object: name to list of dims")
         fields["captures"] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields["captures"].items()}
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     try:

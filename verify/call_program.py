@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..operators import Operation
 from ..planning import Plan
-from .with_gradient import is_differentiable, outputs
+from .with_gradient import is_differentiable, operands_of, outputs
 
 __all__ = ["call_program"]
 
@@ -50,7 +50,8 @@ def call_program(
     specs = [plan.placement.spec(name) for name in names[: len(output_shapes)]]
     specs = [PartitionSpec(*spec[1:]) if packed else spec for spec in specs]
     cotangents = tuple(_on(mesh, x, spec) for x, spec in zip(output_shapes, specs, strict=True))
-    smooth = {name: x for name, x in arrays.items() if is_differentiable(name, x, operation.operands)}
+    table = operands_of(operation, arguments)
+    smooth = {name: x for name, x in arrays.items() if is_differentiable(name, x, table)}
 
     def both(arguments: dict[str, Any]) -> Any:
         d_outputs = arguments.pop("d_outputs")

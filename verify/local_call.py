@@ -42,7 +42,7 @@ class LocalProblem:
             "batch": local.batch, "heads": local.q_heads, "kv_heads": local.kv_heads, "q_len": local.q_len,
             "kv_len": local.kv_len, "head_dim": problem.head_dim, "value_dim": problem.value_dim,
         }  # fmt: skip
-        sizes |= {"q": local.q_len, "kv": local.kv_len}
+        sizes |= {"q": local.q_len, "kv": local.kv_len, "all_keys": local.kv_len}
 
         def cut(shape: tuple[int, ...], dims: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             dims_of_shape = zip(shape, dims, strict=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from ..scores import Score
+from .score_reference import PlacedScore
 
 __all__ = ["ReferenceOutput", "reference_attention", "reference_gradients"]
 
@@ -18,12 +22,14 @@ class ReferenceOutput(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What both passes share; a kv head's tensors are repeated for each of its query heads; `sunk` are the sinks' weights."""
+    """What both passes share; a kv head's tensors are repeated for each of its query heads; `capped` are logits after the
+    cap, `sunk` the sinks' weights."""
 
     query: np.ndarray
     key: np.ndarray
     value: np.ndarray
     raw: np.ndarray
+    capped: np.ndarray
     weights: np.ndarray
     sunk: np.ndarray
     dropped: np.ndarray
@@ -47,9 +53,9 @@ def _sums(weights: np.ndarray, visible: np.ndarray, x: np.ndarray) -> np.ndarray
 def forward(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float, mask: np.ndarray | None,
     bias: np.ndarray | None, soft_cap: float | None, sinks: np.ndarray | None, keep: np.ndarray | None,
-    keep_probability: float,
+    keep_probability: float, score: PlacedScore | None = None,
 ) -> Forward:  # fmt: skip
-    """See reference_attention, which takes the same arguments."""
+    """See reference_attention, which takes the same arguments; a score with its arrays and places."""
     q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
     batch, q_len, heads, _ = q.shape
     kv_len, group = k.shape[1], heads // k.shape[2]
@@ -57,7 +63,8 @@ def forward(
     visible = np.broadcast_to(True if mask is None else np.asarray(mask), (batch, heads, q_len, kv_len))
     # What isn't visible may be NaN or infinite, and has no part in anything.
     raw = np.where(visible, np.einsum("bqhd,bkhd->bhqk", q, k) * scale, 0)
-    logits = raw if soft_cap is None else soft_cap * np.tanh(raw / soft_cap)
+    capped = raw if soft_cap is None else soft_cap * np.tanh(raw / soft_cap)
+    logits = capped if score is None else score.apply(capped)
     if bias is not None:
         logits = logits + np.asarray(bias, np.float64)
     logits = np.where(visible, logits, -np.inf)
@@ -76,7 +83,7 @@ def forward(
         lse = (np.log(total) + shift)[..., 0]
     weights = probabilities[..., :kv_len]
     dropped = weights if keep is None else np.where(keep, weights / keep_probability, 0)
-    return Forward(q, k, v, raw, weights, probabilities[..., kv_len:], dropped, lse, visible)
+    return Forward(q, k, v, raw, capped, weights, probabilities[..., kv_len:], dropped, lse, visible)
 
 
 def reference_attention(
@@ -91,12 +98,17 @@ def reference_attention(
     sinks: np.ndarray | None = None,
     keep: np.ndarray | None = None,
     keep_probability: float = 1.0,
+    score: Score | None = None,
+    captures: Mapping[str, Any] | None = None,
+    query_offset: int | np.ndarray = 0,
 ) -> ReferenceOutput:
     """Attention in float64: query [batch, q, heads, dim], key [batch, kv, kv_heads, dim], value likewise.
 
-    `mask` is True where a query may attend; `mask`, `bias` and `keep` broadcast to [batch, heads, q, kv].
+    `mask` is True where a query may attend; `mask`, `bias` and `keep` broadcast to [batch, heads, q, kv]. captures: the score's
+    arrays by name; query_offset: of the queries' positions, a number or [batch], which only the score depends on.
     """
-    arguments = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
+    placed = _placed(score, captures, query_offset, query, key)
+    arguments = (scale, mask, bias, soft_cap, sinks, keep, keep_probability, placed)
     with np.errstate(invalid="ignore", over="ignore"):
         terms = forward(query, key, value, *arguments)
         return ReferenceOutput(_sums(terms.dropped, terms.visible, terms.value), terms.weights, terms.lse)
@@ -116,28 +128,50 @@ def reference_gradients(
     sinks: np.ndarray | None = None,
     keep: np.ndarray | None = None,
     keep_probability: float = 1.0,
+    score: Score | None = None,
+    captures: Mapping[str, Any] | None = None,
+    query_offset: int | np.ndarray = 0,
 ) -> dict[str, np.ndarray]:
-    """Gradients of sum(output * d_output) + sum(lse * d_lse): query, key, value, and bias and softmax_aux if given."""
-    arguments = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
+    """Gradients of sum(output * d_output) + sum(lse * d_lse): query, key, value, the score's arrays by name, and bias and
+    softmax_aux if given."""
+    placed = _placed(score, captures, query_offset, query, key)
+    arguments = (scale, mask, bias, soft_cap, sinks, keep, keep_probability, placed)
     with np.errstate(invalid="ignore", over="ignore"):
         return _gradients(query, key, value, d_output, d_lse, *arguments)
+
+
+def _placed(
+    score: Score | None,
+    captures: Mapping[str, Any] | None,
+    offset: int | np.ndarray,
+    query: np.ndarray,
+    key: np.ndarray,
+) -> PlacedScore | None:
+    if score is None:
+        return None
+    (batch, q_len, heads), kv_len = np.shape(query)[:3], np.shape(key)[1]
+    rows = np.arange(q_len)[None] + np.reshape(np.asarray(offset), (-1, 1))
+    return PlacedScore.of(
+        score.with_heads(heads), captures or {}, rows, np.arange(kv_len)[None], batch=batch, heads=heads
+    )
 
 
 def _gradients(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, d_output: np.ndarray, d_lse: np.ndarray | None, scale: float,
     mask: np.ndarray | None, bias: np.ndarray | None, soft_cap: float | None, sinks: np.ndarray | None,
-    keep: np.ndarray | None, keep_probability: float,
+    keep: np.ndarray | None, keep_probability: float, score: PlacedScore | None,
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """See reference_gradients."""
-    arguments = (scale, mask, bias, soft_cap, sinks, keep, keep_probability)
-    q, k, v, raw, weights, sunk, dropped, _, visible = forward(query, key, value, *arguments)
+    arguments = (scale, mask, bias, soft_cap, sinks, keep, keep_probability, score)
+    q, k, v, raw, capped, weights, sunk, dropped, _, visible = forward(query, key, value, *arguments)
     d_output = np.asarray(d_output, np.float64)
     d_dropped = np.where(visible, np.einsum("bqhd,bkhd->bhqk", d_output, v), 0)
     d_weights = d_dropped if keep is None else np.where(keep, d_dropped / keep_probability, 0)
     inner = (weights * d_weights).sum(axis=-1, keepdims=True)
     through_lse = 0.0 if d_lse is None else np.asarray(d_lse, np.float64)[..., None]
     d_logits = weights * (d_weights - inner + through_lse)
-    d_raw = d_logits if soft_cap is None else d_logits * (1 - np.tanh(raw / soft_cap) ** 2)
+    d_capped, of_score = (d_logits, {}) if score is None else score.derivatives(capped, d_logits)
+    d_raw = d_capped if soft_cap is None else d_capped * (1 - np.tanh(raw / soft_cap) ** 2)
 
     kv_heads = np.shape(key)[2]
     by_key = visible.swapaxes(2, 3)
@@ -147,6 +181,7 @@ def _gradients(
         "key": shared(_sums(d_raw.swapaxes(2, 3), by_key, q) * scale),
         "value": shared(_sums(dropped.swapaxes(2, 3), by_key, d_output)),
     }
+    gradients |= of_score
     if bias is not None:
         axes = tuple(i for i, n in enumerate(np.shape(bias)) if n == 1)
         gradients["bias"] = d_logits.sum(axis=axes, keepdims=True)

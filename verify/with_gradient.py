@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from ..operators import Operation
+from ..planning.score_operands import with_captures
 from ..sharding import OperandTable
 
-__all__ = ["is_differentiable", "outputs", "outputs_and_gradients"]
+__all__ = ["is_differentiable", "operands_of", "outputs", "outputs_and_gradients"]
 
 
 def outputs(operation: Operation, arguments: Mapping[str, Any]) -> tuple[jax.Array, ...]:
@@ -22,7 +23,7 @@ def outputs(operation: Operation, arguments: Mapping[str, Any]) -> tuple[jax.Arr
 
 def outputs_and_gradients(operation: Operation, arguments: Mapping[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(the sum of all outputs, its gradient for every floating array that has one)."""
-    table = operation.operands
+    table = operands_of(operation, arguments)
     smooth = {name: x for name, x in arguments.items() if is_differentiable(name, x, table)}
     others = {name: x for name, x in arguments.items() if name not in smooth}
 
@@ -30,6 +31,12 @@ def outputs_and_gradients(operation: Operation, arguments: Mapping[str, Any]) ->
         return sum((x.astype(jnp.float32).sum() for x in outputs(operation, smooth | others)), start=jnp.float32(0))
 
     return jax.value_and_grad(loss)(smooth)
+
+
+def operands_of(operation: Operation, arguments: Mapping[str, Any]) -> OperandTable:
+    """The operands of a call with these arguments: the operation's, and those of its score."""
+    shapes = {name: x.shape for name, x in arguments.items() if hasattr(x, "shape")}
+    return with_captures(operation.operands, arguments.get("score"), shapes)
 
 
 def is_differentiable(name: str, x: Any, table: OperandTable) -> bool:

@@ -15,9 +15,11 @@ from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core
 from ...drawing.html import code, fragment, heading, pictures, rows
 from ...errors import AttnOpsError, ConfigError, InputTypeError
 from ...planning.call_arguments import CallArguments, CallArray
+from ...planning.score_operands import captured_names
 from ...registry import OperationMetadata, OperationRegistry
 from ...registry.declaration import Declaration
 from ...registry.kinds import short_axes
+from ...scores import Score
 from ..call.arguments import check_names, takes_call_arguments
 from ..call.arrays import is_array
 from ..call.output import AttentionOutput
@@ -161,7 +163,9 @@ class Attention:
         arguments: dict[str, Any] = {**call}
         if self._in_pages:
             return step_options(self.declaration, query, arguments)
-        check_names(arguments, self.operation.operands.names)
+        score = self.declaration.call.score if arguments.get("score") is None else arguments["score"]
+        captured = captured_names(score) if isinstance(score, Score) else ()
+        check_names(arguments, (*self.operation.operands.names, *captured))
         options = call_options(self.declaration, query, key, value, arguments)
         if is_array(options.get("mask")) and options.get("causal") is None and self.states("causal"):
             options["causal"] = self.operation.metadata.causal  # declared, so not just a default

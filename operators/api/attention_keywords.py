@@ -18,7 +18,7 @@ from ..choices.bounded_cache import BoundedCache
 
 __all__ = ["ParsedAttention", "is_operation_name", "parse_attention"]
 
-_CALL = ("mask", *CALL_OPTIONS)
+_CALL = ("mask", "score", *CALL_OPTIONS)
 _TAGS = frozenset({"operation", "schema_version"})
 
 

@@ -13,6 +13,7 @@ from ...planning.call_arguments import CALL_OPTIONS
 from ...registry.call_declaration import DECLARED_BY, CallDeclaration
 from ...registry.declaration import Declaration
 from ...registry.step_declaration import STEP_OPTIONS
+from ...scores import Score
 from ...sharding import canonical_layout, canonical_mode
 from ..call.arrays import is_array, shaped
 
@@ -60,7 +61,7 @@ def call_options(declaration: Declaration, query: Any, key: Any, value: Any, cal
     """The arguments of a call. Errors: ConfigError for an option that both give and that differs; InputError for declared arrays
     that are missing, and for sizes and dtypes other than the declared ones."""
     declared = declaration.call
-    options = _combined(declared, CALL_OPTIONS, call)
+    options = _combined(declared, ("score", *CALL_OPTIONS), call)
     required = {
         x: name for x, name in DECLARED_BY.items() if x not in _MAY_LACK and getattr(declared, name) is not None
     }
@@ -86,8 +87,9 @@ def _combined(declared: Any, names: Sequence[str], call: dict[str, Any]) -> dict
         if name == "mask" or not declared.is_set(name) or value is None:
             continue
         if argument is not None and (is_array(argument) or _plain(name, argument) != _plain(name, value)):
+            both = (str(x) if isinstance(x, Score) else shown(x) for x in (value, argument))
             raise ConfigError(
-                f"{name}: the declaration says {shown(value)}, the call says {shown(argument)}; leave one of them out."
+                "{}: the declaration says {}, the call says {}; leave one of them out.".format(name, *both)
             )
         combined[name] = value
     if declared.mask is not None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ...errors import InputError, InputTypeError, ScoreError, a_type
+from ...errors import InputError, InputTypeError, a_type
 from ...planning import AttentionProblem
+from ...planning.score_operands import captured_names
 from ...scores import Score, SoftCap
 from ...scores.node import Chain
 from ...scores.steps import Lowering, Steps
-from ...sharding import ATTENTION, Operand, OperandTable
+from ...sharding import ATTENTION
 from ..kernels.local_mask import LocalMask, score_positions
+from ..kernels.varying import vary, varying
 from .arrays import is_array
 
-__all__ = ["capture_sizes", "captured_names", "lowered", "read_score", "score_rows", "without_cap"]
+__all__ = ["lowered", "read_score", "without_cap"]
 
 
 def read_score(score: Any, query: Any, layout: str, call: Mapping[str, Any]) -> tuple[Score, dict[str, Any]]:
@@ -27,37 +28,19 @@ def read_score(score: Any, query: Any, layout: str, call: Mapping[str, Any]) -> 
     if not isinstance(score, Score):
         hint = f"; pass an object: {score.__name__}(...)" if isinstance(score, type) else ""
         raise InputTypeError(f"score is {a_type(score)}; wanted a Score, such as ALiBi() or SoftCap(50.0){hint}.")
+    by_heads = score
     if is_array(query) and len(query.shape) == len(layout) and "h" in layout:
-        score = score.with_heads(query.shape[layout.index("h")])
+        by_heads = score.with_heads(query.shape[layout.index("h")])
     arrays: dict[str, Any] = {}
-    for name, held in zip(captured_names(score), score.arrays(), strict=True):
+    for name, held, default in zip(captured_names(score), score.arrays(), by_heads.arrays(), strict=True):
         given = call.get(name)
         if held is not None and given is not None:
             raise InputError(f"{name} is given in the score {score} and in the call; leave one of them out.")
-        array = given if held is None else held
+        array = default if given is None else given
         if array is None:
             raise InputError(f"score {score} needs {name}; pass {name}= in the call, or to the score.")
         arrays[name] = jnp.asarray(array, jnp.float32) if isinstance(array, tuple) else array
     return score.structure(), arrays
-
-
-@functools.lru_cache(maxsize=512)
-def _names_of(structure: Score) -> tuple[str, ...]:
-    names = tuple(capture.name for capture in structure.captures())
-    taken = [name for name in names if name in ATTENTION or name in _TAKEN]
-    if taken:
-        raise ScoreError(
-            f"capture {taken[0]!r} of {structure} is named like an argument of a call; choose another name"
-        )
-    return names
-
-
-_TAKEN = frozenset({"mask", "score", "mode", "layout", "causal", "output", "weights", "lse", "state", "layer", "batch"})
-
-
-def captured_names(score: Score) -> tuple[str, ...]:
-    """The names of a score's arrays in a call."""
-    return _names_of(score.structure())
 
 
 def without_cap(score: Score) -> tuple[float | None, Score | None]:
@@ -66,26 +49,6 @@ def without_cap(score: Score) -> tuple[float | None, Score | None]:
     if not isinstance(first, SoftCap):
         return None, score
     return first.cap, None if not rest else rest[0] if len(rest) == 1 else Chain(tuple(rest))
-
-
-@functools.lru_cache(maxsize=512)
-def score_rows(structure: Score, ranks: tuple[int, ...]) -> OperandTable:
-    """The operands of a score, each with the dims of its rank, or all that it may have if it fits none."""
-    rows = []
-    for capture, rank in zip(structure.captures(), ranks, strict=True):
-        forms = (capture.dims, *capture.also)
-        fitting = [dims for dims in forms if len(dims) == rank]
-        dims, also = (fitting[0], ()) if fitting else (forms[0], forms[1:])
-        rows.append(Operand(capture.name, dims, also=also, broadcasts=capture.broadcasts, feature="score"))
-    return OperandTable(*rows)
-
-
-def capture_sizes(structure: Score, kv_len: int) -> dict[str, int]:
-    """The sizes of the dims that only a score's arrays have."""
-    sizes = {"all_keys": kv_len}
-    for capture in structure.captures():
-        sizes |= dict(capture.sizes)
-    return sizes
 
 
 def lowered(
@@ -107,5 +70,7 @@ def lowered(
         known_lengths=not problem.symbolic,
         dtype=jnp.dtype(problem.softmax_dtype),
     )
-    problem.score.lower([operands[name] for name in captured_names(problem.score)], lowering)
+    # As varying as the tensors from here on: their gradients are summed over devices in their own shapes.
+    axes = varying(tuple(operands[row.name] for row in ATTENTION.required))
+    problem.score.lower([vary(operands[name], axes) for name in captured_names(problem.score)], lowering)
     return lowering.result()

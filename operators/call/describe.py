@@ -10,6 +10,7 @@ from ...errors import InputError
 from ...masks import Mask
 from ...planning import AttentionProblem, PlannedOperation
 from ...planning.quantised import QUANTISED
+from ...planning.score_operands import capture_sizes, captured_names, score_rows
 from ...planning.sequence.choice import declared_strategy
 from ...registry import OperationMetadata
 from ...sharding import (
@@ -32,7 +33,6 @@ from ..notes.mask_notes import causal_by_default, default_notes, dense_notes
 from ..sequence.manual import of_the_whole, split_by_caller
 from .arguments import Options, bound_mask, join_mask
 from .arrays import Arrays, shaped
-from .call_scores import capture_sizes, captured_names, score_rows
 from .declared import varying_axes
 from .planned_platform import planned_platform
 from .shapes import (

@@ -27,7 +27,7 @@ from ..sequence.manual import local_heads, whole_leaves, without_manual
 from ..sequence.split_kv import combined_over_devices
 from .arguments import Options, join_mask, run_time_offset
 from .arrays import Arrays
-from .call_scores import captured_names, lowered
+from .call_scores import lowered
 from .declared import DeclaredOperation
 from .describe import packed
 from .local import LocalCall, LocalOutput, Ring
@@ -270,7 +270,6 @@ def _local_call(plan: Plan, options: Options, local: ShardedOperands, hides_keys
     score, captures = lowered(problem, operands, local_mask, problem.kv_len if ring is not None else kv_len)
     if score is not None and "function" in score.names:
         local_mask = local_mask.placed(*starts())
-    captured = () if problem.score is None else captured_names(problem.score)
     return LocalCall(
         query=operands["query"],
         key=operands["key"],
@@ -279,7 +278,7 @@ def _local_call(plan: Plan, options: Options, local: ShardedOperands, hides_keys
         sinks=operands.get("softmax_aux"),
         key_scale=operands.get("key_scale"),
         value_scale=operands.get("value_scale"),
-        further={name: x for name, x in operands.items() if name not in ATTENTION and name not in captured},
+        further={name: operands[name] for name in problem.own_operands},
         score=score,
         captures=captures,
         mask=local_mask,

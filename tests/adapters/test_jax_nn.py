@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnops
-from attnops import Attention, ConfigError, Declaration, InputError, OperationMetadata, dot_product_attention
+from attnops import ALiBi, Attention, ConfigError, Declaration, InputError, OperationMetadata, dot_product_attention
 from attnops.errors import InputTypeError, UnknownNameError
 from attnops.verify import reference_attention
 
@@ -65,12 +65,34 @@ def _wanted(arrays: list[np.ndarray], **call: Any) -> tuple[np.ndarray, np.ndarr
 
 def test_the_signature_is_jaxs() -> None:
     ours, theirs = inspect.signature(dot_product_attention), inspect.signature(OWN)
-    assert [(p.name, p.kind) for p in ours.parameters.values()] == [
-        (p.name, p.kind) for p in theirs.parameters.values()
-    ]
-    defaults = {n: p.default for n, p in theirs.parameters.items()} | {"implementation": "vanilla"}
+    *same, (last, _) = [(p.name, p.kind) for p in ours.parameters.values()]
+    assert same == [(p.name, p.kind) for p in theirs.parameters.values()]
+    assert last == "score"
+    defaults = {n: p.default for n, p in theirs.parameters.items()} | {"implementation": "vanilla", "score": None}
     assert {n: p.default for n, p in ours.parameters.items()} == defaults
     assert attnops.dot_product_attention is dot_product_attention
+
+
+def test_a_score_is_a_bias_that_nobody_builds() -> None:
+    q, k, v = (np.random.default_rng(n).standard_normal((2, 9, 4, 8)).astype(np.float32) for n in range(3))
+    slopes = jnp.asarray([0.5, 0.25, 0.125, 1.0])
+    distance = jnp.abs(jnp.arange(9)[:, None] - jnp.arange(9)[None]).astype(jnp.float32)
+
+    def by_bias(slopes: jax.Array) -> jax.Array:
+        return OWN(q, k, v, -slopes[None, :, None, None] * distance[None, None], is_causal=True)
+
+    def by_score(slopes: jax.Array) -> jax.Array:
+        return dot_product_attention(q, k, v, is_causal=True, score=ALiBi(slopes))
+
+    np.testing.assert_allclose(by_score(slopes), by_bias(slopes), atol=2e-6)
+    ours, theirs = (jax.grad(lambda s, f=f: (f(s) ** 2).sum())(slopes) for f in (by_score, by_bias))
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    fewer = dot_product_attention(q[:, :4], k, v, score=ALiBi(slopes))  # from the first query and the first key
+    np.testing.assert_allclose(
+        fewer, OWN(q[:, :4], k, v, -slopes[None, :, None, None] * distance[None, None, :4]), atol=2e-6
+    )
+    with pytest.raises(ConfigError, match="takes no score"):
+        dot_product_attention(q, k, v, implementation={"operation": "vanilla", "enabled": False}, score=ALiBi())
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
          "v_head_dim": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
          "first_k_dense_replace": 1, "moe_intermediate_size": 16},
     ),
+    "bloom": (
+        "AutoModelForCausalLM",
+        {"vocab_size": 64, "hidden_size": 30, "n_layer": 2, "n_head": 6, "pad_token_id": 0, "bos_token_id": 1,
+         "eos_token_id": None},
+    ),
+    "mpt": (
+        "AutoModelForCausalLM",
+        {"vocab_size": 64, "d_model": 30, "n_layers": 2, "n_heads": 6, "max_seq_len": 64, "pad_token_id": 0,
+         "attn_config": {"softmax_scale": 0.3, "clip_qkv": 2.0}, "eos_token_id": None},
+    ),
     "bert": ("AutoModel", SIZES),
     "modernbert": (
         "AutoModel",
@@ -67,7 +78,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
          "begin_suppress_tokens": None},
     ),
 }  # fmt: skip
-QUICK = ("llama", "gemma2", "gpt_oss")
+QUICK = ("llama", "gemma2", "gpt_oss", "bloom", "mpt")
 each_family = pytest.mark.parametrize(
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
@@ -129,7 +140,6 @@ def test_outputs_and_gradients_are_those_of_eager(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
-        ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 4}),
         (
             "codegen",
             {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "bos_token_id": 1, "eos_token_id": None},
@@ -143,6 +153,22 @@ def test_a_model_that_computes_attention_itself_is_refused(family: str, sizes: d
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnops").eval()
     with pytest.raises(ConfigError, match=rf"modeling_{family} computes attention itself.*'eager'"):
         model(input_ids=IDS)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_models_with_alibi_run_the_declared_attention(family: str) -> None:
+    """Tokens that the mask leaves out in the middle have no position in BLOOM; MPT counts them."""
+    function = attention_for("vanilla")
+    transformers.AttentionInterface.register("alibi", function)
+    register(function.attention, name="alibi")
+    eager, model = _models(family, "eager", "alibi")
+    mask = torch.ones_like(IDS)
+    mask[:, 3:6] = 0
+    wanted, got = (x(input_ids=IDS, attention_mask=mask).logits for x in (eager, model))
+    torch.testing.assert_close(got[:, 6:], wanted[:, 6:], atol=1e-5, rtol=1e-5)
+    assert [plan.implementation for plan in function.attention.plans] == ["vanilla.forward_native"]
+    with pytest.raises(ConfigError, match="returns no weights here") if family == "bloom" else contextlib.nullcontext():
+        model(input_ids=IDS, output_attentions=True)
 
 
 @each_family

@@ -36,6 +36,19 @@ CALLS: dict[str, dict[str, Any]] = {
     "fp8": {"kv_dtype": "float8_e4m3fn", "kv_scales": "head", "layout": "bhtd", "batch": 2},
     "fp8_as_it_stands": {"kv_dtype": "float8_e5m2", "kv_scales": None},
     "offset": {"kv_len": 24, "query_offset": 8, "dtype": "bfloat16"},
+    "score": {
+        "batch": 2,
+        "kv_heads": 2,
+        "operands": {"temperature": [4, 16], "log_gate": True},
+        "score": ["alibi", "forgetting", {"kind": "relative_bias", "buckets": {"kind": "t5"}}, "temperature"],
+    },
+    "score_of_a_cache": {
+        "q_len": 1,
+        "kv_len": 24,
+        "kv_lengths": [24, 5],
+        "batch": 2,
+        "score": ["position_temperature", "alibi"],
+    },
 }
 
 

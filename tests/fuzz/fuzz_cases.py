@@ -64,7 +64,10 @@ _RICH: list[dict[str, Any]] = [
                               "device_kind": None, "num_cores": None, "abstract": True}, "sequence_axis_name": "sp"},
         "call": {"batch": 2, "q_len": 1, "kv_len": 64, "q_heads": 4, "kv_heads": 2, "head_dim": 16, "kv_dtype": "int8",
                  "kv_scales": "token", "mode": "autoregressive", "kv_lengths": [3, 64], "return_lse": True,
-                 "softmax_scale": 1.0, "deterministic": True},
+                 "softmax_scale": 1.0, "deterministic": True,
+                 "score": ["alibi", {"kind": "relative_bias", "buckets": {"kind": "t5", "buckets": 8, "max_distance": 20}},
+                           {"kind": "relative_bias_2d", "grid": [8, 8]}, {"kind": "soft_cap", "cap": 3.0}],
+                 "operands": {"table": [8, 4], "table_2": True}},
     },
     {
         "operation": "sdpa", "metadata": {},
