@@ -254,13 +254,8 @@ def _fields(
 
 
 _NULLABLE = (
-    "sliding_window",
-    "attn_logit_softcapping",
-    "attention_chunk_size",
-    "head_dim",
-    "num_key_value_heads",
-    "softmax_scale",
-)
+    "sliding_window", "attn_logit_softcapping", "attention_chunk_size", "head_dim", "num_key_value_heads", "softmax_scale",
+)  # fmt: skip
 
 
 def _quiet(key: str, value: Any, data: Mapping[str, Any], rules: Family) -> bool:

@@ -24,7 +24,10 @@ from attnops import (
     Blocks,
     Causal,
     Chunked,
+    Clip,
     Dense,
+    Distance,
+    Forgetting,
     Full,
     KVCache,
     LayerGroup,
@@ -33,19 +36,27 @@ from attnops import (
     OperationRegistry,
     Positions,
     Prefix,
+    RelativeBias,
+    RelativeBias2D,
+    ScoreFunction,
     SegmentIds,
     SlidingWindow,
     SoftCap,
+    Temperature,
     masks,
     register_mask_function,
+    register_score_function,
 )
 from attnops.operators import LocalOutput, paged_cache
 from attnops.operators.paged.step_output import StepOutput
 from attnops.operators.paged_cache import CacheState, LayerPages, PagedOutput, RaggedBatch, SavedSequence, init
+from attnops.scores import PositionTemperature
 
 pytest.importorskip("flatbuffers", reason="pip install 'attnops[test]'")
 
 register_mask_function("test_export.near", override=True)(lambda x, j: abs(x - j) < 3)
+register_score_function("test_export.decay", override=True)(lambda distance: -0.5 * distance.astype(jnp.float32))
+register_score_function("test_export.gain", override=True)(lambda x, batch, head, q, kv, gain: x * gain)
 IDS, LENS = np.array([[0, 1, 1], [2, 2, 0]], np.int32), np.array([1, 3], np.int32)
 LAYOUT = np.array([[True, False], [True, True]])
 CACHE = KVCache(
@@ -77,7 +88,15 @@ EXAMPLES: list[Any] = [
     (Positions(IDS, IDS, 4, None) & Dense(np.ones((2, 1, 3, 3), bool))).split()[0],  # Slots
     Blocks(np.zeros((1, 2, 3, 1), np.int32), 8, 4).split()[0],
     ALiBi(np.ones(2, np.float32)) >> SoftCap(2.0),  # Chain
+    ALiBi(np.ones(2, np.float32)),
     SoftCap(2.0),
+    RelativeBias(np.ones((9, 2), np.float32), Clip(8)),
+    RelativeBias2D(grid=(2, 3), table=np.ones((15, 2), np.float32)),
+    Forgetting(np.ones((1, 2, 3), np.float32)),
+    Temperature(np.ones(2, np.float32)),
+    PositionTemperature(),
+    Distance("test_export.decay"),
+    ScoreFunction("test_export.gain", {"gain": (np.ones(2, np.float32), ("heads",))}),
     AttentionOutput(X),
     AttentionOutput(X, None, X[:, 0]),
     LocalOutput(X, X),
@@ -121,7 +140,7 @@ def test_written_and_read(example: Any) -> None:
 def test_every_tree_has_an_example() -> None:
     """So that a new one isn't forgotten."""
     registered = set()
-    for room in ("masks", "sharding", "planning", "models", "registry", "operators", "serving"):
+    for room in ("masks", "sharding", "planning", "models", "registry", "operators", "serving", "scores"):
         package = importlib.import_module(f"attnops.{room}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             for cls in vars(importlib.import_module(module.name)).values():
@@ -154,7 +173,8 @@ def test_names_stay() -> None:
     """Files hold them. A name may be added, but none changed."""
     names = {cls.__name__ for example in EXAMPLES for cls in _nodes(example)}
     assert names == {
-        "And", "Chain", "SoftCap",
+        "And", "ALiBi", "Chain", "Distance", "Forgetting", "PositionTemperature", "RelativeBias", "RelativeBias2D",
+        "ScoreFunction", "SoftCap", "Temperature",
         "AttentionOutput", "Blocks", "CacheState", "Causal", "ChosenBlocks", "Chunked", "Dense", "Full", "LayerPages",
         "Lengths", "LocalOutput", "MaskFunction", "Not", "Or", "PagedOutput", "Positions", "Prefix", "RaggedBatch",
         "SavedSequence", "SegmentIds", "SlidingWindow", "Slot", "StepOutput",

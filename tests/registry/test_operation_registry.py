@@ -93,7 +93,7 @@ assert attnops.OperationRegistry.names(), "no names"
 names = attnops.OperationRegistry.names()
 operations = [m for m in loaded("attnops.operators") if m.rsplit(".", 1)[1] in names]
 # The small functions under all kernels are no kernels.
-small = ("default_promotion", "primitives", "lse", "precision", "local_mask", "dequantise", "threefry")
+small = ("default_promotion", "primitives", "lse", "precision", "local_mask", "dequantise", "threefry", "varying")
 under = ["attnops.operators.kernels", *(f"attnops.operators.kernels.{name}" for name in small)]
 kernels = [m for m in loaded("attnops.operators.kernels") if m not in under]
 print(operations, kernels + loaded("jax.experimental.pallas", "tensorflow", "torch", "flax"))
