@@ -13,6 +13,7 @@ from ..planning.cache.cache_plan import CachePlan, array_rows, fact_rows
 from ..planning.paged.page_reads import SequenceReads
 from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
 from ..planning.text import bytes_text
+from ..scores.node import GIVEN
 from .plan import rejected_rows
 
 __all__ = ["batch", "cache", "mask", "page_rows"]
@@ -21,7 +22,7 @@ _MAX_TILES = 2**20
 
 
 def mask(plan: Plan) -> Iterator[str]:
-    """The mask's structure, and next to it the kernel's tiles if they are known and not too many."""
+    """The mask's structure, next to it the kernel's tiles if they are known and not too many, and the score."""
     problem = plan.problem
     sizes = [getattr(plan.route or plan.config, name, None) for name in ("block_q", "block_kv")]
     q, kv = (size if isinstance(size, int) and size > 0 else None for size in sizes)
@@ -33,6 +34,16 @@ def mask(plan: Plan) -> Iterator[str]:
     if len(drawn) > 1:
         yield paragraph("The mask as declared, then in the tiles that the kernel visits.")
     yield pictures(drawn)
+    if problem.score is None:
+        return
+    if any(array is GIVEN for array in problem.score.arrays()):
+        yield paragraph(f"The score {problem.score} isn't drawn: its arrays are those of a call.")
+        return
+    score = problem.score.draw(
+        problem.q_len, problem.kv_len, heads=problem.q_heads, query_offset=problem.query_offset or 0
+    )
+    yield paragraph("What the score adds to logits, for the first head.")
+    yield pictures([score.svg()])
 
 
 def batch(plan: PagedPlan, reads: Sequence[SequenceReads]) -> Iterator[str]:

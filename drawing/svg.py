@@ -27,6 +27,8 @@ font-family:system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
 .ao .ao-dead{fill:var(--ao-dead)}
 .ao .ao-warn{fill:var(--ao-warn)}
 .ao .ao-good{fill:var(--ao-good)}
+.ao .ao-less{fill:var(--ao-full)}
+.ao .ao-more{fill:var(--ao-move)}
 .ao rect{shape-rendering:crispEdges}
 .ao .ao-frame{fill:none;stroke:var(--ao-line)}
 .ao .ao-box{fill:var(--ao-dead);stroke:var(--ao-line)}

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from .svg import label, picture, rectangle
 
-__all__ = ["TilePicture"]
+__all__ = ["LEFT", "PLOT", "TOP", "TilePicture", "axis", "cut", "ticks"]
 
 _NAMES = ("dead", "partial", "full")
 _MARKS = ".+#"  # available in every terminal
 _CHARACTERS = 32  # most tiles in a line of text; each is followed by a space
 _CELLS = 256  # most cells along a side of an SVG, about a pixel each
-_PLOT, _LEFT, _TOP = 352.0, 60.0, 62.0
+PLOT, LEFT, TOP = 352.0, 60.0, 62.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TilePicture:
         cells, (rows, columns) = self._merged(_CHARACTERS)
         width = max(len(str((len(cells) - 1) * rows * self.block_q)), 4)
         lines = [self.title, f"{self._sizes()}", *self._remarks(rows, columns), ""]
-        lines.append(" " * (width + 2) + _ticks(cells.shape[1], columns * self.block_kv))
+        lines.append(" " * (width + 2) + ticks(cells.shape[1], columns * self.block_kv))
         for number, row in enumerate(cells):
             start = number * rows * self.block_q
             lines.append(f"{start:>{width}}  {' '.join(_MARKS[kind] for kind in row)}")
@@ -61,21 +61,21 @@ class TilePicture:
     def svg(self) -> str:
         """The picture as SVG for a page, in light and dark, without fonts or scripts from elsewhere."""
         cells, (rows, columns) = self._merged(_CELLS)
-        height = min(max(_PLOT * self.q_len / max(self.kv_len, 1), 16.0), 1.5 * _PLOT)
-        below = _TOP + height
+        height = min(max(PLOT * self.q_len / max(self.kv_len, 1), 16.0), 1.5 * PLOT)
+        below = TOP + height
         remarks = self._remarks(rows, columns)
         parts = [
-            label(12, 20, _cut(self.title), class_="ao-strong"),
+            label(12, 20, cut(self.title), class_="ao-strong"),
             label(12, 37, self._sizes(), class_="ao-small"),
-            rectangle(_LEFT, _TOP, _PLOT, height, class_="ao-dead"),
+            rectangle(LEFT, TOP, PLOT, height, class_="ao-dead"),
             *self._rectangles(cells, height),
-            rectangle(_LEFT, _TOP, _PLOT, height, class_="ao-frame"),
-            *_axis(self.kv_len),
-            *_axis(self.q_len, height),
+            rectangle(LEFT, TOP, PLOT, height, class_="ao-frame"),
+            *axis(self.kv_len),
+            *axis(self.q_len, height),
             *self._legend(below + 20),
             *(label(12, below + 40 + 16 * n, line, class_="ao-small") for n, line in enumerate(remarks)),
         ]
-        return picture(_LEFT + _PLOT + 24, below + 34 + 16 * len(remarks), f"Mask {self.title}: {self._sizes()}", parts)
+        return picture(LEFT + PLOT + 24, below + 34 + 16 * len(remarks), f"Mask {self.title}: {self._sizes()}", parts)
 
     def _repr_html_(self) -> str:
         return self.svg()
@@ -129,12 +129,12 @@ class TilePicture:
         merged_q, merged_kv = (-(-n // m) for n, m in zip(self.tiles.shape, cells.shape, strict=True))
         y = np.minimum(np.arange(len(cells) + 1) * merged_q * self.block_q, self.q_len) * (height / max(self.q_len, 1))
         x = np.minimum(np.arange(cells.shape[1] + 1) * merged_kv * self.block_kv, self.kv_len)
-        x = _LEFT + x * (_PLOT / max(self.kv_len, 1))
+        x = LEFT + x * (PLOT / max(self.kv_len, 1))
         for number, row in enumerate(cells):
             edges = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
             for first, last in itertools.pairwise(edges):
                 if kind := int(row[first]):
-                    at = float(x[first]), float(_TOP + y[number])
+                    at = float(x[first]), float(TOP + y[number])
                     size = float(x[last] - x[first]), float(y[number + 1] - y[number])
                     yield rectangle(*at, *size, class_=("", "ao-part", "ao-full")[kind])
 
@@ -142,13 +142,13 @@ class TilePicture:
         for number, name in enumerate(reversed(self._names())):
             if self._is_exact and number == 1:
                 continue
-            x = _LEFT + 90 * number
+            x = LEFT + 90 * number
             yield rectangle(x, y - 10, 12, 12, class_=("ao-full", "ao-part", "ao-dead")[number])
             yield rectangle(x, y - 10, 12, 12, class_="ao-frame")
             yield label(x + 18, y, name)
 
 
-def _axis(size: int, height: float | None = None) -> Iterator[str]:
+def axis(size: int, height: float | None = None) -> Iterator[str]:
     """Indices at the start, the quarters and the end: of keys above the picture, or of queries (with `height`) beside it."""
     for quarter in range(5):
         index, share = size * quarter // 4, quarter / 4
@@ -156,13 +156,13 @@ def _axis(size: int, height: float | None = None) -> Iterator[str]:
             continue
         if height is None:
             anchor = ("start", "middle", "middle", "middle", "end")[quarter]
-            yield label(_LEFT + share * _PLOT, _TOP - 6, str(index), class_="ao-small", text_anchor=anchor)
+            yield label(LEFT + share * PLOT, TOP - 6, str(index), class_="ao-small", text_anchor=anchor)
         elif quarter == 0 or height >= 30:
-            y = _TOP + share * height + (10, 4, 4, 4, 0)[quarter]
-            yield label(_LEFT - 6, y, str(index), class_="ao-small", text_anchor="end")
+            y = TOP + share * height + (10, 4, 4, 4, 0)[quarter]
+            yield label(LEFT - 6, y, str(index), class_="ao-small", text_anchor="end")
 
 
-def _ticks(cells: int, size: int) -> str:
+def ticks(cells: int, size: int) -> str:
     """The index of every eighth cell, above it."""
     line = ""
     for cell in range(0, cells, 8):
@@ -170,5 +170,6 @@ def _ticks(cells: int, size: int) -> str:
     return line.rstrip()
 
 
-def _cut(title: str, limit: int = 64) -> str:
+def cut(title: str, limit: int = 64) -> str:
+    """A title no longer than a picture is wide."""
     return title if len(title) <= limit else title[: limit - 3] + "..."

@@ -69,6 +69,9 @@ class ALiBi(Score):
     def captures(self) -> tuple[Capture, ...]:
         return (Capture("slopes", ("heads",), broadcasts=False),)
 
+    def without_values(self) -> Score:
+        return self if self.slopes is None else super().without_values()
+
     def with_heads(self, heads: int) -> Score:
         return self._changed(slopes=paper_slopes(heads)) if self.slopes is None else self
 

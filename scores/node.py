@@ -12,7 +12,9 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, cast
 import jax
 import numpy as np
 
+from ..drawing import HeatPicture
 from ..errors import ScoreError, a_type, shown
+from .draw import draw_score
 from .places import Places
 from .steps import Lowering
 
@@ -98,6 +100,10 @@ class Score:
         """The score without arrays; hashable."""
         return self.with_arrays([GIVEN] * len(self.arrays()))
 
+    def without_values(self) -> Score:
+        """The score without arrays that only a call has: those that are numbers stay, so that it can be drawn."""
+        return self.with_arrays([x if isinstance(x, tuple) else GIVEN for x in self.arrays()])
+
     def with_heads(self, heads: int) -> Score:
         """The score for this many query heads; a score whose numbers follow from that has them as an array then."""
         del heads
@@ -160,6 +166,24 @@ class Score:
         values = {f.name: getattr(self, f.name) for f in fields if f.init and f.name not in self.captured}
         return {name: value for name, value in values.items() if value is not None}
 
+    def draw(
+        self,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        *,
+        query_offset: int = 0,
+        head: int = 0,
+        heads: int | None = None,
+        batch: int = 0,
+    ) -> HeatPicture:
+        """Draw what it adds to a logit of 0 (of 1, if it multiplies) at the middle of each tile. Print the picture or show it in
+        a notebook; it has `svg()` and `save(path)`.
+
+        Lengths and heads default to those of its arrays, or else to 256 and 8. Errors: ScoreError for an array that is missing,
+        and for other sizes than the arrays'.
+        """
+        return draw_score(self, q_len, kv_len, query_offset, head, heads, batch)
+
     def __str__(self) -> str:
         return self.describe()
 
@@ -195,6 +219,9 @@ class Chain(Score):
 
     def structure(self) -> Score:
         return Chain(tuple(score.structure() for score in self.scores))
+
+    def without_values(self) -> Score:
+        return Chain(tuple(score.without_values() for score in self.scores))
 
     def with_heads(self, heads: int) -> Score:
         return Chain(tuple(score.with_heads(heads) for score in self.scores))

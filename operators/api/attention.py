@@ -241,7 +241,10 @@ class Attention:
     def _repr_html_(self) -> str:
         mask = self.declaration.call.mask
         plans = [("plan", f"{p.implementation or 'refused'}: {p.problem.describe()}") for p in self.plans]
+        score = self.declaration.call.score
         drawn = [] if mask is None else [pictures([mask.draw().svg()])]
+        if score is not None and all(x is not None for x in score.with_heads(1).arrays()):
+            drawn.append(pictures([score.draw(heads=self.declaration.call.q_heads).svg()]))
         return fragment([heading("Attention"), code(self.declared().to_json()), *drawn, rows(plans)])
 
 

@@ -40,7 +40,8 @@ def read_score(score: Any, query: Any, layout: str, call: Mapping[str, Any]) -> 
         if array is None:
             raise InputError(f"score {score} needs {name}; pass {name}= in the call, or to the score.")
         arrays[name] = jnp.asarray(array, jnp.float32) if isinstance(array, tuple) else array
-    return score.structure(), arrays
+    in_call = any(call.get(name) is not None for name in arrays)
+    return score.structure() if in_call else score.without_values(), arrays
 
 
 def without_cap(score: Score) -> tuple[float | None, Score | None]:
