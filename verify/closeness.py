@@ -14,12 +14,15 @@ A log-sum-exp is compared number by number, and its size is at least 1: its erro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from ..scores import Score
 from .reference import Forward, forward
+from .score_reference import placed_score
 
 __all__ = ["lse_size", "output_size", "row_error", "row_sizes", "term_sizes"]
 
@@ -75,9 +78,13 @@ def term_sizes(
     sinks: np.ndarray | None = None,
     keep: np.ndarray | None = None,
     keep_probability: float = 1.0,
+    score: Score | None = None,
+    captures: Mapping[str, Any] | None = None,
+    query_offset: int | np.ndarray = 0,
 ) -> dict[str, np.ndarray]:
     """The term sizes of the output and of each gradient of `reference_gradients`, in its shape. Takes the same arguments."""
-    terms: Forward = forward(query, key, value, scale, mask, bias, soft_cap, sinks, keep, keep_probability)
+    placed = placed_score(score, captures, query_offset, query, key)
+    terms: Forward = forward(query, key, value, scale, mask, bias, soft_cap, sinks, keep, keep_probability, placed)
     squared_d_output = np.asarray(d_output, np.float64) ** 2
     # d_logits = weights * (d_weights - inner + d_lse), each of which is itself a sum.
     d_weights = np.einsum("bqhd,bkhd->bhqk", squared_d_output, terms.value**2)
@@ -87,9 +94,9 @@ def term_sizes(
     inner = np.einsum("bqhd,bqhd->bhq", output**2, squared_d_output)[..., None]
     through_lse = 0.0 if d_lse is None else np.asarray(d_lse, np.float64)[..., None] ** 2
     d_logits = terms.weights**2 * (d_weights + inner + through_lse)
-    d_raw = d_logits
+    d_raw, of_score = (d_logits, {}) if placed is None else placed.squares(terms.capped, d_logits)
     if soft_cap is not None:
-        d_raw = d_logits * np.maximum(1 - np.tanh(terms.raw / soft_cap) ** 2, _FLAT) ** 2
+        d_raw = d_raw * np.maximum(1 - np.tanh(terms.raw / soft_cap) ** 2, _FLAT) ** 2
 
     kv_heads = np.shape(key)[2]
     shared = lambda x: x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]).sum(axis=3)  # noqa: E731
@@ -98,6 +105,7 @@ def term_sizes(
         "key": shared(np.einsum("bhqk,bqhd->bkhd", d_raw, terms.query**2) * scale**2),
         "value": shared(np.einsum("bhqk,bqhd->bkhd", terms.dropped**2, squared_d_output)),
     }
+    squares |= of_score
     if bias is not None:
         axes = tuple(i for i, n in enumerate(np.shape(bias)) if n == 1)
         squares["bias"] = d_logits.sum(axis=axes, keepdims=True)

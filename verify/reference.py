@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..scores import Score
-from .score_reference import PlacedScore
+from .score_reference import PlacedScore, placed_score
 
 __all__ = ["ReferenceOutput", "reference_attention", "reference_gradients"]
 
@@ -107,7 +107,7 @@ def reference_attention(
     `mask` is True where a query may attend; `mask`, `bias` and `keep` broadcast to [batch, heads, q, kv]. captures: the score's
     arrays by name; query_offset: of the queries' positions, a number or [batch], which only the score depends on.
     """
-    placed = _placed(score, captures, query_offset, query, key)
+    placed = placed_score(score, captures, query_offset, query, key)
     arguments = (scale, mask, bias, soft_cap, sinks, keep, keep_probability, placed)
     with np.errstate(invalid="ignore", over="ignore"):
         terms = forward(query, key, value, *arguments)
@@ -134,26 +134,10 @@ def reference_gradients(
 ) -> dict[str, np.ndarray]:
     """Gradients of sum(output * d_output) + sum(lse * d_lse): query, key, value, the score's arrays by name, and bias and
     softmax_aux if given."""
-    placed = _placed(score, captures, query_offset, query, key)
+    placed = placed_score(score, captures, query_offset, query, key)
     arguments = (scale, mask, bias, soft_cap, sinks, keep, keep_probability, placed)
     with np.errstate(invalid="ignore", over="ignore"):
         return _gradients(query, key, value, d_output, d_lse, *arguments)
-
-
-def _placed(
-    score: Score | None,
-    captures: Mapping[str, Any] | None,
-    offset: int | np.ndarray,
-    query: np.ndarray,
-    key: np.ndarray,
-) -> PlacedScore | None:
-    if score is None:
-        return None
-    (batch, q_len, heads), kv_len = np.shape(query)[:3], np.shape(key)[1]
-    rows = np.arange(q_len)[None] + np.reshape(np.asarray(offset), (-1, 1))
-    return PlacedScore.of(
-        score.with_heads(heads), captures or {}, rows, np.arange(kv_len)[None], batch=batch, heads=heads
-    )
 
 
 def _gradients(

@@ -13,7 +13,26 @@ from ..planning.score_operands import captured_names
 from ..scores import Score
 from ..scores.places import Places
 
-__all__ = ["PlacedScore"]
+__all__ = ["PlacedScore", "placed_score"]
+
+_DRAWS = 48
+
+
+def placed_score(
+    score: Score | None,
+    captures: Mapping[str, Any] | None,
+    offset: int | np.ndarray,
+    query: np.ndarray,
+    key: np.ndarray,
+) -> PlacedScore | None:
+    """A call's score for query [batch, q, heads, dim] and key [batch, kv, kv_heads, dim]."""
+    if score is None:
+        return None
+    (batch, q_len, heads), kv_len = np.shape(query)[:3], np.shape(key)[1]
+    rows = np.arange(q_len)[None] + np.reshape(np.asarray(offset), (-1, 1))
+    return PlacedScore.of(
+        score.with_heads(heads), captures or {}, rows, np.arange(kv_len)[None], batch=batch, heads=heads
+    )
 
 
 class PlacedScore(NamedTuple):
@@ -50,6 +69,20 @@ class PlacedScore(NamedTuple):
     def apply(self, logits: np.ndarray) -> np.ndarray:
         """New logits from those after the soft cap."""
         return np.asarray(self.score.apply(logits, self.at, self.arrays, np))
+
+    def squares(self, logits: np.ndarray, squared: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The sums of the squared terms of `derivatives`, from the squares of the terms of the gradient after it.
+
+        Terms of random signs have a sum whose square is, on average, the sum of their squares.
+        """
+        slope, _ = self.derivatives(logits, np.ones_like(logits))
+        rng = np.random.default_rng(0)
+        sums = {name: np.zeros(x.shape) for name, x in zip(captured_names(self.score), self.arrays, strict=True)}
+        for _ in range(_DRAWS if sums else 0):
+            signs = rng.choice(np.asarray([-1.0, 1.0]), squared.shape)
+            _, drawn = self.derivatives(logits, np.sqrt(squared) * signs)
+            sums = {name: sums[name] + x**2 / _DRAWS for name, x in drawn.items()}
+        return squared * slope**2, sums
 
     def derivatives(self, logits: np.ndarray, d_logits: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """(the gradient of the logits before the score, those of its arrays) from the gradient after it."""

@@ -13,19 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops import (
+    T5,
     ALiBi,
     Blocks,
     Causal,
     Chunked,
     Dense,
+    Forgetting,
     Full,
     Mask,
     MaskFunction,
     Positions,
     Prefix,
+    RelativeBias,
+    ScoreFunction,
     SegmentIds,
     SlidingWindow,
+    Temperature,
     register_mask_function,
+    register_score_function,
 )
 from attnops.masks import ChosenBlocks
 
@@ -49,6 +55,12 @@ class Sizes:
 @register_mask_function("conformance_skip")
 def _skip(position, key):
     return (key <= position) | (key - position > 11)
+
+
+@register_score_function("conformance.gated")
+def _gated(x, batch, head, q, kv, gain):
+    batch, head, ahead = (n.astype(x.dtype) for n in (batch, head, kv - q))
+    return x * (1 + 0.2 * jnp.tanh(gain)) + 0.01 * head * ahead + 0.1 * batch
 
 
 @dataclass
@@ -135,6 +147,8 @@ def last_rows(case: Case, rows: int) -> Case:
         call["kv_segment_ids"] = case.call["q_segment_ids"]
     offset = call.get("query_offset", 0)
     reference = {name: cut(x, -2) if name == "bias" else x for name, x in case.reference.items()}
+    if "score" in reference:
+        reference["query_offset"] = offset + first
     mask = None if case.mask is None else cut(case.mask, -2)
     return replace(case, call=call | {"query_offset": offset + first}, reference=reference, mask=mask, q_len=rows)
 
@@ -347,6 +361,50 @@ def alibi(rng: np.random.Generator, s: Sizes) -> Case:
     return Case(
         "", frozenset({"score", "causal"}), {"score": ALiBi(tuple(map(float, slopes)))}, j <= i, {"bias": added}
     )
+
+
+def _scored(score: Any, captures: dict[str, np.ndarray], visible: Any, *features: str, **call: Any) -> Case:
+    """A case whose score has its arrays from the call, all of them differentiated."""
+    reference = {"score": score, "captures": captures}
+    names = frozenset({"score", *features})
+    return Case("", names, {"score": score, **captures, **call}, visible, reference, tuple(captures))
+
+
+@_case
+def relative_bias(rng: np.random.Generator, s: Sizes) -> Case:
+    """A table by distance and learnt slopes, with grouped heads."""
+    table = rng.standard_normal((16, s.heads)).astype(np.float32)
+    slopes = np.linspace(0.02, 0.2, s.heads).astype(np.float32)
+    i, j = _grid(s.length, s.length)
+    score = RelativeBias(buckets=T5(16, 64)) >> ALiBi()
+    case = _scored(score, {"table": table, "slopes": slopes}, j <= i, "causal", "gqa")
+    case.kv_heads = s.kv_heads
+    return case
+
+
+@_case
+def forgetting(rng: np.random.Generator, s: Sizes) -> Case:
+    """Forget gates, and a temperature for each head, in a window."""
+    gates = {
+        "log_gate": -np.abs(rng.standard_normal((s.batch, s.heads, s.length))).astype(np.float32) / 8,
+        "temperature": rng.uniform(0.5, 1.5, s.heads).astype(np.float32),
+    }
+    i, j = _grid(s.length, s.length)
+    visible = (j <= i) & (j >= i - s.at(60))
+    return _scored(
+        Forgetting() >> Temperature(), gates, visible, "causal", "sliding_window", sliding_window=(s.at(60), 0)
+    )
+
+
+@_case
+def score_function(rng: np.random.Generator, s: Sizes) -> Case:
+    """A registered function of everything that there is, after a cap, with the lse."""
+    gain = rng.standard_normal((s.batch, s.heads, s.length)).astype(np.float32)
+    score = ScoreFunction("conformance.gated", {"gain": ("batch", "heads", "kv_len")})
+    case = _scored(score, {"gain": gain}, None, "logits_soft_cap", "return_lse", logits_soft_cap=3.0, causal=False)
+    case.call["return_lse"] = True
+    case.reference["soft_cap"] = 3.0
+    return case
 
 
 @_case
