@@ -8,7 +8,7 @@ from .flash_config import FlashAttention2Config
 
 __all__ = ["FLASH_FEATURES", "FLASH_RULES", "ON_ROCM"]
 
-FLASH_FEATURES = ALL_FEATURES - {"return_weights", "score"}
+FLASH_FEATURES = ALL_FEATURES - {"return_weights"}
 _MAX_DIM = 256
 # Prefixes of the device kinds of GPUs with a compute capability below 8.0, from NVIDIA's table.
 _BEFORE_AMPERE = (

@@ -86,6 +86,34 @@ class TileMask:
         start = self.static_args.k_start
         return shifted(keys, self.refs["k_start"][0] if start is None else start)
 
+    def position(self, rows: Any) -> Any:
+        """The positions of rows of the whole problem."""
+        offset = self.static_args.query_offset or 0
+        return shifted(rows, self.refs["query_offset"][self.batch] if "query_offset" in self.refs else offset)
+
+    def global_row_and_head(self, batch: Any, head: Any) -> tuple[Any, Any]:
+        """This device's batch row and query head in the whole problem."""
+        starts = (
+            self.refs[name][0] if known is None else known
+            for name, known in (
+                ("batch_start", self.static_args.batch_start),
+                ("head_start", self.static_args.head_start),
+            )
+        )
+        return shifted(batch, next(starts)), shifted(head, next(starts))
+
+    def positions_leaf(self) -> int | None:
+        """The number of the first array of the mask's Positions, if the score goes by them."""
+        score, number = self.static_args.score, 0
+        if score is None or not score.positions:
+            return None
+        for atom in self.static_args.mask.leaves():
+            if isinstance(atom, Slot):
+                if atom.kind == "positions":
+                    return number
+                number += len(atom.parts)
+        return None
+
     # -- dropout -----------------------------------------------------------------------------------------------------
 
     def _dropout_key(self, head: Any) -> tuple[jax.Array, jax.Array]:
@@ -116,8 +144,8 @@ class TileMask:
             parts = [self._leaf(f"leaf{next(numbers)}", dims, *where) for _, _, dims in atom.parts]
             return EvaluatedLeaf(atom.related(parts, keys))
 
-        rows, offset = self._global_rows(rows), self.static_args.query_offset or 0
-        positions = shifted(rows, self.refs["query_offset"][self.batch] if "query_offset" in self.refs else offset)
+        rows = self._global_rows(rows)
+        positions = self.position(rows)
         parts = mask.map_leaves(evaluate).conjuncts()
         return [part.test(rows, positions, keys) for part in parts if not isinstance(part, Full)]
 

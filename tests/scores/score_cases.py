@@ -140,3 +140,22 @@ def compare(got: Any, want: Any, tolerance: float = TOLERANCE) -> None:
 def inputs(kv_heads: int = HEADS, q_len: int = LENGTH, kv_len: int = LENGTH) -> tuple[np.ndarray, ...]:
     shapes = (BATCH, q_len, HEADS, DIM), *[(BATCH, kv_len, kv_heads, DIM)] * 2
     return tuple(numbers(*shape, seed=5 + n) for n, shape in enumerate(shapes))
+
+
+def check(case: Case, operation: Any, length: int, kv_heads: int) -> None:
+    """Compare a causal call and all its gradients, those of the score's arrays too, with the formula in float64."""
+    (q, k, v), weights = inputs(kv_heads, length, length), numbers(BATCH, length, HEADS, DIM, seed=9)
+    arrays = tuple(x for x in case.score.arrays() if x is not None)
+
+    def total(q: Any, k: Any, v: Any, a: Any) -> Any:
+        score = case.score.with_arrays(a) if a else case.score
+        output = operation(q, k, v, score=score, causal=True).attention_outputs
+        return (output * weights).sum(), output
+
+    gradients, output = jax.jit(jax.grad(total, (0, 1, 2, 3), has_aux=True))(q, k, v, arrays)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (q, k, v, arrays))
+        wanted_output = expected(case, wide[3], *wide[:3])
+        wanted = jax.grad(lambda q, k, v, a: (expected(case, a, q, k, v) * weights).sum(), (0, 1, 2, 3))(*wide)
+    compare(output, wanted_output)
+    compare(gradients, wanted)

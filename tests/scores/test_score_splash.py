@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from score_cases import BATCH, DIM, HEADS, Case, cases, compare, expected, inputs, numbers
+from score_cases import BATCH, HEADS, Case, cases, check, compare, expected, inputs, numbers
 
 from attnops import (
     OperationMetadata,
@@ -48,35 +48,17 @@ def _operation(axes: dict[str, int] | None = None, policy: dict[str, Any] | None
     return OperationRegistry.create("splash", metadata)
 
 
-def _check(case: Case, operation: Any, length: int, kv_heads: int) -> None:
-    (q, k, v), weights = inputs(kv_heads, length, length), numbers(BATCH, length, HEADS, DIM, seed=9)
-    arrays = tuple(x for x in case.score.arrays() if x is not None)
-
-    def total(q: Any, k: Any, v: Any, a: Any) -> Any:
-        score = case.score.with_arrays(a) if a else case.score
-        output = operation(q, k, v, score=score, causal=True).attention_outputs
-        return (output * weights).sum(), output
-
-    gradients, output = jax.jit(jax.grad(total, (0, 1, 2, 3), has_aux=True))(q, k, v, arrays)
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (q, k, v, arrays))
-        wanted_output = expected(case, wide[3], *wide[:3])
-        wanted = jax.grad(lambda q, k, v, a: (expected(case, a, q, k, v) * weights).sum(), (0, 1, 2, 3))(*wide)
-    compare(output, wanted_output)
-    compare(gradients, wanted)
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("way", WAYS)
 def test_outputs_and_gradients(name: str, way: str) -> None:
-    _check(CASES[name], _operation(**WAYS[way]), LENGTH, kv_heads=2)
+    check(CASES[name], _operation(**WAYS[way]), LENGTH, kv_heads=2)
 
 
 @pytest.mark.parametrize("name", ["alibi", "t5", "forgetting", "function", "swin", "sam"])
 @pytest.mark.parametrize("place", PLACES)
 def test_on_meshes(name: str, place: str) -> None:
     place_of = dict(PLACES[place])
-    _check(cases(512)[name], _operation(place_of.pop("axes"), place_of), 512, kv_heads=HEADS)
+    check(cases(512)[name], _operation(place_of.pop("axes"), place_of), 512, kv_heads=HEADS)
 
 
 @pytest.mark.parametrize("name", ["alibi", "t5", "positions", "distance", "function"])
@@ -132,7 +114,7 @@ def test_functions_that_mosaic_does_not_compile_are_refused() -> None:
 
 
 def test_hidden_keys_where_a_function_has_no_number_have_no_part_in_gradients() -> None:
-    _check(
+    check(
         Case(ScoreFunction("tests.scores.log"), lambda x, a, q, kv: x - jnp.log(1.0 + jnp.maximum(q - kv, 0))),
         _operation(),
         LENGTH,

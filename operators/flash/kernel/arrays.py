@@ -83,6 +83,11 @@ class Arrays:
                 x = jnp.pad(x, [(0, n) for n in short], constant_values=_noticed(x.dtype))
         self.inputs[name] = x
 
+    def add_by_blocks(self, name: str, x: jax.Array) -> None:
+        """[batch, heads, q, kv], any of them 1."""
+        sizes = {2: self.sizes.block_q, 3: self.sizes.block_kv}
+        self.add(name, x, {axis: size for axis, size in sizes.items() if x.shape[axis] > 1})
+
     def rows_of_heads(self, name: str, x: jax.Array, block: int) -> None:
         """[batch, time, heads, dim], or in the layout's order."""
         self.add(name, x, {self.layout.index("t"): block}, dim=3)

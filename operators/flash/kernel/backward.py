@@ -17,6 +17,7 @@ from .arrays import Along, Arrays
 from .flash_sizes import dim_parts
 from .tile import Logits, Tile, product, seen_rows, zeroing
 from .tile_schedule import TileSchedule
+from .weigh import weigh
 
 __all__ = ["KeyGradients", "QueryGradient"]
 
@@ -37,13 +38,10 @@ class _BackwardKernel:
         place = (tile.batch, tile.head)
         shift = tile.of_rows(Arrays.numbers(refs["lse"], place, tile.rows, float("inf")))
         delta = tile.of_rows(Arrays.numbers(refs["delta"], place, tile.rows))
-        x, factor, capped = tile.weigh(raw, masked)
+        x, factor, pull = weigh(tile, raw, masked)
         p = self.logits.exp2(x, factor, shift)
         keep = tile.keep()
-        d_x = p * (tile.dropped(d_p, keep) - delta)
-        if capped is not None:
-            d_x = d_x * (1.0 - capped * capped)
-        return tile.dropped(p, keep), d_x
+        return tile.dropped(p, keep), pull(p * (tile.dropped(d_p, keep) - delta))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ....scores.steps import Steps
 from ...kernels.block_words import block_words
 from ...kernels.blocking import Blocking
 from ...kernels.dequantise import dequantised, quantised_gradients
@@ -23,6 +24,7 @@ from .backward import KeyGradients, QueryGradient
 from .flash_sizes import FlashSizes, TileSizes
 from .forward import ForwardKernel
 from .fp8 import as_bits
+from .score_tile import add_captures
 from .tile import Logits, Words, add_arrays
 from .tile_schedule import TileSchedule, tile_schedule
 
@@ -93,8 +95,13 @@ class PartialFlash:
                 (0, 2)
             )
         if operands.bias is not None:
-            d_bias = self._of_bias(static_args, operands, dynamic, results)
-        return Operands(backward.of_query(), d_key, d_value, d_bias, d_sinks, d_key_scale, d_value_scale)
+            d_bias = self._in_xla(static_args, operands, dynamic, results).bias
+        captures: tuple[jax.Array, ...] = ()
+        if operands.captures:
+            # Triton has no sums over tiles in a fixed order but by another pass over all of them; XLA's is one.
+            captures = self._in_xla(static_args, operands, dynamic, results).captures
+        d_query = backward.of_query()
+        return Operands(d_query, d_key, d_value, d_bias, d_sinks, d_key_scale, d_value_scale, captures)
 
     def _of_quantised(self, x: jax.Array, scale: jax.Array | None, gradient: jax.Array) -> tuple[Any, Any]:
         if self.layout == "bhtd":
@@ -102,9 +109,8 @@ class PartialFlash:
         d_x, d_scale = quantised_gradients(x.swapaxes(1, 2), scale, gradient.swapaxes(1, 2))
         return d_x.swapaxes(1, 2), d_scale
 
-    def _of_bias(
-        self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results
-    ) -> jax.Array:
+    def _in_xla(self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results) -> Operands:
+        """All gradients by the blockwise pass, for those that no kernel sums. The compiler drops the others."""
         if self.layout == "bthd":
             operands = operands._replace(
                 query=operands.query.swapaxes(1, 2),
@@ -112,7 +118,7 @@ class PartialFlash:
                 value=operands.value.swapaxes(1, 2),
             )
             results = results._replace(output=results.output.swapaxes(1, 2), d_output=results.d_output.swapaxes(1, 2))
-        gradient = blockwise_gradients(
+        return blockwise_gradients(
             static_args,
             operands,
             dynamic,
@@ -121,9 +127,7 @@ class PartialFlash:
             soft_cap=self.soft_cap,
             platform=self.platform,
             blocking=Blocking(min(512, static_args.q_len), min(512, static_args.kv_len), 1),
-        ).bias
-        assert gradient is not None
-        return gradient
+        )
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -144,7 +148,7 @@ class PartialFlash:
         batch, heads, rows = query.shape[0], query.shape[head], query.shape[time]
         dim, value_dim = query.shape[3], operands.value.shape[3]
         group = heads // operands.key.shape[head] if period is None else rows // period
-        arrays = _arrays(self, sizes, operands, mask, words, seen, dropout)
+        arrays = _arrays(self, sizes, operands, mask, words, seen, dropout, static_args.score)
         arrays.inputs["schedule"] = table.table
         if operands.sinks is not None:
             arrays.inputs["sinks"] = operands.sinks
@@ -198,8 +202,15 @@ class PartialFlash:
         bias = operands.bias
         if bias is not None:
             bias = _folded(bias, ("batch", "heads", "q", "kv"), *rows)
+        captures = operands.captures
+        if static_args.score is not None:
+            forms = zip(captures, static_args.score.forms, strict=True)
+            captures = tuple(
+                _folded(x, ("batch", "heads", "q", "kv"), *rows) if form == "aligned" else x for x, form in forms
+            )
         seen = _seen(self, operands, mask)  # by the queries of all heads
-        operands = operands._replace(query=folded if self.layout == "bhtd" else folded.swapaxes(1, 2), bias=bias)
+        query = folded if self.layout == "bhtd" else folded.swapaxes(1, 2)
+        operands = operands._replace(query=query, bias=bias, captures=captures)
         output, lse = self._forward(static_args, operands, dynamic._replace(leaves=leaves), table, words, seen, q_len)
         output = output if self.layout == "bhtd" else output.swapaxes(1, 2)
         output = output.reshape(batch, heads, q_len, -1)
@@ -240,6 +251,7 @@ def _arrays(
     words: Words,
     seen: Seen | None,
     dropout: Dropout | None,
+    score: Steps | None,
 ) -> Arrays:
     """The arrays that every pass reads."""
     arrays = Arrays(sizes, part.layout, part.interpret)
@@ -250,6 +262,8 @@ def _arrays(
         if scale is not None:
             arrays.row_numbers(name, scale.astype(jnp.float32), sizes.block_kv)
     add_arrays(arrays, mask, words, operands.bias, dropout, seen)
+    if score is not None:
+        add_captures(arrays, score, operands.captures)
     return arrays
 
 
@@ -301,7 +315,8 @@ class _Backward:
         mask, dropout = join_static(self.static_args, self.dynamic)
         tables = _tables(mask, operands.query.shape[part.layout.index("h")])
         words = block_words(mask, sizes.block_q, sizes.block_kv, mask.q_len, tables)
-        arrays = _arrays(part, sizes, operands, mask, words, _seen(part, operands, mask), dropout)
+        seen, score = _seen(part, operands, mask), self.static_args.score
+        arrays = _arrays(part, sizes, operands, mask, words, seen, dropout, score)
         arrays.rows_of_heads("d_output", self.d_output, sizes.block_q)
         arrays.row_numbers("lse", self.shift, sizes.block_q)
         arrays.row_numbers("delta", self.delta, sizes.block_q)

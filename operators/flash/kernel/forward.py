@@ -20,6 +20,7 @@ from .flash_sizes import TileSteps, dim_parts
 from .fp8 import from_bits
 from .tile import Logits, Tile, product, seen_rows, zeroing
 from .tile_schedule import TileSchedule
+from .weigh import weigh
 
 __all__ = ["ForwardKernel"]
 
@@ -75,11 +76,11 @@ class ForwardKernel:
         def add(keys: Along, raw: jax.Array, carry: Any, masked: bool, zero: bool) -> Any:
             sums, peak, total = carry
             tile = Tile(logits, refs, batch, first_head, kv_head, rows, keys, period=self.period)
-            x, factor, _ = tile.weigh(raw, masked)
+            x, factor, _ = weigh(tile, raw, masked)
             new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
             # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN. In a tile that the mask leaves
             # whole there are no such rows.
-            hidden = masked or "bias" in refs
+            hidden = masked or "bias" in refs or logits.static_args.score is not None
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak) if hidden else new_peak
             shrink = logits.exp2(peak, 1.0, shift)[:, None]
             sums, total = tuple(acc * shrink for acc in sums), total * shrink

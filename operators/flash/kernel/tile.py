@@ -1,4 +1,4 @@
-"""Applies scale, cap, bias, mask and dropout to the products of a tile, inside a kernel.
+"""What a kernel asks of its tile: the mask, the bias, the dropout, arrays and places.
 
 A tile is [query rows, keys] or, with `transposed`, [keys, query rows], where the gradients of key and value are summed.
 """
@@ -20,7 +20,6 @@ from jax.experimental.pallas import triton as plgpu
 
 from ...kernels.block_words import BlockWords
 from ...kernels.local_mask import Dropout, LocalMask
-from ...kernels.lse import LOG2E
 from ...kernels.precision import tile_product
 from ...kernels.seen_keys import Seen
 from ...kernels.tile_mask import TileLogits, TileMask, traced_numbers
@@ -87,7 +86,7 @@ def add_arrays(
         if "q_blocks" in leaf.dims:
             continue  # in words
         if len(leaf.dims) == 4:
-            arrays.add(f"leaf{number}", x.astype(jnp.int8), _by_blocks(x, arrays))
+            arrays.add_by_blocks(f"leaf{number}", x.astype(jnp.int8))
         else:
             along = {axis: block[dim] for axis, dim in enumerate(leaf.dims) if dim in block}
             arrays.add(f"leaf{number}", x.astype(jnp.int32), along)
@@ -95,12 +94,7 @@ def add_arrays(
         if leaf_words is not None:
             arrays.add(f"words{number}", leaf_words.words, {4: block["q"]})
     if bias is not None:
-        arrays.add("bias", bias, _by_blocks(bias, arrays))
-
-
-def _by_blocks(x: jax.Array, arrays: Arrays) -> dict[int, int]:
-    sizes = {2: arrays.sizes.block_q, 3: arrays.sizes.block_kv}
-    return {axis: size for axis, size in sizes.items() if x.shape[axis] > 1}
+        arrays.add_by_blocks("bias", bias)
 
 
 def zeroing(
@@ -149,29 +143,12 @@ class Tile(TileMask):
         self.rows, self.keys, self.transposed, self.period = rows, keys, transposed, period
         self.shape = (keys.count, rows.count) if transposed else (rows.count, keys.count)
 
-    def weigh(self, raw: jax.Array, masked: bool) -> tuple[jax.Array, float, jax.Array | None]:
-        """(x, factor, tanh): logits in base 2 are x * factor, factor > 0; tanh is the soft cap's, for its gradient."""
-        logits, capped = self.logits, None
-        x, factor = raw, logits.scale * LOG2E
-        if "key_scale" in self.refs:
-            x = x * self._of_keys(Arrays.numbers(self.refs["key_scale"], (self.batch, self.kv_head), self.keys))
-        if logits.soft_cap is not None:
-            capped = _tanh(x * (logits.scale / logits.soft_cap))
-            x, factor = capped, logits.soft_cap * LOG2E
-        if "bias" in self.refs:
-            x, factor = x * factor + self._dense("bias").astype(jnp.float32) * LOG2E, 1.0
-        if factor <= 0:
-            x, factor = x * factor, 1.0
-        for seen in self._visible() if masked else ():
-            x = jnp.where(jnp.broadcast_to(seen, self.shape), x, -jnp.inf)
-        return x, factor, capped
-
     def keep(self) -> jax.Array | None:
         """Which weights dropout keeps; None without dropout."""
         if "dropout" not in self.refs:
             return None
-        key = self._dropout_key(self._heads())
-        rows, keys = self._global_rows(self._local_rows()), self._global_keys(self._local_keys())
+        key = self._dropout_key(self.query_heads())
+        rows, keys = self._global_rows(self.local_rows()), self._global_keys(self._local_keys())
         mask = Dropout.keep_mask(*key, rows, keys, self.static_args.dropout)
         return jnp.broadcast_to(mask, self.shape)
 
@@ -182,24 +159,45 @@ class Tile(TileMask):
     def _of_keys(self, x: jax.Array) -> jax.Array:
         return x[:, None] if self.transposed else x[None]
 
+    def key_scale(self) -> jax.Array:
+        """The scale of each key, in a shape that broadcasts to the tile."""
+        return self._of_keys(Arrays.numbers(self.refs["key_scale"], (self.batch, self.kv_head), self.keys))
+
     # -- where the tile lies -----------------------------------------------------------------------------------------
 
-    def _local_rows(self) -> jax.Array:
+    def local_rows(self) -> jax.Array:
+        """The queries' numbers on this device."""
         rows = self.rows.indices
         return self.of_rows(rows if self.period is None else rows % self.period)
 
-    def _heads(self) -> Any:
+    def query_heads(self) -> Any:
         """The numbers of the query heads."""
         return self.head if self.period is None else self.head + self.of_rows(self.rows.indices // self.period)
 
     def _local_keys(self) -> jax.Array:
         return self._of_keys(self.keys.indices)
 
+    def global_places(self) -> tuple[Any, Any]:
+        """Rows and keys of the whole problem, in shapes that broadcast to the tile."""
+        return self._global_rows(self.local_rows()), self._global_keys(self._local_keys())
+
+    def positions(self) -> tuple[Any, Any]:
+        """Positions of queries and keys, in shapes that broadcast to the tile."""
+        leaf = self.positions_leaf()
+        if leaf is not None:
+            return self._along(f"leaf{leaf}", "q"), self._along(f"leaf{leaf + 1}", "kv")
+        rows, keys = self.global_places()
+        return self.position(rows), keys
+
+    def row_and_head(self) -> tuple[Any, Any]:
+        """The batch row and the query heads in the whole problem."""
+        return self.global_row_and_head(self.batch, self.query_heads())
+
     # -- the mask ----------------------------------------------------------------------------------------------------
 
-    def _visible(self) -> list[jax.Array]:
+    def visible(self) -> list[jax.Array]:
         """The tests that a visible key passes. `weigh` selects by one after the other, which makes fewer stalls than by all."""
-        seen = self._tests(self.static_args.mask, self._local_rows(), self._global_keys(self._local_keys()))
+        seen = self._tests(self.static_args.mask, self.local_rows(), self._global_keys(self._local_keys()))
         if self.keys.beyond:
             seen.append(self._of_keys(self.keys.indices < self.keys.length))
         return seen
@@ -223,6 +221,10 @@ class Tile(TileMask):
 
     def _dense(self, name: str, *where: Any) -> jax.Array:
         """See TileMask."""
+        return self.dense(name)
+
+    def dense(self, name: str) -> jax.Array:
+        """The tile of an array [batch, heads, q, kv], any of them 1, in a shape that broadcasts to it."""
         ref = self.refs[name]
         head = self.head if self.period is None else self.kv_head
         place: list[Any] = [index(at if n > 1 else 0) for at, n in zip((self.batch, head), ref.shape[:2], strict=True)]
@@ -242,9 +244,3 @@ class Tile(TileMask):
         if len(cut) == 2:
             return values.T if self.transposed else values
         return self.of_rows(values) if ref.shape[2] > 1 else self._of_keys(values)
-
-
-def _tanh(x: jax.Array) -> jax.Array:
-    """Computed from the exponential: a GPU has no exact instruction for it, and Triton would require a library that isn't
-    installed."""
-    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))

@@ -21,7 +21,6 @@ from ....masks import Slot
 from ...kernels.block_words import BlockWords
 from ...kernels.local_mask import Dropout, LocalMask
 from ...kernels.lse import LOG2E
-from ...kernels.primitives import shifted
 from ...kernels.seen_keys import Seen
 from ...kernels.tile_mask import TileLogits, TileMask, traced_numbers
 from .band import EVERYTHING, band_of
@@ -250,51 +249,28 @@ class Tile(TileMask):
     def keys_ahead(self) -> Any:
         """The position of the tile's first key less that of its first query."""
         first_row = self._global_rows(self.step.q_block * self.grid.block_q)
-        return self._global_keys(self.step.kv_block * self.grid.block_kv) - self._position(first_row)
-
-    def _position(self, rows: Any) -> Any:
-        offset = self.static_args.query_offset or 0
-        return shifted(rows, self.refs["query_offset"][self.batch] if "query_offset" in self.refs else offset)
+        return self._global_keys(self.step.kv_block * self.grid.block_kv) - self.position(first_row)
 
     def positions(self, subtile: SubTile) -> tuple[Any, Any]:
         """Positions of queries and keys, in shapes that broadcast to a sub-tile."""
-        leaf = self._positions_leaf()
+        leaf = self.positions_leaf()
         if leaf is not None:
             return self._along(f"leaf{leaf}", "q", subtile), self._along(f"leaf{leaf + 1}", "kv", subtile)
         rows, keys = self._indices(subtile)
-        return self._position(self._global_rows(rows)), self._global_keys(keys)
+        return self.position(self._global_rows(rows)), self._global_keys(keys)
 
     def key_row(self, subtile: SubTile) -> jax.Array:
         """The positions of a sub-tile's keys, int32 [1, keys]."""
-        leaf = self._positions_leaf()
+        leaf = self.positions_leaf()
         if leaf is not None:
             row: jax.Array = self.refs[f"leaf{leaf + 1}"][:, subtile.keys]
             return row
         first = self.step.kv_block * self.grid.block_kv + subtile.keys.start
         return self._global_keys(lax.broadcasted_iota(jnp.int32, (1, subtile.shape[1]), 1) + first)
 
-    def _positions_leaf(self) -> int | None:
-        """The number of the first array of the mask's Positions, if the score goes by them."""
-        score, number = self.static_args.score, 0
-        if score is None or not score.positions:
-            return None
-        for atom in self.static_args.mask.leaves():
-            if isinstance(atom, Slot):
-                if atom.kind == "positions":
-                    return number
-                number += len(atom.parts)
-        return None
-
     def row_and_head(self, head: tuple[int, int]) -> tuple[Any, Any]:
         """The batch row and the query head in the whole problem."""
-        batch_start, head_start = (
-            self.refs[name][0] if known is None else known
-            for name, known in (
-                ("batch_start", self.static_args.batch_start),
-                ("head_start", self.static_args.head_start),
-            )
-        )
-        return shifted(self.step.batch, batch_start), shifted(self.head(head), head_start)
+        return self.global_row_and_head(self.step.batch, self.head(head))
 
     def _indices(self, subtile: SubTile) -> tuple[jax.Array, jax.Array]:
         """Local rows and keys, both in the sub-tile's shape."""

@@ -1,0 +1,80 @@
+"""A score's steps on a tile of the GPU kernels: numbers by distance and tables are gathered from the caches of the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+from ....scores.steps import Diagonal, Linear, Lookup, Product, Steps
+from .arrays import Arrays
+from .tile import Tile
+
+__all__ = ["TileScores", "add_captures"]
+
+
+def _name(number: int) -> str:
+    return f"capture{number}"
+
+
+def add_captures(arrays: Arrays, steps: Steps, captures: tuple[jax.Array, ...]) -> None:
+    """Add the arrays of a score's steps to a kernel's inputs."""
+    for number, (x, form) in enumerate(zip(captures, steps.forms, strict=True)):
+        if form == "aligned":
+            arrays.add_by_blocks(_name(number), x)
+        else:
+            arrays.add(_name(number), x, {})
+
+
+@dataclass(frozen=True)
+class TileScores:
+    """A ScoreTile of a kernel's tile."""
+
+    tile: Tile
+
+    def aligned(self, number: int) -> jax.Array:
+        """See ScoreTile."""
+        return self.tile.dense(_name(number))
+
+    def distance(self) -> jax.Array:
+        """See ScoreTile."""
+        q, kv = self.tile.positions()
+        return abs((kv - q).astype(jnp.float32))
+
+    def linear(self, step: Linear, unit: float) -> jax.Array:
+        """See ScoreTile."""
+        return self.aligned(step.reads[0]) * unit * self.distance()
+
+    def diagonal(self, step: Diagonal, unit: float) -> jax.Array:
+        """See ScoreTile."""
+        rows, keys = self.tile.global_places()
+        return self._gathered(step.reads[0], keys - rows + (step.rows - 1)) * unit
+
+    def lookup(self, step: Lookup, unit: float) -> jax.Array:
+        """See ScoreTile."""
+        q, kv = (jnp.broadcast_to(x, self.tile.shape) for x in self.tile.positions())
+        return self._gathered(step.reads[0], step.index(q, kv)) * unit
+
+    def product(self, step: Product, unit: float) -> jax.Array:
+        """See ScoreTile."""
+        _, kv = self.tile.positions()
+        return self._gathered(step.reads[0], self.tile.local_rows(), step.index(kv)) * unit
+
+    def places(self, shape: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
+        """See ScoreTile."""
+        every = (*self.tile.row_and_head(), *self.tile.positions())
+        batch, head, q, kv = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in every)
+        return batch, head, q, kv
+
+    def _gathered(self, number: int, *last: Any) -> jax.Array:
+        """Numbers of an array, by their places in its last axes; those beyond an end read what is there."""
+        ref = self.tile.refs[_name(number)]
+        leading = (self.tile.batch, self.tile.query_heads())[2 - (len(ref.shape) - len(last)) :]
+        places = [
+            jnp.broadcast_to(jnp.clip(jnp.asarray(at, jnp.int32), 0, size - 1), self.tile.shape)
+            for at, size in zip((*leading, *last), ref.shape, strict=True)
+        ]
+        return plgpu.load(ref.at[tuple(places)])

@@ -1,0 +1,52 @@
+"""From the products of a tile to its logits: cap, score, bias and mask; and back, for the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from ...kernels.lse import LOG2E
+from ...kernels.scores import apply_steps
+from .score_tile import TileScores
+from .tile import Tile
+
+__all__ = ["weigh"]
+
+
+def weigh(tile: Tile, raw: jax.Array, masked: bool) -> tuple[jax.Array, float, Callable[[jax.Array], jax.Array]]:
+    """(x, factor, pull): logits in base 2 are x * factor, factor > 0; pull: from the gradient of the logits in base e to that
+    of the products times the scale."""
+    logits, score = tile.logits, tile.static_args.score
+    capped = scored = None
+    x, factor = raw, logits.scale
+    if "key_scale" in tile.refs:
+        x = x * tile.key_scale()
+    if logits.soft_cap is not None:
+        x = capped = _tanh(x * (factor / logits.soft_cap))
+        factor = logits.soft_cap
+    if score is None:
+        factor *= LOG2E
+    else:
+        scored = apply_steps(score, x, factor, LOG2E, TileScores(tile), tanh=_tanh)
+        x, factor = scored.x, scored.factor * (1.0 if scored.absorbed else LOG2E)
+    if "bias" in tile.refs:
+        x, factor = x * factor + tile.dense("bias").astype(jnp.float32) * LOG2E, 1.0
+    if factor <= 0:
+        x, factor = x * factor, 1.0
+    for seen in tile.visible() if masked else ():
+        x = jnp.where(jnp.broadcast_to(seen, tile.shape), x, -jnp.inf)
+
+    def pull(gradient: jax.Array) -> jax.Array:
+        if scored is not None:
+            gradient, _ = scored.pull(gradient)
+        return gradient if capped is None else gradient * (1.0 - capped * capped)
+
+    return x, factor, pull
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+    """Computed from the exponential: a GPU has no exact instruction for it, and Triton would require a library that isn't
+    installed."""
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))

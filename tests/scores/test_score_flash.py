@@ -1,0 +1,116 @@
+"""Scores in the GPU kernels, in Pallas' interpreter, against formulas in float64; lowered for CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from score_cases import BATCH, HEADS, cases, check, compare, expected, inputs
+
+from attnops import OperationMetadata, OperationRegistry, Positions, ScoreFunction, register_score_function
+
+LENGTH = 72  # three blocks of 32, the last one padded
+CASES = cases(LENGTH)
+SIZES = {"block_q": 32, "block_kv": 32, "block_q_dkv": 32, "block_kv_dkv": 32, "block_q_dq": 32, "block_kv_dq": 32}
+PLACES: dict[str, dict[str, Any]] = {
+    "mesh": {"axes": {"sp": 2, "tp": 2, "dp": 2}},
+    "ring": {"axes": {"sp": 4}, "sequence_parallel": "ring"},
+}
+
+
+@register_score_function("tests.scores.lgamma")
+def _lgamma(x: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
+    return x + jax.lax.lgamma(x)
+
+
+def _operation(axes: dict[str, int] | None = None, policy: dict[str, Any] | None = None, **config: Any) -> Any:
+    mesh = None
+    if axes:
+        count = int(np.prod(list(axes.values())))
+        mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:count])
+    metadata = OperationMetadata(
+        mesh=mesh,
+        runtime_dtype="float32",
+        operation_configs={"flash_attn2": {"interpret": True, **SIZES, **config}},
+        fallback="error",
+        **(policy or {}),
+    )
+    return OperationRegistry.create("flash_attn2", metadata)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_outputs_and_gradients(name: str, kv_heads: int) -> None:
+    check(CASES[name], _operation(), LENGTH, kv_heads)
+
+
+@pytest.mark.parametrize("name", ["alibi", "t5", "forgetting", "function", "swin", "sam"])
+@pytest.mark.parametrize("place", PLACES)
+def test_on_meshes(name: str, place: str) -> None:
+    place_of = dict(PLACES[place])
+    check(cases(128)[name], _operation(place_of.pop("axes"), place_of), 128, HEADS)
+
+
+@pytest.mark.parametrize("name", ["alibi", "t5", "positions", "distance", "function"])
+def test_positions_given_as_arrays_count(name: str) -> None:
+    case, (q, k, v) = CASES[name], inputs(2, LENGTH, LENGTH)
+    at = jnp.asarray(np.stack([np.concatenate([np.arange(40), np.arange(32)]).astype(np.int32)] * BATCH))
+    documents = jnp.asarray(np.stack([np.repeat([1, 2], [40, 32])] * BATCH).astype(np.int32))
+    output = _operation()(
+        q, k, v, score=case.score, mask=Positions(at, at), q_segment_ids=documents, kv_segment_ids=documents
+    ).attention_outputs
+    arrays = [jnp.asarray(x) for x in case.score.arrays() if x is not None]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        wide = [jnp.asarray(x, jnp.float64) for x in (q, k, v)]
+        halves = [expected(case, arrays, *(x[:, part] for x in wide)) for part in (slice(0, 40), slice(40, 72))]
+    compare(output, jnp.concatenate(halves, 1))
+
+
+@pytest.mark.parametrize(
+    "name", ["alibi", "slopes", "t5", "clip", "temperature", "forgetting", "distance", "chain", "sam"]
+)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_few_queries_of_grouped_heads_are_folded(name: str, splits: int) -> None:
+    """The queries of a kv head's heads are rows of one tile, each with the numbers of its own head."""
+    case, (q, k, v) = CASES[name], inputs(2, 3, LENGTH)
+    arrays = [jnp.asarray(x) for x in case.score.arrays() if x is not None]
+    if name in ("temperature", "sam"):
+        arrays = [x[:, -3:] if name == "temperature" else x[:, :, -3:] for x in arrays]
+    score = case.score.with_arrays(arrays) if arrays else case.score
+    config = {"block_q": 16, "block_kv": 16, "kv_splits": splits}
+    operation = _operation(**{**dict.fromkeys(SIZES), **config})
+    plan = operation.plan(q, k, v, score=score, query_offset=LENGTH - 3, causal=True)
+    assert plan.config.fold
+    for offset in (LENGTH - 3, jnp.full(BATCH, LENGTH - 3)):
+        output = operation(q, k, v, score=score, query_offset=offset, causal=True).attention_outputs
+        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+            wanted = expected(case, arrays, *(jnp.asarray(x, jnp.float64) for x in (q, k, v)), offset=LENGTH - 3)
+        compare(output, wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lowers_for_cuda(name: str) -> None:
+    """The kernels become Triton's code, forward and backward, at the sizes that a plan chooses."""
+    case = cases(256)[name]
+    arrays = tuple(jnp.asarray(x) for x in case.score.arrays() if x is not None)
+    operation = OperationRegistry.create("flash_attn2", OperationMetadata(platform="cuda", fallback="error"))
+    q, k = (jax.ShapeDtypeStruct((BATCH, 256, heads, 64), jnp.bfloat16) for heads in (HEADS, 2))
+
+    def total(q: Any, k: Any, v: Any, a: Any) -> Any:
+        score = case.score.with_arrays(a) if a else case.score
+        return operation(q, k, v, score=score, causal=True).attention_outputs.astype(jnp.float32).sum()
+
+    lowered = jax.jit(jax.grad(total, (0, 1, 2, 3))).trace(q, k, k, arrays).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert all(f"attnops_flash_{name}" in text for name in ("forward", "dq", "dkv"))
+
+
+def test_a_function_that_triton_lacks_is_refused() -> None:
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    plan = OperationRegistry.create("flash_attn2", OperationMetadata(platform="cuda")).plan(
+        x, x, x, score=ScoreFunction("tests.scores.lgamma")
+    )
+    assert "flash.score_function_operation" in {r.code for rejected in plan.rejected for r in rejected.reasons}
