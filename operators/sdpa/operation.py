@@ -11,13 +11,14 @@ from ..call.base import Operation
 from ..call.local import LocalCall, LocalOutput
 from ..notes.precision_notes import default_precision_notes
 from .kernel.jax_sdpa import jax_sdpa
+from .score_bias import ONLY_ADDS, bias_note, with_score_as_bias
 
 __all__ = ["ScaledDotProduct", "SdpaConfig"]
 
 _HOPPER_OR_LATER = ("H100", "H200", "H20", "H800", "GH200", "B100", "B200", "B300", "GB200", "GB300")
 _FEATURES = STATIC_MASKS | {
     "blocks", "chosen_blocks", "segment_ids", "kv_lengths", "positions", "dense_mask", "dynamic_or", "dynamic_query_offset",
-    "bias", "gqa",
+    "bias", "gqa", "score",
     "quantized_kv",
 }  # fmt: skip
 
@@ -51,6 +52,7 @@ _SOFTMAX = Rule(
 )
 _CUDNN = (
     _SOFTMAX,
+    ONLY_ADDS,
     Rule(
         "sdpa.cudnn_dtype",
         "runtime_dtype",
@@ -79,16 +81,18 @@ _CUDNN = (
 class _JaxAttention(Implementation[SdpaConfig]):
     operation = "sdpa"
     config = SdpaConfig
+    bias_itemsize = 4
 
     def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
-        """The precision of jax's products."""
-        del placement, config
-        return default_precision_notes(problem)
+        """The precision of jax's products, and what a score's bias takes."""
+        del config
+        return (*default_precision_notes(problem), *bias_note(problem, placement, self.bias_itemsize))
 
 
 class CudnnAttention(_JaxAttention):
     """cuDNN's flash attention; causal masks and causal windows as flags, other masks as an array."""
 
+    bias_itemsize = 2
     capability = declares(
         consumes=_FEATURES,
         rules=_CUDNN,
@@ -108,7 +112,7 @@ class XlaSdpa(_JaxAttention):
 
     capability = declares(
         consumes=_FEATURES,
-        rules=(_SOFTMAX,),
+        rules=(_SOFTMAX, ONLY_ADDS),
         # bfloat16: jax 0.12 on CPU rounds more than jax 0.10 if heads come before time (a row off by 5.8e-2 of its size).
         tolerance={"float32": (4e-6, 1e-5), "bfloat16": (7e-2, 7e-2), "float16": (2e-3, 4e-3)},
         dequantises=True,
@@ -134,7 +138,7 @@ class ScaledDotProduct(Operation):
 def _run(
     call: LocalCall, implementation: Literal["xla", "cudnn"], flags: tuple[bool, tuple[int, int] | None] | None
 ) -> LocalOutput:
-    call = call.dequantised().with_hidden_keys_zero()
+    call = with_score_as_bias(call.dequantised().with_hidden_keys_zero())
     swap = call.layout == "bhtd"
     query, key, value = (x.swapaxes(1, 2) if swap else x for x in (call.query, call.key, call.value))
     is_causal, window = flags or (False, None)
