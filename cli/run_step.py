@@ -16,6 +16,7 @@ from ..operators.paged_cache.sequence_shards import stored_ids, whole_table
 from ..page_layouts import LAYOUTS
 from ..planning.cache.cache_fields import CacheFields
 from ..planning.paged.paged_plan import PagedPlan
+from ..planning.score_operands import held_captures
 from ..registry.declaration import Declaration
 from ..verify.closeness import lse_size, row_sizes
 from ..verify.drawn_step import draw_step
@@ -82,6 +83,8 @@ def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], ragged: 
             sliding_window=window.window,
             logits_soft_cap=problem.logits_soft_cap,
             sinks=arrays["sinks"],
+            score=problem.score,
+            captures=held_captures(problem.score, problem.q_heads),
             **scales,
         )
         worst["output"].add(got[tokens], want.output, row_sizes(want.output, want.sizes))

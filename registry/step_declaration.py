@@ -11,11 +11,12 @@ from ..masks import Mask
 from ..masks.checks import LIMIT
 from ..planning.cache.kv_cache import KVCache
 from ..planning.unset_fields import UnsetFieldsModel
+from ..scores import Score
 
 __all__ = ["STEP_OPTIONS", "StepDeclaration"]
 
 STEP_OPTIONS = (
-    "mask", "causal", "sliding_window", "softmax_scale", "logits_soft_cap", "mode", "update", "max_q_len", "return_lse",
+    "mask", "causal", "sliding_window", "softmax_scale", "logits_soft_cap", "score", "mode", "update", "max_q_len", "return_lse",
 )  # fmt: skip
 """The static arguments of a step that a declaration holds."""
 
@@ -59,6 +60,7 @@ class StepDeclaration(UnsetFieldsModel):
     sliding_window: _Count | tuple[_Count | None, _Count | None] | None = None
     softmax_scale: _Number | None = None
     logits_soft_cap: Annotated[_Number, Field(gt=0)] | None = None
+    score: Score | None = None
     softmax_aux: Annotated[StrictBool, Field(description="Whether each head has a sink.")] = False
     return_lse: StrictBool = False
 

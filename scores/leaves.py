@@ -141,6 +141,9 @@ class PositionTemperature(Score):
         return frozenset({Multiply.name})
 
     def lower(self, arrays: Sequence[jax.Array], lowering: Lowering) -> None:
+        if not lowering.rows:
+            lowering.add(Function(function=_ByPosition(self)))
+            return
         positions = lowering.row_positions()[:, None, :, None]
         lowering.add(Multiply((lowering.array(self._of(positions, jnp, lowering.dtype)),)))
 
@@ -234,6 +237,14 @@ class Distance(Named, Score):
             lowering.add(Diagonal((lowering.array(values[:, None], "diagonal"),), rows=lowering.q_len))
             return
         lowering.add(Function(function=_OfDistance(self.function)))
+
+
+@dataclass(frozen=True)
+class _ByPosition:
+    score: PositionTemperature
+
+    def __call__(self, x: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
+        return x * self.score._of(q, jnp, x.dtype)
 
 
 @dataclass(frozen=True)

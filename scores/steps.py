@@ -148,6 +148,14 @@ class Lowering:
         self._steps: list[Step] = []
         self._arrays: list[tuple[jax.Array, Form]] = []
 
+    @classmethod
+    def by_place(cls, dtype: Any) -> Lowering:
+        """For steps that get the positions of each pair, where no array has them for all queries and keys."""
+        return cls(
+            q_len=0, kv_len=0, rows=0, keys=0, first_row=0, first_key=0, offset=0, positions=None, known_lengths=False,
+            dtype=dtype,
+        )  # fmt: skip
+
     def array(self, x: jax.Array, form: Form = "aligned") -> int:
         """Add an array; returns its number."""
         self._arrays.append((x.astype(self.dtype), form))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..scores import Score
 from .closeness import output_size
 from .reference import reference_attention
 
@@ -34,6 +36,8 @@ def paged_reference(
     sliding_window: tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
+    score: Score | None = None,
+    captures: Mapping[str, Any] | None = None,
     key_scale: np.ndarray | float | None = None,
     value_scale: np.ndarray | float | None = None,
 ) -> PagedReference:
@@ -70,6 +74,10 @@ def paged_reference(
             mask=mask,
             soft_cap=logits_soft_cap,
             sinks=sinks,
+            score=score,
+            captures=captures,
+            query_offset=length - q_len,
+            key_offset=begin,
         )
         output[rows], lse[rows] = result.output[0], result.lse[0].T
         sizes[rows] = output_size(result.weights, value[None])[0]

@@ -101,13 +101,15 @@ def reference_attention(
     score: Score | None = None,
     captures: Mapping[str, Any] | None = None,
     query_offset: int | np.ndarray = 0,
+    key_offset: int = 0,
 ) -> ReferenceOutput:
     """Attention in float64: query [batch, q, heads, dim], key [batch, kv, kv_heads, dim], value likewise.
 
     `mask` is True where a query may attend; `mask`, `bias` and `keep` broadcast to [batch, heads, q, kv]. captures: the score's
-    arrays by name; query_offset: of the queries' positions, a number or [batch], which only the score depends on.
+    arrays by name; query_offset, key_offset: the positions of the first query, a number or [batch], and key, which only the score
+    depends on.
     """
-    placed = placed_score(score, captures, query_offset, query, key)
+    placed = placed_score(score, captures, query_offset, query, key, key_offset)
     arguments = (scale, mask, bias, soft_cap, sinks, keep, keep_probability, placed)
     with np.errstate(invalid="ignore", over="ignore"):
         terms = forward(query, key, value, *arguments)

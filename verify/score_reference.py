@@ -24,14 +24,15 @@ def placed_score(
     offset: int | np.ndarray,
     query: np.ndarray,
     key: np.ndarray,
+    key_offset: int = 0,
 ) -> PlacedScore | None:
-    """A call's score for query [batch, q, heads, dim] and key [batch, kv, kv_heads, dim]."""
+    """A call's score for query [batch, q, heads, dim] and key [batch, kv, kv_heads, dim], and the positions of their first."""
     if score is None:
         return None
     (batch, q_len, heads), kv_len = np.shape(query)[:3], np.shape(key)[1]
     rows = np.arange(q_len)[None] + np.reshape(np.asarray(offset), (-1, 1))
     return PlacedScore.of(
-        score.with_heads(heads), captures or {}, rows, np.arange(kv_len)[None], batch=batch, heads=heads
+        score.with_heads(heads), captures or {}, rows, np.arange(kv_len)[None] + key_offset, batch=batch, heads=heads
     )
 
 

@@ -12,6 +12,7 @@ from ...errors import ConfigError
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
 from ...planning.cache.window_pages import first_visible_page
+from ...planning.score_operands import captured_names, held_captures
 from ...registry.declaration import Declaration
 from ..paged_cache.batch import RaggedBatch
 
@@ -58,6 +59,11 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
         raise ConfigError(f"operation {declaration.operation!r} has steps, but the file declares none; declare `step`.")
     if step.q_heads is None:
         raise ConfigError("step.q_heads missing; declare the number of the query's heads.")
+    held = held_captures(step.score, step.q_heads)
+    if missing := [name for name in (captured_names(step.score) if step.score else ()) if name not in held]:
+        raise ConfigError(
+            f"step.score {step.score} needs {missing[0]}, an array, which a step's file has no place for; pass it in Python."
+        )
     plan = plan.groups[step.group(cache)]
     rows = step.rows(cache)
     per_shard = plan.local_sequences

@@ -15,6 +15,7 @@ from ...planning.cache.kv_cache import KVCache
 from ...planning.notes import note
 from ...planning.paged.paged_problem import PagedProblem
 from ...planning.paged.step_operands import STEP_OPERANDS
+from ...planning.score_operands import captured_names, score_rows
 from ...registry import OperationMetadata
 from ...sharding import OperandShape, axes_of
 from ...sharding.mesh import AnyMesh
@@ -97,6 +98,7 @@ def describe_step(
     required = {
         "logits_soft_cap": cap is not None,
         "sinks": step_arrays.sinks is not None,
+        "score": step.score is not None,
         "return_lse": step.return_lse,
         "gqa": heads != cache.kv_heads,
         "value_dim": cache.value_size != cache.head_dim,
@@ -128,7 +130,9 @@ def describe_step(
                 ("softmax_aux", step_arrays.sinks),
             )
             if x is not None
-        ),
+        )
+        + _captures(step, step_arrays, heads),
+        score=step.score,
         mesh=axes_of(mesh),
         platform=platform,
         device_kind=kind,
@@ -138,6 +142,23 @@ def describe_step(
 
 
 _NAMES = ("query", "key", "value")
+
+
+def _captures(step: Step, step_arrays: StepArrays, heads: int) -> tuple[OperandShape, ...]:
+    """The score's arrays. Errors: InputError for another shape than their dims have."""
+    if step.score is None:
+        return ()
+    captures = [shaped(name, x) for name, x in zip(captured_names(step.score), step_arrays.captures, strict=True)]
+    table = score_rows(step.score.structure(), tuple(len(x.shape) for x in captures))
+    sizes = {"heads": heads, **dict(size for capture in step.score.captures() for size in capture.sizes)}
+    operands = []
+    for row, x in zip(table, captures, strict=True):
+        wanted = tuple(sizes.get(dim, n) for dim, n in zip(row.dims, x.shape, strict=False))
+        single = 1 if row.broadcasts else None
+        if len(x.shape) != len(row.dims) or any(n not in (w, single) for n, w in zip(x.shape, wanted, strict=True)):
+            raise InputError(f"{row.name} has shape {x.shape}; wanted [{', '.join(row.dims)}] = {wanted}.")
+        operands.append(OperandShape(row, tuple(x.shape), x.dtype.name))
+    return tuple(operands)
 
 
 def _check_arrays(step: Step, update: str, query: Any, key: Any, value: Any) -> None:

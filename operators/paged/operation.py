@@ -77,11 +77,11 @@ class PagedOperation(DeclaredOperation):
         state donated: outside, the layer's pages are copied. There is no gradient. Errors: InputError, InputTypeError (bad
         arguments, known invalid batches), RefusedError (nothing can run it).
         """
-        step, step_arrays = step_of(call, self.metadata.causal)
+        step, step_arrays = step_of(call, self.metadata.causal, query)
         layer_state = alone(state, layer, batch)
         pages, group = layer_state.layers[0], state.cache.group_of(int(layer))
         mesh = self._mesh()
-        arrays = (query, key, value, *step_arrays, pages, batch)
+        arrays = (query, key, value, *step_arrays.flat, pages, batch)
         request = (
             self,
             mesh,
@@ -91,7 +91,7 @@ class PagedOperation(DeclaredOperation):
             step,
             cache_generation(),
             _wide(jax.config),
-            *map(signature, (query, key, value, *step_arrays)),
+            *map(signature, (query, key, value, *step_arrays.flat)),
         )
         decided = _prepared.find(request)
         if decided is None:
@@ -126,7 +126,7 @@ class PagedOperation(DeclaredOperation):
         For a batch with known values the plan also says which pages are read. A plan of kind 'refused' is returned, not raised.
         """
         declared = cache_of(cache)
-        step, step_arrays = step_of(call, self.metadata.causal)
+        step, step_arrays = step_of(call, self.metadata.causal, query)
         if layer is None and len(declared.groups) > 1:
             raise InputError(
                 f"the cache's layers are in {len(declared.groups)} groups; specify the step's layer, such as layer=0."
@@ -134,7 +134,7 @@ class PagedOperation(DeclaredOperation):
         group = declared.group_of(0 if layer is None else layer)
         mesh = self._mesh()
         decided = self._plan(
-            declared, group, (query, key, value), step_arrays, step, mesh, (query, key, value, *step_arrays)
+            declared, group, (query, key, value), step_arrays, step, mesh, (query, key, value, *step_arrays.flat)
         )
         has_values = batch is not None and all(known_values(x) is not None for x in jax.tree.leaves(batch))
         return replace(decided, reads=page_reads(decided.problem, batch)) if has_values else decided

@@ -66,6 +66,8 @@ def run_step(program: Program, inputs: StepInputs) -> tuple[jax.Array | None, ja
         sliding_window=window,
         logits_soft_cap=problem.logits_soft_cap,
         sinks=arrays.sinks,
+        score=problem.score,
+        captures=arrays.captures,
         max_q_len=problem.max_q_len,
         debug=debug,
         method=getattr(program.operation, plan.method or ""),

@@ -10,6 +10,8 @@ from ...masks import Mask
 from ...planning.cache.kv_cache import KVCache
 from ...planning.call_arguments import CALL_ARGUMENTS, CallArray
 from ...planning.paged.paged_problem import STEP_MODES
+from ...planning.score_operands import captured_names
+from ...scores import Score
 from ..call.arguments import join_mask, split_arguments
 from ..call.arrays import Arrays
 from ..paged_cache.state import CacheState
@@ -28,6 +30,7 @@ class StepArguments(TypedDict, total=False):
     value_scale: CallArray | None
     softmax_scale: float | None
     logits_soft_cap: float | None
+    score: Score | None
     return_lse: bool
     mode: str | None
     update: str | None
@@ -41,6 +44,7 @@ class Step(NamedTuple):
     mask: Mask
     softmax_scale: float | None
     logits_soft_cap: float | None
+    score: Score | None
     return_lse: bool
     mode: str
     update: str | None
@@ -54,6 +58,12 @@ class StepArrays(NamedTuple):
     sinks: Any = None
     key_scale: Any = None
     value_scale: Any = None
+    captures: tuple[Any, ...] = ()  # of the score, in its order
+
+    @property
+    def flat(self) -> tuple[Any, ...]:
+        """All of them."""
+        return *self[:3], *self.captures
 
 
 _ELSEWHERE = {
@@ -83,20 +93,28 @@ def cache_of(cache: Any) -> KVCache:
     return declared
 
 
-def step_of(call: StepArguments, default_causal: bool) -> tuple[Step, StepArrays]:
-    """(the static arguments, the arrays). Errors: InputTypeError for names that a step doesn't have, InputError for invalid
-    values."""
+def step_of(call: StepArguments, default_causal: bool, query: Any) -> tuple[Step, StepArrays]:
+    """(the static arguments, the arrays). query: [tokens, heads, dim], whose heads a score may ask for.
+
+    Errors: InputTypeError for names that a step doesn't have, InputError for invalid values.
+    """
     arguments: Mapping[str, Any] = call
+    score = arguments.get("score")
+    captured = captured_names(score) if isinstance(score, Score) else ()
     for name in arguments:
-        if name in StepArguments.__annotations__:
+        if name in StepArguments.__annotations__ or name in captured:
             continue
         if name in _ELSEWHERE:
             raise InputTypeError(f"a step over pages takes no {name}: {_ELSEWHERE[name]}.")
         raise InputTypeError(
             f"unknown argument {shown(name)} of a step over pages." + nearest(name, StepArguments.__annotations__)
         )
-    shared: Any = {name: value for name, value in arguments.items() if name in CALL_ARGUMENTS and name != "mode"}
-    arrays, options = split_arguments(None, None, None, shared)
+    shared: Any = {
+        name: value
+        for name, value in arguments.items()
+        if name in captured or (name in CALL_ARGUMENTS and name != "mode")
+    }
+    arrays, options = split_arguments(query, None, None, shared | {"layout": "thd"})
     if options.mask_is_array or arrays.mask_leaves:
         raise InputTypeError(
             "mask holds arrays; wanted a Mask of Causal and SlidingWindow: keys lie in pages, which an array can't mask."
@@ -116,13 +134,19 @@ def step_of(call: StepArguments, default_causal: bool) -> tuple[Step, StepArrays
             join_mask(Arrays({}), options, default_causal),
             options.softmax_scale,
             options.logits_soft_cap,
+            options.score,
             options.return_lse,
             mode,
             update,
             1 if mode == "autoregressive" and longest is None else longest,
             debug,
         ),
-        StepArrays(arrays.softmax_aux, arrays.key_scale, arrays.value_scale),
+        StepArrays(
+            arrays.softmax_aux,
+            arrays.key_scale,
+            arrays.value_scale,
+            tuple(arrays.by_name[name] for name in (() if options.score is None else captured_names(options.score))),
+        ),
     )
 
 

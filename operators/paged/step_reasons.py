@@ -8,7 +8,7 @@ from ...masks.causal_window import causal_window
 from ...planning import Reason, Rule
 from ...planning.paged.paged_problem import PagedProblem
 
-__all__ = ["DTYPE", "SOFTMAX", "step_reasons"]
+__all__ = ["BY_HEAD", "DTYPE", "SOFTMAX", "step_reasons"]
 
 SOFTMAX = Rule(
     "paged.softmax_dtype",
@@ -23,6 +23,14 @@ DTYPE = Rule(
     lambda p, c: p.runtime_dtype in ("float32", "bfloat16", "float16"),
     "runtime dtype {p.runtime_dtype}: queries over pages are float32, bfloat16 or float16",
     "Leave runtime_dtype out, or declare one of these.",
+)
+_BY_HEAD = frozenset({"heads", "buckets", "entries"})
+BY_HEAD = Rule(
+    "paged.score",
+    "score",
+    lambda p, c: all(set(x.operand.dims) <= _BY_HEAD for x in p.operands if x.operand.feature == "score"),
+    "score {p.score}: a step's tokens are of several sequences, so its arrays are by head, or tables",
+    "Attend to a dense cache with 'vanilla' for arrays by query or key.",
 )
 
 

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from ...errors import ConfigError, InputError, shown
 from ...masks.int_arrays import known_values
+from ...planning.score_operands import score_rows
 from ...pytree_export import exported_tuple
-from ...sharding import axes_at, axes_of, on_auto_axes, pin, spec_of
+from ...scores import Score
 from ...sharding.mesh import AnyMesh
-from ..kernels.lse import combine_by_lse, combine_over_devices
 from ..kernels.pages.page_layout import page_shape
 from ..kernels.varying import varying
 from .batch import RaggedBatch
+from .by_device import by_device
 from .insert import check_step, insert, write
-from .join_shards import check_mesh, sinks_of
 from .known_sizes import known_sizes
+from .logit_arrays import LogitArrays, by_place
 from .paged_call import Attended, PagedCall, PagedMethod, PagedSizes, on_xla
-from .state import CacheState, LayerPages, alone, layer_of, step_specs
-from .token_slots import rows_by_shard
+from .state import CacheState, LayerPages, alone, layer_of
 
 __all__ = ["PagedOutput", "attend", "check_longest", "check_operands", "check_window", "check_written"]
 
@@ -62,6 +60,8 @@ def attend(
     sliding_window: tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    score: Score | None = None,
+    captures: Sequence[Array] = (),
     max_q_len: int | None = None,
     debug: bool = False,
     method: PagedMethod = on_xla,
@@ -75,10 +75,11 @@ def attend(
     be one that writes, where the arrays allow it; 'none' uses the pages as they are, without key or value. Keys and values may
     come quantised, as for `insert`.
     `mesh` and `kv_heads` are those that the state was made with: each device then works on its own pages and heads.
-    `softmax_scale` defaults to 1/sqrt(head_dim). `sliding_window`: inclusive distances (left, right). `max_q_len`: the most
-    queries of any row in this step, 1 if all rows decode; in a traced batch queries beyond it give 0, and with 'fused' and 1
-    their keys aren't written. `debug`: checks traced batches on the host while the step runs. `method` does the attention, by
-    default plain XLA; `check_vma`: whether shard_map can check it.
+    `score`: applied after the cap, by positions, with its arrays. `softmax_scale` defaults to 1/sqrt(head_dim).
+    `sliding_window`: inclusive distances (left, right). `max_q_len`: the most queries of any row in this step, 1 if all rows
+    decode; in a traced batch queries beyond it give 0, and with 'fused' and 1 their keys aren't written. `debug`: checks traced
+    batches on the host while the step runs. `method` does the attention, by default plain XLA; `check_vma`: whether shard_map can
+    check it.
 
     A query that belongs to no sequence gives 0, and its lse is -inf. There is no gradient. Errors: those of `insert` and of
     RaggedBatch.check; InputError for shapes, and for keys that `update` doesn't use or that it needs and doesn't get.
@@ -99,14 +100,23 @@ def attend(
         )
     check_longest(batch, max_q_len, debug=debug)
 
-    def shard(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any, index: Any = 0) -> Attended:
+    def shard(
+        query: Any,
+        pages: LayerPages,
+        batch: RaggedBatch,
+        of_logits: LogitArrays,
+        rows: Any,
+        index: Any = 0,
+        head_start: Any = 0,
+    ) -> Attended:
+        steps, arrays = by_place(score, of_logits.captures)
         scale = cache.head_dim**-0.5 if softmax_scale is None else softmax_scale
         mask = (causal, sliding_window)
         call = PagedCall(
             query,
             pages,
             batch,
-            sinks,
+            of_logits.sinks,
             cache.layout,
             cache.value_size,
             scale,
@@ -118,11 +128,18 @@ def attend(
             layer_state.sequence_shards,
             index,
             rows,
+            steps,
+            arrays,
+            head_start,
         )
         return method(call)
 
     pages = layer_state.layers[0]
-    output, lse, after = _by_device(shard, layer_state, pages, batch, query, sinks, rows, mesh, kv_heads, check_vma)
+    of_logits = LogitArrays(None if sinks is None else jnp.asarray(sinks), tuple(map(jnp.asarray, captures)))
+    dims = () if score is None else tuple(row.dims for row in score_rows(score.structure(), of_logits.ranks))
+    output, lse, after = by_device(
+        shard, layer_state, pages, batch, query, of_logits, dims, rows, mesh, kv_heads, check_vma
+    )
     if after is not None:  # scales that aren't by token stay as they are
         pages = LayerPages(*(x if new is None else new for x, new in zip(pages, after, strict=True)))  # type: ignore[arg-type]
     return PagedOutput(output, lse, state.with_layer(layer, pages))
@@ -189,102 +206,3 @@ def _longest(starts: Any, count: Any, max_q_len: int) -> None:
         raise InputError(
             f"max_q_len={max_q_len}, but a row of the batch has {longest} queries; pass the longest, or leave it out."
         )
-
-
-def _by_device(
-    shard: Any,
-    state: CacheState,
-    pages: LayerPages,
-    batch: RaggedBatch,
-    query: Any,
-    sinks: Any,
-    rows: LayerPages | None,
-    mesh: AnyMesh | None,
-    kv_heads: Any,
-    check_vma: bool,
-) -> Attended:
-    """Each shard of the pages with its own part of the batch; on a mesh, each device also with its own heads."""
-    sinks = None if sinks is None else jnp.asarray(sinks)
-    if mesh is None or mesh.size == 1 or all(axis.kind == "manual" for axis in axes_of(mesh)):
-        arrays = jnp.asarray(query), pages, batch, sinks, rows
-        return on_auto_axes(partial(_all_shards, shard), *arrays, specs=lambda: _specs_like(*arrays[:2], rows))
-    plan = state.cache.plan(mesh, kv_heads=kv_heads).require()
-    check_mesh(state, plan)
-    of_query, of_layer, of_batch = step_specs(plan)
-    specs = of_query, of_layer, replace(of_batch, group=batch.group)
-    tokens, heads = (axes_at(specs[0], index) or None for index in (0, 1))
-    of_table = plan["page_table"].fitted.spec
-    along = axes_at(of_table, len(of_table) - 3) if plan.sequence_shards > 1 else ()
-
-    def body(query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any) -> Attended:
-        if batch.shards is not None:  # a device has one shard
-            batch = jax.tree.map(lambda x: x[0], batch)
-        if not along:
-            return shard(query, pages, batch, sinks, rows)
-        index = lax.axis_index(along)
-        batch = replace(batch, page_table=batch.page_table[0])
-        result = shard(query, pages, batch, sinks_of(sinks, index), rows, index)
-        return Attended(*combine_over_devices(result.output, result.lse, along))
-
-    of_rows = None if rows is None else jax.tree.map(lambda _: PartitionSpec(tokens, heads), rows)
-    in_specs = (*specs, None if sinks is None else PartitionSpec(heads), of_rows)
-    operands = jax.tree.map(
-        lambda x, spec: pin(jnp.asarray(x), spec, mesh), (query, pages, batch, sinks, rows), in_specs
-    )
-    return jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=Attended(PartitionSpec(tokens, heads, None), PartitionSpec(tokens, heads), _written(specs[1], rows)),
-        axis_names={axis.name for axis in axes_of(mesh) if axis.kind != "manual"},
-        check_vma=check_vma,
-    )(*operands)
-
-
-def _written(of_layer: LayerPages, rows: LayerPages | None) -> LayerPages | None:
-    """Of a layer's specs, those of the arrays that hold the written rows."""
-    if rows is None:
-        return None
-    return LayerPages(*(None if array is None else spec for spec, array in zip(of_layer, rows, strict=True)))  # type: ignore[arg-type]
-
-
-def _specs_like(query: jax.Array, pages: LayerPages, rows: LayerPages | None) -> Attended:
-    """Of Explicit axes, those that split the query and the pages."""
-    tokens, heads = (axes_at(spec_of(query), index) or None for index in (0, 1))
-    after = _written(jax.tree.map(spec_of, pages), rows)
-    return Attended(PartitionSpec(tokens, heads, None), PartitionSpec(tokens, heads), after)
-
-
-def _all_shards(shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any) -> Attended:
-    """Without a mesh: one shard of the pages after the other."""
-    if batch.shards is None:
-        return _merged_over_shards(shard, query, pages, batch, sinks, rows)
-    parts = [_part(batch.shards, n, query, pages, batch, rows) for n in range(batch.shards)]
-    results = [_merged_over_shards(shard, *part, sinks=sinks, rows=shard_rows) for part, shard_rows in parts]
-    return jax.tree.map(lambda *of_shards: jnp.concatenate(of_shards), *results)
-
-
-def _merged_over_shards(
-    shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, sinks: Any, rows: Any
-) -> Attended:
-    """Without a mesh: one sequence shard after the other, if there are several, with their outputs merged."""
-    if (n := batch.sequence_shards) == 1:
-        return shard(query, pages, batch, sinks, rows)
-    results = []
-    for index in range(n):
-        shard_pages: Any = (x if x is None or x.ndim < 3 else rows_by_shard(n, x, "pages")[index] for x in pages)
-        table = replace(batch, page_table=batch.page_table[index])
-        results.append(shard(query, LayerPages(*shard_pages), table, sinks_of(sinks, index), rows, index))
-    return Attended(*combine_by_lse([(x.output, x.lse) for x in results]))
-
-
-def _part(
-    shards: int, n: int, query: Any, pages: LayerPages, batch: RaggedBatch, rows: LayerPages | None
-) -> tuple[tuple[Any, LayerPages, RaggedBatch], LayerPages | None]:
-    """((the query, the pages, the batch), the written rows) of one shard."""
-
-    def part(x: Any) -> Any:
-        return rows_by_shard(shards, x, "rows")[n]
-
-    shard_pages: Any = (x if x is None or x.ndim < 3 else part(x) for x in pages)
-    return (part(query), LayerPages(*shard_pages), jax.tree.map(lambda x: x[n], batch)), jax.tree.map(part, rows)

@@ -1,23 +1,13 @@
-"""What merging the outputs of shards with pages of the same sequences asks of the mesh and of the sinks."""
+"""What merging the outputs of shards with pages of the same sequences asks of the mesh."""
 
 from __future__ import annotations
-
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from ...errors import InputError
 from ...planning.cache.cache_plan import CachePlan
 from ...sharding import describe_mesh
 from .state import CacheState
 
-__all__ = ["check_mesh", "sinks_of"]
-
-
-def sinks_of(sinks: jax.Array | None, index: Any) -> jax.Array | None:
-    """A sink counts once: the first shard has the sinks, the others -inf, which weighs nothing."""
-    return None if sinks is None else jnp.where(index == 0, sinks, -jnp.inf)
+__all__ = ["check_mesh"]
 
 
 def check_mesh(state: CacheState, plan: CachePlan) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from ...errors import ConfigError
+from ...scores.steps import Steps
 from ..kernels.pages.paged import paged_attention
 from .batch import RaggedBatch
 from .state import LayerPages
@@ -31,7 +32,8 @@ class PagedCall(NamedTuple):
     queries of any sequence. `sequence_shards`: the devices that share the sequences' pages in turn; `shard_index`: this device.
     The table has every sequence_shards-th page from number shard_index on, and output and lse cover only those keys.
     `rows`: for update 'fused', each token as the pages store it. What rows of several tokens write is in the pages already; a
-    row of one token is written by the method.
+    row of one token is written by the method. score: steps by place, and the arrays that they read; head_start: this device's
+    first query head.
     """
 
     query: jax.Array
@@ -50,6 +52,9 @@ class PagedCall(NamedTuple):
     sequence_shards: int = 1
     shard_index: jax.Array | int = 0
     rows: LayerPages | None = None
+    score: Steps | None = None
+    captures: tuple[jax.Array, ...] = ()
+    head_start: jax.Array | int = 0
 
     def kernel_arguments(self) -> dict[str, Any]:
         """The pages, the batch and what is declared of the logits, by the names that kernels of every platform take them by."""
@@ -98,5 +103,8 @@ def on_xla(call: PagedCall) -> Attended:
         block_q=call.sizes.queries_per_block,
         page_stride=call.sequence_shards,
         page_shard=call.shard_index,
+        score=call.score,
+        captures=call.captures,
+        head_start=call.head_start,
     )
     return Attended(output, lse)

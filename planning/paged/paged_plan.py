@@ -130,6 +130,8 @@ def step_rows(plan: PagedPlan, *, verbose: bool = True) -> list[tuple[str, str]]
     ]
     if problem.logits_soft_cap is not None:
         rows.append(("soft cap", f"{problem.logits_soft_cap:g}"))
+    if problem.score is not None:
+        rows.append(("score", problem.score.describe()))
     if problem.cache.group is not None:
         number, count = problem.cache.group
         window = problem.cache.window_tokens

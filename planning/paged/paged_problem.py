@@ -32,6 +32,11 @@ class PagedProblem(Problem):
     max_q_len: int | None
 
     @property
+    def contiguous_positions(self) -> bool:
+        """Not over pages: the rows of a step have positions of their own sequences."""
+        return False
+
+    @property
     def kv_heads(self) -> int:
         """KV heads as declared. The cache may store each several times."""
         return self.cache.cache.kv_heads

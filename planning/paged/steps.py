@@ -71,7 +71,8 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
 def _tensors(problem: PagedProblem) -> tuple[FittedSpec, ...]:
     """Where a step's arrays and results are, by the table of its operands."""
     tensors = []
-    rows = [(row, problem.tensor(row.name)) for row in (*STEP_OPERANDS, *RESULTS_OF_STEPS)]
+    captures = [x.operand for x in problem.operands if x.operand.feature == "score"]
+    rows = [(row, problem.tensor(row.name)) for row in (*STEP_OPERANDS, *captures, *RESULTS_OF_STEPS)]
     for row, tensor in rows:
         if tensor is None:
             continue

@@ -14,12 +14,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from ....errors import InputError
+from ....scores.steps import Steps
 from ..varying import alike
 from .page_layout import page_shape
 from .paged_checks import check_numbers, check_operands, int32, options_of, refuse_gradient
 from .paged_chunks import attend_chunks
 from .paged_decode import attend_decode
-from .paged_step import Batch, PagedOperands, PagedStatic, batch_of
+from .paged_step import Batch, PagedOperands, PagedStatic, ScoreArrays, batch_of
 
 __all__ = ["paged_attention", "places"]
 
@@ -55,6 +56,9 @@ def paged_attention(
     block_q: int | None = None,
     page_stride: int = 1,
     page_shard: Int[Array, ""] | int = 0,
+    score: Steps | None = None,
+    captures: tuple[Array, ...] = (),
+    head_start: Int[Array, ""] | int = 0,
 ) -> tuple[Array, Array]:
     """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]).
 
@@ -71,24 +75,35 @@ def paged_attention(
     `page_stride` n, `page_shard` s: the table has every n-th page of each sequence from number s on, and only these are seen: key
     j is in page_table[row, j // page // n] if j // page % n == s. Output and lse then cover only these keys.
 
+    score: the steps of a score by place, applied after the cap; captures: the arrays that they read; head_start: the first query
+    head in the whole problem, for a function.
+
     `max_q_len`: the most queries of any sequence in this batch; rows beyond it are skipped and give 0. None: any. The sizes
     at the end are for tuning; `platform` defaults to jax's default backend.
     """
     sizes = {"max_q_len": max_q_len, "pages_a_block": pages_a_block, "pairs": pairs, "block_q": block_q}
     sizes["page_stride"] = page_stride
     check_numbers(softmax_scale, logits_soft_cap, sizes)
-    numbers = {"cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "page_table": page_table, "num_seqs": num_seqs}
+    starts, lengths, table, count = (
+        int32(name, x)
+        for name, x in (
+            ("cu_q_lens", cu_q_lens),
+            ("kv_lens", kv_lens),
+            ("page_table", page_table),
+            ("num_seqs", num_seqs),
+        )
+    )
+    given = (None if x is None else jnp.asarray(x) for x in (value_pages, sinks, key_scale, value_scale))
+    values, sinks, key_scale, value_scale = given
     operands = PagedOperands(
-        jnp.asarray(query),
-        jnp.asarray(key_pages),
-        None if value_pages is None else jnp.asarray(value_pages),
-        *(int32(name, x) for name, x in numbers.items()),
-        *(None if x is None else jnp.asarray(x) for x in (sinks, key_scale, value_scale)),
+        jnp.asarray(query), jnp.asarray(key_pages), values, starts, lengths, table, count, sinks, key_scale, value_scale
     )
     if isinstance(page_shard, int) and not 0 <= page_shard < page_stride:
         raise InputError(f"page_shard={page_shard}; wanted 0 to {page_stride - 1}, below the page_stride.")
     if page_stride > 1:
         operands = operands._replace(shard=int32("page_shard", page_shard))
+    if score is not None:
+        operands = operands._replace(of_score=ScoreArrays(captures, int32("head_start", head_start)))
     check_operands(operands, layout)
     operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
     platform = jax.default_backend() if platform is None else platform
@@ -103,6 +118,7 @@ def paged_attention(
         layout=layout,
         stride=page_stride,
         value_dim=value_dim,
+        score=score,
     )
     return _attend(static, operands)
 

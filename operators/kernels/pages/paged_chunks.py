@@ -17,7 +17,7 @@ from ...vanilla.kernel.cpu_tuning import as_bits, from_bits
 from ..lse import subtracted
 from ..primitives import cut_along, loop, put
 from ..varying import vary, varying
-from .paged_step import Batch, PagedOperands, PagedStatic, Sums, Tiles, finish
+from .paged_step import Batch, KeyPlaces, PagedOperands, PagedStatic, Sums, Tiles, finish
 
 __all__ = ["attend_chunks"]
 
@@ -54,8 +54,9 @@ def attend_chunks(
         def of_pages(m: Any, sums: Sums) -> Sums:
             first = first_page + m * np.int32(static.pages_a_block)
             ids, mapped = tiles.slots(seq, first, end_page)
-            seen = tiles.seen(first, mapped, positions, kv_len)
-            x = tiles.logits(rows, ids, seen)
+            keys = tiles.keys(first)
+            seen = tiles.seen(keys, mapped, positions, kv_len)
+            x = tiles.logits(rows, ids, seen, seq, KeyPlaces(positions, keys))
             peak = jnp.maximum(sums.peak, x.max(axis=-1))
             shift = subtracted(peak)
             p = tiles.exp2(x - shift[..., None])

@@ -22,7 +22,7 @@ from jax import lax
 from ..lse import subtracted
 from ..primitives import counted, cut_along, loop, put
 from ..varying import vary, varying
-from .paged_step import Batch, PagedOperands, PagedStatic, Sums, Tiles, finish
+from .paged_step import Batch, KeyPlaces, PagedOperands, PagedStatic, Sums, Tiles, finish
 
 __all__ = ["DecodePairs", "attend_decode", "decode_pairs"]
 
@@ -89,9 +89,10 @@ def attend_decode(
         kv_len, rows_len = of(batch.kv_lens), of(batch.q_lens)
         row = jnp.arange(q_len, dtype=np.int32)[None]
         positions = jnp.where(row < rows_len[:, None], (kv_len - rows_len)[:, None] + row, -1)
-        seen = tiles.seen(first, mapped & real[:, None], positions, kv_len)
+        keys = tiles.keys(first)
+        seen = tiles.seen(keys, mapped & real[:, None], positions, kv_len)
 
-        x = tiles.logits(of(all_rows), ids, seen)
+        x = tiles.logits(of(all_rows), ids, seen, seq, KeyPlaces(positions, keys))
         rank = of(pairs.rank)
         place = rank - rank[0]
         old = jax.tree.map(lambda c: cut_along(c, rank[0], pair_count), carry)

@@ -16,13 +16,27 @@ from jax import lax
 
 from ....masks.int_arrays import same_rank
 from ....page_layouts import LAYOUTS
+from ....scores.steps import Steps
 from ...vanilla.kernel.cpu_tuning import compute_dtype, exp2, few_rows_product, product
 from ..default_promotion import wider
 from ..lse import LN2, LOG2E, divisor_and_lse, subtracted
 from ..primitives import counted, where
+from ..scores import apply_steps
 from .page_layout import fetch, fetch_joint_heads, page_shape
+from .page_scores import PageScores
 
-__all__ = ["Batch", "PagedOperands", "PagedOptions", "PagedStatic", "Sums", "Tiles", "batch_of", "finish"]
+__all__ = [
+    "Batch",
+    "KeyPlaces",
+    "PagedOperands",
+    "PagedOptions",
+    "PagedStatic",
+    "ScoreArrays",
+    "Sums",
+    "Tiles",
+    "batch_of",
+    "finish",
+]
 
 # Key heads, and rows over all of them, up to which a CPU is faster with one block-diagonal product than per head.
 _JOINT_HEADS = 4
@@ -60,6 +74,14 @@ class PagedStatic(PagedOptions):
     layout: str = "split"
     stride: int = 1
     value_dim: int | None = None
+    score: Steps | None = None
+
+
+class ScoreArrays(NamedTuple):
+    """captures: those that the score's steps read. head_start: this device's first query head, int32."""
+
+    captures: tuple[jax.Array, ...]
+    head_start: jax.Array
 
 
 class PagedOperands(NamedTuple):
@@ -76,6 +98,14 @@ class PagedOperands(NamedTuple):
     key_scale: jax.Array | None
     value_scale: jax.Array | None
     shard: jax.Array | None = None
+    of_score: ScoreArrays | None = None
+
+
+class KeyPlaces(NamedTuple):
+    """Positions of queries [..., queries] and keys [..., keys]."""
+
+    queries: jax.Array
+    keys: jax.Array
 
 
 class Batch(NamedTuple):
@@ -182,14 +212,18 @@ class Tiles:
         fallback_id = jnp.where(mapped, ids, 0).max(axis=-1, keepdims=True)
         return jnp.where(mapped, ids, fallback_id), mapped
 
-    def seen(self, first: jax.Array, mapped: jax.Array, positions: jax.Array, kv_len: jax.Array) -> jax.Array:
-        """Bool [..., queries, keys]: positions [..., queries], the pages of a block from `first` on."""
-        static = self.static
+    def keys(self, first: jax.Array) -> jax.Array:
+        """The positions of the keys in a block of pages from `first` on, [..., keys]."""
         keys = counted(first * np.int32(self.page), self.block)
-        if self.operands.shard is not None:  # page j of the table is page number j * stride + shard
-            page = np.int32(self.page)
-            page_index = lax.div(keys, page)
-            keys = keys + (page_index * np.int32(static.stride - 1) + self.operands.shard) * page
+        if self.operands.shard is None:
+            return keys
+        page = np.int32(self.page)  # page j of the table is page number j * stride + shard
+        page_index = lax.div(keys, page)
+        return keys + (page_index * np.int32(self.static.stride - 1) + self.operands.shard) * page
+
+    def seen(self, keys: jax.Array, mapped: jax.Array, positions: jax.Array, kv_len: jax.Array) -> jax.Array:
+        """Bool [..., queries, keys]: positions [..., queries]; keys: those of a block."""
+        static = self.static
         seen = jnp.repeat(mapped, self.page, axis=-1) & (keys < kv_len[..., None])
         seen, keys, rows = seen[..., None, :], keys[..., None, :], positions[..., None]
         seen = seen & (rows >= 0)
@@ -201,8 +235,8 @@ class Tiles:
             seen &= keys <= rows + static.right
         return seen
 
-    def logits(self, rows: jax.Array, ids: jax.Array, seen: jax.Array) -> jax.Array:
-        """Float32 [..., kv heads, rows, keys] in base 2, -inf where not seen."""
+    def logits(self, rows: jax.Array, ids: jax.Array, seen: jax.Array, seq: jax.Array, at: KeyPlaces) -> jax.Array:
+        """Float32 [..., kv heads, rows, keys] in base 2, -inf where not seen. at: positions of rows and keys, for a score."""
         static, operands = self.static, self.operands
         if self.joint_heads:
             x = self._joint_logits(rows, ids)
@@ -214,11 +248,23 @@ class Tiles:
                 x = product("...nx,...sx->...ns", rows, keys, np.dtype(np.float32))
         if operands.key_scale is not None:
             x = operator.mul(*same_rank(x, self._scale(operands.key_scale, ids)))
+        unit = LOG2E if static.score is None else 1.0
         if static.soft_cap is None:
-            x = x * np.float32(static.scale * LOG2E)
+            x = x * np.float32(static.scale * unit)
         else:
-            x = np.float32(static.soft_cap * LOG2E) * jnp.tanh(x * np.float32(static.scale / static.soft_cap))
+            x = np.float32(static.soft_cap * unit) * jnp.tanh(x * np.float32(static.scale / static.soft_cap))
+        if static.score is not None:
+            assert operands.of_score is not None
+            x = self._scored(static.score, operands.of_score, x, seq, at)
         return where(self._each_row(seen), x, -jnp.inf)
+
+    def _scored(self, score: Steps, arrays: ScoreArrays, x: jax.Array, seq: jax.Array, at: KeyPlaces) -> jax.Array:
+        tile = PageScores(score, arrays.captures, (self.kv_heads, self.group), seq, *at, arrays.head_start)
+        *lead, _, _, width = x.shape
+        by_query = x.reshape(*lead, self.kv_heads, -1, self.group, width)
+        scored = apply_steps(score, by_query, 1.0, LOG2E, tile)
+        rest = scored.factor * (1.0 if scored.absorbed else LOG2E)
+        return (scored.x if rest == 1.0 else scored.x * np.float32(rest)).reshape(x.shape)
 
     def values(self, weights: jax.Array, ids: jax.Array, seen: jax.Array) -> jax.Array:
         """Weights [..., kv heads, rows, keys] times values. A row of V that nobody sees is treated as 0: a freed page may hold

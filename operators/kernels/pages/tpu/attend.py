@@ -86,16 +86,19 @@ def paged_attention_tpu(
         "buffers": buffers,
     }
     check_numbers(softmax_scale, logits_soft_cap, sizes | {"vmem_limit_bytes": vmem_limit_bytes})
-    numbers = {"cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "page_table": page_table, "num_seqs": num_seqs}
     query, key_pages = jnp.asarray(query), jnp.asarray(key_pages)
     value_pages = None if value_pages is None else jnp.asarray(value_pages)
-    lengths = {name: int32(name, x) for name, x in numbers.items()}
+    lengths = (
+        int32("cu_q_lens", cu_q_lens),
+        int32("kv_lens", kv_lens),
+        int32("page_table", page_table),
+        int32("num_seqs", num_seqs),
+    )
     sinks, key_scale, value_scale = (None if x is None else jnp.asarray(x) for x in (sinks, key_scale, value_scale))
     as_split = _as_split(layout, value_dim, query, key_pages, value_pages, key_scale, value_scale)
 
     def operands_of(key: Any, value: Any, key_scale: Any, value_scale: Any) -> PagedOperands:
-        arrays = {"query": query, "key_pages": key, "value_pages": value, "sinks": sinks}
-        return PagedOperands(**arrays, **lengths, key_scale=key_scale, value_scale=value_scale)
+        return PagedOperands(query, key, value, *lengths, sinks, key_scale, value_scale)
 
     check_operands(operands_of(*as_split), "split")
     value_row = key_pages.shape[-1] if value_pages is None else value_pages.shape[-1]
