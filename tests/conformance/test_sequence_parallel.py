@@ -42,6 +42,7 @@ CASES = {
     "soft_cap": "bhtd", "positions": "bthd", "mask_function": "bthd", "dynamic_query_offset": "bthd", "bias": "bthd",
     "everything": "bthd", "int8_kv": "bthd", "sinks_of_minus_infinity": "bthd", "sinks_some_of_minus_infinity": "bhtd",
     "blocks": "bthd", "blocks_of_heads": "bhtd", "chosen_blocks": "bthd",
+    "relative_bias": "bthd", "forgetting": "bhtd", "score_function": "bthd",
 }  # fmt: skip
 _RING = {"bias": {"bias"}, "everything": {"bias", "return_weights"}, "int8_kv": {"quantized_kv"}}
 # By strategy, what is refused for its own sake.
@@ -82,6 +83,10 @@ OFTEN = {
     *((NATIVE, "ring", n, "sp4_ones", "auto") for n in ("causal_window", "dense_mask")),
     *((NATIVE, "ring", n, "fsdp2_tp2_sp2", "auto") for n in ("blocks_of_heads", "chosen_blocks")),
     (SPLASH, "zigzag", "chosen_blocks", "fsdp2_tp2_sp2", "auto"),
+    *((NATIVE, "ulysses_ring", n, "cp2_sp2_tp2", "auto") for n in ("relative_bias", "forgetting")),
+    *((SPLASH, strategy, "relative_bias", "fsdp2_tp2_sp2", "auto") for strategy in ("ring", "zigzag")),
+    (SPLASH, "ulysses", "score_function", "fsdp2_tp2_sp2", "auto"),
+    (FLASH, "ring", "forgetting", "fsdp2_tp2_sp2", "auto"),
     (FLASH, "ulysses", "blocks_of_heads", "fsdp2_tp2_sp2", "auto"),
     (SPLASH, "ulysses", "causal_window", "fsdp2_tp2_sp2", "auto"),
     (SPLASH, "zigzag", "segment_ids", "fsdp2_tp2_sp2", "auto"),
@@ -139,7 +144,10 @@ def test_strategies(which: str, strategy: str, name: str, mesh: str, layout: str
 
 
 # What the causal rule of a mask is worth: which cases an unset order takes a zigzag ring for.
-ZIGZAG = {"causal", "gqa", "segment_ids", "value_dim", "soft_cap", "blocks", "blocks_of_heads", "chosen_blocks"}
+ZIGZAG = {
+    "causal", "gqa", "segment_ids", "value_dim", "soft_cap", "blocks", "blocks_of_heads", "chosen_blocks",
+    "relative_bias",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n not in _RING])

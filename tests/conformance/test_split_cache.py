@@ -59,6 +59,9 @@ OFTEN = {
     ("dense_mask", "auto", "whole", "vanilla.forward_native decode", "bthd"),
     ("causal_window", "auto", "whole", "vanilla.forward_native blockwise", "bthd"),
     ("lse", "auto", "whole", PATHS[0], "thd"),
+    ("relative_bias", "auto", "whole", PATHS[0], "bthd"),
+    ("forgetting", "auto", "split", PATHS[0], "bthd"),
+    ("score_function", "auto", "whole", "vanilla.forward_native decode", "bthd"),
 }
 
 

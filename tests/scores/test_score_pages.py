@@ -88,12 +88,12 @@ def _tokens(seed: int) -> list[tuple[np.ndarray, ...]]:
     ]
 
 
-def _batch(plan: Any, starts: tuple[int, ...], ends: tuple[int, ...], shards: int = 1) -> RaggedBatch:
+def _batch(plan: Any, starts: tuple[int, ...], ends: tuple[int, ...]) -> RaggedBatch:
     table, page = [], 0
     for n in LENGTHS:
         count = -(-n // PAGE)
         table.append(list(range(page, page + count)))
-        page += count
+        page += count + count % 2  # a sequence's first page is on the first of two devices that share its pages
     q_lens = np.subtract(ends, starts)
     return RaggedBatch.make(
         plan, cu_q_lens=np.cumsum([0, *q_lens]), kv_lens=list(ends), page_table=table, tokens=int(q_lens.sum())
@@ -152,6 +152,12 @@ def test_windows(name: str) -> None:
 def test_heads_on_devices(name: str) -> None:
     mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2])
     _steps(CASES[name], (1, 2, 1), mesh=mesh, kv_head_axis="tp")
+
+
+@pytest.mark.parametrize("name", ["alibi", "t5", "function", "positions"])
+def test_pages_of_a_sequence_on_two_devices(name: str) -> None:
+    mesh = jax.make_mesh((2, 2), ("sp", "tp"), devices=jax.devices()[:4])
+    _steps(CASES[name], (1, 2, 1), mesh=mesh, kv_head_axis="tp", page_sequence_axis="sp")
 
 
 @pytest.mark.parametrize("name", ["slopes", "t5", "function"])
