@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .buckets import T5, Buckets, Clip
 from .functions import ScoreFunction, register_score_function, score_function_names
-from .leaves import ALiBi, Distance, Forgetting, PositionTemperature, SoftCap, Temperature
+from .leaves import ALiBi, Distance, Forgetting, PositionTemperature, SoftCap, Temperature, paper_slopes
 from .node import Chain, Score
 from .relative import RelativeBias, RelativeBias2D
 from .schema import score_json_schema
@@ -29,6 +29,7 @@ __all__ = [
     "ScoreFunction",
     "SoftCap",
     "Temperature",
+    "paper_slopes",
     "register_score_function",
     "score_from_dict",
     "score_function_names",

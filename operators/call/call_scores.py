@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,16 +10,17 @@ import jax.numpy as jnp
 
 from ...errors import InputError, InputTypeError, a_type
 from ...planning import AttentionProblem
+from ...planning.cache.cache_fields import axis_names
 from ...planning.score_operands import captured_names
-from ...scores import Score, SoftCap
+from ...scores import ALiBi, Score, SoftCap
 from ...scores.node import Chain
 from ...scores.steps import Lowering, Steps
-from ...sharding import ATTENTION
+from ...sharding import ATTENTION, OperandTable
 from ..kernels.local_mask import LocalMask, score_positions
 from ..kernels.varying import vary, varying
-from .arrays import is_array
+from .arrays import Arrays, is_array
 
-__all__ = ["lowered", "read_score", "without_cap"]
+__all__ = ["check_in_shard_map", "lowered", "read_score", "without_cap"]
 
 
 def read_score(score: Any, query: Any, layout: str, call: Mapping[str, Any]) -> tuple[Score, dict[str, Any]]:
@@ -42,6 +43,25 @@ def read_score(score: Any, query: Any, layout: str, call: Mapping[str, Any]) -> 
         arrays[name] = jnp.asarray(array, jnp.float32) if isinstance(array, tuple) else array
     in_call = any(call.get(name) is not None for name in arrays)
     return score.structure() if in_call else score.without_values(), arrays
+
+
+def check_in_shard_map(
+    score: Score, captured: OperandTable, shapes: Arrays, manual: Sequence[str], rules: Any, parts_of_sequence: bool
+) -> None:
+    """Refuse what a device's part of a call in the caller's own shard_map can't know. manual: the axes of that; parts_of_sequence:
+    whether its queries are a part of a split sequence. Errors: InputError."""
+    heads = [name for name in axis_names(rules.head_axis) if name in manual]
+    if heads and any(isinstance(part, ALiBi) and part.slopes is None for part in score.parts()):
+        raise InputError(
+            f"ALiBi() takes its slopes from the number of heads, and inside your own shard_map over {'+'.join(heads)} a call has a "
+            "device's heads only; pass ALiBi(slopes) with this device's slopes: attnops.scores.paper_slopes(heads) has all."
+        )
+    by_row = [row.name for row in captured if {"q_len", "kv_len"} & set(row.dims)] if parts_of_sequence else []
+    if by_row and max(shapes.by_name[by_row[0]].shape, default=1) > 1:
+        raise InputError(
+            f"{by_row[0]} has a number for each query or key, and inside your own shard_map a call has a part of the sequence; "
+            "pass it in a call outside of the shard_map."
+        )
 
 
 def without_cap(score: Score) -> tuple[float | None, Score | None]:

@@ -9,6 +9,7 @@ import jax
 from ...errors import InputError
 from ...masks import Mask
 from ...planning import AttentionProblem, PlannedOperation
+from ...planning.cache.cache_fields import axis_names
 from ...planning.quantised import QUANTISED
 from ...planning.score_operands import capture_sizes, captured_names, score_rows
 from ...planning.sequence.choice import declared_strategy
@@ -33,6 +34,7 @@ from ..notes.mask_notes import causal_by_default, default_notes, dense_notes
 from ..sequence.manual import of_the_whole, split_by_caller
 from .arguments import Options, bound_mask, join_mask
 from .arrays import Arrays, shaped
+from .call_scores import check_in_shard_map
 from .declared import varying_axes
 from .planned_platform import planned_platform
 from .shapes import (
@@ -76,6 +78,8 @@ def describe(
     if options.score is not None:
         captured = score_rows(options.score, tuple(len(shapes.by_name[n].shape) for n in captured_names(options.score)))
         check_operands(shapes, captured, layout, sizes | capture_sizes(options.score, kv_len))
+        manual = [a.name for a in axes if a.kind == "manual" and a.size > 1]
+        check_in_shard_map(options.score, captured, shapes, manual, metadata.partition_axis, any(by_caller))
         table = OperandTable(*table, *captured)
     check_operands(shapes, operation.operands, layout, sizes)
     check_offset(options)
@@ -231,7 +235,7 @@ def _check_manual_sequence(
 ) -> None:
     """Raise where the position of the caller's own shard in the sequence is unknown."""
     rules = metadata.partition_axis
-    names = {n for entry in (rules.query_sequence_axis, rules.key_sequence_axis) for n in _flat(entry)}
+    names = {n for entry in (rules.query_sequence_axis, rules.key_sequence_axis) for n in axis_names(entry)}
     manual = [a.name for a in axes if a.kind == "manual" and a.size > 1 and a.name in names]
     if manual and mask.needs_offset and not has_offset and q_len != 1:
         raise InputError(
@@ -239,7 +243,3 @@ def _check_manual_sequence(
             f"local queries isn't known and the mask {mask.describe()} depends on it; pass query_offset, or "
             "declare sequence_parallel='ring' or 'ulysses', which count this axis in."
         )
-
-
-def _flat(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

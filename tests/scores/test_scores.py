@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from score_cases import BATCH, DIM, HEADS, LENGTH, cases, compare, expected, inputs, numbers
 
 from attnops import (
     T5,
     ALiBi,
+    Forgetting,
     InputError,
     OperationMetadata,
     OperationRegistry,
@@ -21,6 +24,7 @@ from attnops import (
     RelativeBias,
     ScoreFunction,
     SoftCap,
+    Temperature,
     register_score_function,
 )
 from attnops.errors import InputTypeError, ScoreError
@@ -191,3 +195,40 @@ def test_wrong_arguments_say_what_is_wanted() -> None:
         operation(q, k, v, score=ALiBi(np.ones(3, np.float32)))
     with pytest.raises(InputError, match="alibi"):
         operation(q[:, :3], k, v, score=ALiBi(), causal=False)
+
+
+def _in_shard_map(score: Callable[[Any], Any], array: np.ndarray, spec: P) -> tuple[Any, Any]:
+    """(a call in the caller's own shard_map, over parts of the sequence and of the heads; the same call without a mesh)."""
+    mesh = jax.make_mesh((2, 2), ("sp", "tp"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2)
+    operation, (q, k, v) = _operation("blockwise"), inputs()
+    manual = OperationRegistry.create("vanilla", OperationMetadata(mesh=mesh, sequence_parallel="ring"))
+    of = P(None, "sp", "tp")
+    call = jax.shard_map(
+        lambda q, k, v, x: manual(q, k, v, score=score(x), causal=True).attention_outputs,
+        mesh=mesh, in_specs=(of, of, of, spec), out_specs=of, check_vma=False,
+    )  # fmt: skip
+    return jax.jit(call)(q, k, v, array), operation(q, k, v, score=score(array), causal=True).attention_outputs
+
+
+@pytest.mark.parametrize(
+    ("score", "array", "spec"),
+    [
+        (ALiBi, numbers(HEADS), P("tp")),
+        (lambda table: RelativeBias(table, T5()), numbers(32, HEADS), P(None, "tp")),
+        (Forgetting, -np.abs(numbers(BATCH, HEADS, LENGTH)), P(None, "tp")),
+    ],
+)
+def test_in_the_callers_own_shard_map(score: Any, array: np.ndarray, spec: P) -> None:
+    compare(*_in_shard_map(score, array, spec))
+
+
+@pytest.mark.parametrize(
+    ("score", "array", "spec", "part"),
+    [
+        (lambda _: ALiBi(), numbers(HEADS), P("tp"), "paper_slopes"),
+        (Temperature, numbers(HEADS, LENGTH), P("tp"), "temperature"),
+    ],
+)
+def test_what_a_part_in_the_callers_shard_map_cannot_know(score: Any, array: Any, spec: P, part: str) -> None:
+    with pytest.raises(InputError, match=part):
+        _in_shard_map(score, array, spec)
