@@ -48,13 +48,13 @@ def read_score(score: Any, query: Any, layout: str, call: Mapping[str, Any]) -> 
 def check_in_shard_map(
     score: Score, captured: OperandTable, shapes: Arrays, manual: Sequence[str], rules: Any, parts_of_sequence: bool
 ) -> None:
-    """Refuse what a device's part of a call in the caller's own shard_map can't know. manual: the axes of that; parts_of_sequence:
-    whether its queries are a part of a split sequence. Errors: InputError."""
+    """Refuse what a device's part of a call in the caller's own shard_map can't know. manual: the axes of that;
+    parts_of_sequence: whether its queries are a part of a split sequence. Errors: InputError."""
     heads = [name for name in axis_names(rules.head_axis) if name in manual]
     if heads and any(isinstance(part, ALiBi) and part.slopes is None for part in score.parts()):
         raise InputError(
-            f"ALiBi() takes its slopes from the number of heads, and inside your own shard_map over {'+'.join(heads)} a call has a "
-            "device's heads only; pass ALiBi(slopes) with this device's slopes: attnops.scores.paper_slopes(heads) has all."
+            f"ALiBi() takes its slopes from the number of heads, and inside your own shard_map over {'+'.join(heads)} a call has "
+            "a device's heads only; pass ALiBi(slopes) with this device's slopes: attnops.scores.paper_slopes(heads) has all."
         )
     by_row = [row.name for row in captured if {"q_len", "kv_len"} & set(row.dims)] if parts_of_sequence else []
     if by_row and max(shapes.by_name[by_row[0]].shape, default=1) > 1:
