@@ -1,8 +1,8 @@
 """Score functions on this machine's CPU and in the schedules of described TPUs: python benchmarks/scores.py [--tpu].
 
 CPU: times of a call with a score as ratios of the same call without one and of jax.nn with the bias as an array, one process,
-calls interleaved, medians; and temporaries of the compiled program. --tpu: cycles of a tile and of the pass for the gradients of a
-score's arrays, beside the tile without a score, by the static clock.
+calls interleaved, medians; and temporaries of the compiled program. --tpu: cycles of a tile and of the pass for the gradients of
+a score's arrays, beside the tile without a score, by the static clock.
 """
 
 from __future__ import annotations

@@ -22,13 +22,16 @@ from .tiles import TilePosition, TileSource
 
 __all__ = [
     "BlockScores",
+    "Pull",
     "ScoreTile",
     "Scored",
+    "Share",
     "WholeScores",
     "apply_steps",
     "diagonal_sums",
     "from_diagonals",
     "tanh",
+    "without_padded_rows",
 ]
 
 
@@ -67,6 +70,7 @@ class ScoreTile(Protocol):
 
 # The gradient of a step's arrays: (step, number of the array, a number for each element of the tile).
 Share = tuple[Step, int, jax.Array]
+Pull = Callable[[jax.Array], tuple[jax.Array, list[Share]]]
 
 
 class Scored(NamedTuple):
@@ -76,7 +80,7 @@ class Scored(NamedTuple):
     x: jax.Array
     factor: float
     absorbed: bool
-    pull: Callable[[jax.Array], tuple[jax.Array, list[Share]]]
+    pull: Pull
 
 
 def tanh(x: jax.Array) -> jax.Array:
@@ -98,10 +102,12 @@ def apply_steps(
     A sum is made in units at once: its arrays have fewer elements than the tile.
     """
     absorbed = False
-    pulls: list[Callable[[jax.Array], tuple[jax.Array, list[Share]]]] = []
+    pulls: list[Pull] = []
+    after_function = False
     for step in steps.steps:
         x, factor, absorbed, pull = _applied(step, x, factor, absorbed, unit, tile, tanh)
-        pulls.append(pull)
+        after_function |= isinstance(step, Function)
+        pulls.append(_of_seen(pull) if after_function else pull)
 
     def pulled(gradient: jax.Array) -> tuple[jax.Array, list[Share]]:
         shares: list[Share] = []
@@ -113,9 +119,30 @@ def apply_steps(
     return Scored(x, factor, absorbed, pulled)
 
 
+def _of_seen(pull: Pull) -> Pull:
+    """A pull that is 0 where the gradient is: a hidden element may be where a function has no number or no derivative, and 0
+    times that isn't 0."""
+
+    def pulled(d: jax.Array) -> tuple[jax.Array, list[Share]]:
+        hidden = d == 0
+        before, shares = pull(d)
+        of_seen = [(step, n, jnp.where(hidden, jnp.zeros_like(share), share)) for step, n, share in shares]
+        return jnp.where(hidden, jnp.zeros_like(before), before), of_seen
+
+    return pulled
+
+
+def without_padded_rows(steps: Steps | None, x: jax.Array, shift: jax.Array) -> jax.Array:
+    """Logits x for weights exp(x - shift) -> -inf in rows whose shift is inf, if the score has a function: rows beyond the end,
+    where it may have no number."""
+    if steps is None or Function.name not in steps.names:
+        return x
+    return jnp.where(jnp.broadcast_to(shift == jnp.inf, x.shape), jnp.full_like(x, -jnp.inf), x)
+
+
 def _applied(
     step: Step, x: jax.Array, factor: float, absorbed: bool, unit: float, tile: ScoreTile, tanh: Callable[[Any], Any]
-) -> tuple[jax.Array, float, bool, Callable[[jax.Array], tuple[jax.Array, list[Share]]]]:
+) -> tuple[jax.Array, float, bool, Pull]:
     work = unit if absorbed else 1.0
     if isinstance(step, Cap):
         capped = tanh(x * (factor / (step.cap * work)))
@@ -134,8 +161,7 @@ def _applied(
 
         def through(d: jax.Array) -> tuple[jax.Array, list[Share]]:
             _, back = jax.vjp(function, natural, *arrays)
-            # A hidden element may be where the function has no derivative.
-            d, *shares = (jnp.where(d == 0, jnp.zeros_like(x), x) for x in back(d))
+            d, *shares = back(d)
             return d, [(step, n, share) for n, share in enumerate(shares)]
 
         return function(natural, *arrays), 1.0, False, through

@@ -39,6 +39,16 @@ def _root(distance: Any) -> Any:
     return -0.1 * jnp.sqrt(jnp.abs(distance).astype(jnp.float32))
 
 
+@register_score_function("tests.scores.log")
+def _log(x: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
+    return x - jnp.log(1.0 + (q - kv).astype(x.dtype))  # no number for later keys
+
+
+@register_score_function("tests.scores.quotient")
+def _quotient(x: Any, batch: Any, head: Any, q: Any, kv: Any, divisor: Any) -> Any:
+    return x / divisor  # no number where a kernel reads zeros, beyond the last query
+
+
 @dataclasses.dataclass
 class Case:
     """A score with its arrays, and the formula: new logits from logits, arrays, and positions q [.., q, 1], kv [.., 1, kv]."""
@@ -115,6 +125,29 @@ def cases(length: int) -> dict[str, Case]:
             lambda x, a, q, kv: (
                 4 * jnp.tanh((x - a[0][None, :, None, None] * abs(q - kv)) / 4) * a[1][None, :, None, None]
             ),
+        ),
+    }
+
+
+def partial_functions(length: int) -> dict[str, Case]:
+    """Functions that have no number for hidden keys, or beyond the end; alone and before other steps."""
+    divisor = 0.5 + np.abs(numbers(BATCH, HEADS, length))
+
+    def log(x: Any, q: Any, kv: Any) -> Any:
+        return x - jnp.log(1.0 + jnp.maximum(q - kv, 0))
+
+    return {
+        "log": Case(ScoreFunction("tests.scores.log"), lambda x, a, q, kv: log(x, q, kv)),
+        "log_cap": Case(
+            ScoreFunction("tests.scores.log") >> SoftCap(3.0), lambda x, a, q, kv: 3 * jnp.tanh(log(x, q, kv) / 3)
+        ),
+        "log_times": Case(
+            ScoreFunction("tests.scores.log") >> Temperature(numbers(HEADS)),
+            lambda x, a, q, kv: log(x, q, kv) * a[0][None, :, None, None],
+        ),
+        "quotient": Case(
+            ScoreFunction("tests.scores.quotient", {"divisor": (divisor, ("batch", "heads", "q_len"))}),
+            lambda x, a, q, kv: x / a[0][..., None],
         ),
     }
 

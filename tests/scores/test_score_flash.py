@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from score_cases import BATCH, HEADS, cases, check, compare, expected, inputs
+from score_cases import BATCH, HEADS, cases, check, compare, expected, inputs, partial_functions
 
 from attnops import OperationMetadata, OperationRegistry, Positions, ScoreFunction, register_score_function
 
@@ -45,6 +45,11 @@ def _operation(axes: dict[str, int] | None = None, policy: dict[str, Any] | None
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_outputs_and_gradients(name: str, kv_heads: int) -> None:
     check(CASES[name], _operation(), LENGTH, kv_heads)
+
+
+@pytest.mark.parametrize("name", ["log", "log_cap", "log_times", "quotient"])
+def test_hidden_keys_and_padding_where_a_function_has_no_number_have_no_part_in_gradients(name: str) -> None:
+    check(partial_functions(LENGTH)[name], _operation(), LENGTH, kv_heads=2)
 
 
 @pytest.mark.parametrize("name", ["alibi", "t5", "forgetting", "function", "swin", "sam"])

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from score_cases import BATCH, HEADS, Case, cases, check, compare, expected, inputs, numbers
+from score_cases import BATCH, HEADS, cases, check, compare, expected, inputs, numbers, partial_functions
 
 from attnops import (
     OperationMetadata,
@@ -100,11 +100,6 @@ def _gamma(x: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
     return x + jax.lax.lgamma(x)
 
 
-@register_score_function("tests.scores.log")
-def _log(x: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
-    return x - jnp.log(1.0 + (q - kv).astype(x.dtype))  # no number for later keys
-
-
 def test_functions_that_mosaic_does_not_compile_are_refused() -> None:
     x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
     plan = OperationRegistry.create("splash", OperationMetadata(platform="tpu")).plan(
@@ -113,13 +108,10 @@ def test_functions_that_mosaic_does_not_compile_are_refused() -> None:
     assert "splash.score_function_operation" in {r.code for rejected in plan.rejected for r in rejected.reasons}
 
 
-def test_hidden_keys_where_a_function_has_no_number_have_no_part_in_gradients() -> None:
-    check(
-        Case(ScoreFunction("tests.scores.log"), lambda x, a, q, kv: x - jnp.log(1.0 + jnp.maximum(q - kv, 0))),
-        _operation(),
-        LENGTH,
-        kv_heads=2,
-    )
+@pytest.mark.parametrize("name", ["log", "log_cap", "log_times", "quotient"])
+@pytest.mark.parametrize("way", ["rows", "unfused"])
+def test_hidden_keys_and_padding_where_a_function_has_no_number_have_no_part_in_gradients(name: str, way: str) -> None:
+    check(partial_functions(LENGTH)[name], _operation(**WAYS[way]), LENGTH, kv_heads=2)
 
 
 def test_vmap() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from score_cases import BATCH, DIM, HEADS, LENGTH, cases, compare, expected, inputs, numbers
+from score_cases import BATCH, DIM, HEADS, LENGTH, cases, check, compare, expected, inputs, numbers, partial_functions
 
 from attnops import (
     T5,
@@ -73,6 +73,11 @@ def test_outputs_and_gradients(name: str, path: str, place: str) -> None:
         wanted = jax.grad(lambda q, k, v, a: (expected(case, a, q, k, v) * weights).sum(), (0, 1, 2, 3))(*wide)
     compare(output, wanted_output)
     compare(gradients, wanted)
+
+
+@pytest.mark.parametrize("name", ["log", "log_cap", "log_times", "quotient"])
+def test_hidden_keys_and_padding_where_a_function_has_no_number_have_no_part_in_gradients(name: str) -> None:
+    check(partial_functions(72)[name], _operation("blockwise"), 72, kv_heads=2)
 
 
 @pytest.mark.parametrize("path", ["plain", "blockwise", "decode", "decode_rows"])

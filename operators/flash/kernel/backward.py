@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ...kernels.scores import without_padded_rows
 from .arrays import Along, Arrays
 from .flash_sizes import dim_parts
 from .tile import Logits, Tile, product, seen_rows, zeroing
@@ -39,6 +40,7 @@ class _BackwardKernel:
         shift = tile.of_rows(Arrays.numbers(refs["lse"], place, tile.rows, float("inf")))
         delta = tile.of_rows(Arrays.numbers(refs["delta"], place, tile.rows))
         x, factor, pull = weigh(tile, raw, masked)
+        x = without_padded_rows(self.logits.static_args.score, x, shift)
         p = self.logits.exp2(x, factor, shift)
         keep = tile.keep()
         return tile.dropped(p, keep), pull(p * (tile.dropped(d_p, keep) - delta))

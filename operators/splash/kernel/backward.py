@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...kernels.precision import tile_product
+from ...kernels.scores import without_padded_rows
 from .grid import Input, KernelGrid, Output
 from .key_sums import KeySums
 from .schedule import FIRST, LAST
@@ -120,7 +121,8 @@ def backward_kernel(
         def accumulate(subtile: SubTile, products: tuple[jax.Array, Any, jax.Array]) -> None:
             (x, pull, d_p), kv_head = products, subtile.head[0]
             query, d_out = query_of(subtile), rows_of(refs["d_output"], (subtile.number,), subtile.queries, 0)
-            p = logits.exp(x - refs["lse"][subtile.number, :, subtile.queries])
+            lse = refs["lse"][subtile.number, :, subtile.queries]
+            p = logits.exp(without_padded_rows(logits.static_args.score, x, lse) - lse)
             keep = tile.keep(dropout[subtile.number], subtile)
             d_p = tile.dropped(d_p, keep)
             d_x = p * (d_p - refs["delta"][subtile.number, :, subtile.queries])

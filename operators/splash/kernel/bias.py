@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from ...kernels.precision import tile_product
+from ...kernels.scores import without_padded_rows
 from .grid import KernelGrid
 from .schedule import FIRST, LAST, VARIANT, kv_block_of, q_block_of
 from .subtiles import SubTile, rows_of, subtiles_of
@@ -63,7 +64,8 @@ def bias_kernel(
             d_p = tile_product(d_out, value, 1, 1 - v_time)
             d_p = tile.dropped(d_p, tile.keep(dropout[subtile.number], subtile))
             head = tuple(i if n > 1 else 0 for i, n in zip(subtile.head, gradient.shape[:2], strict=True))
-            gradient[(*head, subtile.queries, subtile.keys)] += logits.exp(x - lse) * (d_p - delta)
+            p = logits.exp(without_padded_rows(logits.static_args.score, x, lse) - lse)
+            gradient[(*head, subtile.queries, subtile.keys)] += p * (d_p - delta)
 
         for subtile in subtiles_of(grid, *compute, variant):
             add(subtile)

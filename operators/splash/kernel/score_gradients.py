@@ -18,7 +18,7 @@ from ....scores.steps import Diagonal, Product, Steps
 from ...kernels.local_mask import LocalMask
 from ...kernels.precision import tile_product
 from ...kernels.primitives import put, shifted
-from ...kernels.scores import Share
+from ...kernels.scores import Share, without_padded_rows
 from .grid import KernelGrid, Output
 from .schedule import FIRST, LAST
 from .score_tile import SIDE, SUBLANES, SubTileScores, capture_name, diagonal_room, first_diagonal
@@ -117,7 +117,8 @@ def capture_kernel(
             x, pull, d_p = products
             lse, delta = (transpose(refs[name][subtile.number, :, subtile.queries]) for name in ("lse", "delta"))
             d_p = tile.dropped(d_p, tile.keep(dropout[subtile.number], subtile))
-            for share in pull(logits.exp(x - lse) * (d_p - delta))[1]:
+            p = logits.exp(without_padded_rows(steps, x, lse) - lse)
+            for share in pull(p * (d_p - delta))[1]:
                 _add(tile, subtile, kinds, share)
 
         pipelined(subtiles_of(grid, *compute, variant), 1, multiply, accumulate)

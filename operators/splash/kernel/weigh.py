@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
-from ...kernels.scores import Share, apply_steps
+from ...kernels.scores import Pull, Share, apply_steps
 from .score_tile import SubTileScores
 from .subtiles import SubTile
 from .tile import Tile
 
-__all__ = ["Pull", "weigh"]
-
-# From the gradient of the logits, without log2 e, to that of the products times the scale, and to the score's arrays' shares.
-Pull = Callable[[jax.Array], tuple[jax.Array, list[Share]]]
+__all__ = ["weigh"]
 
 
 def weigh(tile: Tile, raw: jax.Array, subtile: SubTile) -> tuple[jax.Array, Pull]:

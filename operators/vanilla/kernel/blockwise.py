@@ -26,7 +26,7 @@ from ...kernels.lse import LN2, LOG2E, divisor_and_lse, subtracted
 from ...kernels.operands import DynamicArgs, Operands, Results, StaticArgs, join_static
 from ...kernels.partial_attention import residual_names
 from ...kernels.primitives import cut, cut_along, dot, fold, loop, put, row_dots, split_index, summed, where
-from ...kernels.scores import BlockScores, apply_steps
+from ...kernels.scores import BlockScores, apply_steps, without_padded_rows
 from ...kernels.seen_keys import seen_keys
 from ...kernels.tiles import TilePosition, TileSource, is_arithmetic, tile_table
 from ...kernels.varying import vary, varying
@@ -445,6 +445,7 @@ def _backward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs
                 tile = block_pass.tile(at, kv_block)
                 k, v = block_pass.keys(key, at, kv_block), block_pass.keys(value, at, kv_block)
                 x, factor, capped, scored = block_pass.logits(q, k, tile, masked)
+                x = without_padded_rows(static.static_args.score, x, shift[..., None])
                 p = block_pass.exp2(x * factor - shift[..., None])
                 keep = block_pass.source.keep(tile)
                 d_p = block_pass.dropped(dot(d_out, v, 2, block_pass.dtype), keep)
