@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from ..errors import ScoreError, a_type, is_whole, shown
+from ..symbolic import surely
 from .buckets import T5, BucketRule
 from .functions import Named
 from .node import Capture, Captured, Score, capture_array
@@ -70,11 +71,33 @@ class RelativeBias(Score):
             lowering.add(Lookup((lowering.array(table.T, "table"),), index=_OfPair(self.buckets)))
             return
         index = self.buckets.index(lowering.distances(), jnp)
-        # As a product with ones and zeros, of which the gradient is a product too: a sum in a fixed order on every platform.
-        rows = lax.broadcasted_iota(index.dtype, (1, 1, self.buckets.count), 2)
-        chosen = (index[..., None] == rows).astype(table.dtype)
-        values = jnp.einsum("bnk,kh->bhn", chosen, table, precision="highest")
+        values = _of_buckets(index, table)
         lowering.add(Diagonal((lowering.array(values, "diagonal"),), rows=lowering.q_len))
+
+
+_CHOSEN_TOGETHER = 8192  # numbers whose ones and zeros are in memory together
+
+
+def _of_buckets(index: jax.Array, table: jax.Array) -> jax.Array:
+    """table [buckets, heads] at index [batch, n]: [batch, heads, n].
+
+    As a product with ones and zeros, of which the gradient is a product too: a sum in a fixed order on every platform.
+    """
+    buckets, heads = table.shape
+
+    @jax.checkpoint  # else they are kept for the gradient
+    def of_some(index: jax.Array) -> jax.Array:
+        rows = lax.broadcasted_iota(index.dtype, (1, 1, buckets), 2)
+        chosen = (index[..., None] == rows).astype(table.dtype)
+        return jnp.einsum("bnk,kh->bhn", chosen, table, precision="highest")
+
+    batch, n = index.shape
+    if not surely(lambda: n > _CHOSEN_TOGETHER):
+        return of_some(index)
+    parts = -(-n // _CHOSEN_TOGETHER)
+    padded = jnp.pad(index, ((0, 0), (0, parts * _CHOSEN_TOGETHER - n)))
+    values = lax.map(of_some, padded.reshape(batch, parts, _CHOSEN_TOGETHER).swapaxes(0, 1))
+    return values.transpose(1, 2, 0, 3).reshape(batch, heads, -1)[..., :n]
 
 
 def _place(n: Any, width: int) -> tuple[Any, Any]:

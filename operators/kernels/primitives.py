@@ -80,10 +80,15 @@ def summed(x: jax.Array, axis: int) -> jax.Array:
     XLA:CPU of jaxlib 0.10.2 loses rows of a sum over more than 256 of them if it fuses it with the products before it
     (jax issue 39103); products are computed correctly.
     """
-    ones = lax.full((x.shape[axis],), 1, x.dtype)
-    total = lax.dot_general(
-        x, ones, (((axis,), (0,)), ((), ())), precision=exact(x.dtype), preferred_element_type=x.dtype
-    )
+    lead = 0 if axis == x.ndim - 1 else axis
+    ones = lax.full((*x.shape[:lead], x.shape[axis]), 1, x.dtype)
+    batch = tuple(range(lead))
+    # Right factors that are contracted along any but the last dimension are read where they lie, left ones are copied first.
+    if axis == x.ndim - 1:
+        a, b, sizes = x, ones, (((axis,), (0,)), ((), ()))
+    else:
+        a, b, sizes = ones, x, (((lead,), (axis,)), (batch, batch))
+    total = lax.dot_general(a, b, sizes, precision=exact(x.dtype), preferred_element_type=x.dtype)
     return lax.expand_dims(total, (axis,))
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from ...scores.steps import Add, Cap, Diagonal, Function, Linear, Lookup, Multiply, Product, Step, Steps
 from .local_mask import LocalMask, score_positions
 from .precision import exact
-from .primitives import cut, cut_along, numbers, put, shifted, summed
+from .primitives import cut, cut_along, loop, numbers, put, shifted, summed
 from .tiles import TilePosition, TileSource
 
 __all__ = [
@@ -185,28 +185,37 @@ def _applied(
 def from_diagonals(x: jax.Array, rows: int, keys: int) -> jax.Array:
     """[..., rows, keys] whose element (r, c) is number c - r + rows - 1 of x [..., rows + keys - 1].
 
-    Rows of one element more, read as rows of one element fewer, are shifted by one each. No index is computed, and the gradient
-    is a sum of shifted rows in a fixed order.
+    No index is computed: copies of x are read as rows that are shorter by one, so each begins one number earlier.
     """
-    lead = x.shape[:-1]
+    *lead, length = x.shape
     if rows == 1:
         return x[..., None, :]
-    wide = jnp.pad(x, [*[(0, 0)] * len(lead), (0, 1)])
-    length = rows + keys
-    flat = jnp.broadcast_to(wide[..., None, :], (*lead, rows, length)).reshape(*lead, rows * length)
-    flat = lax.slice_in_dim(flat, rows - 1, rows - 1 + rows * (length - 1), axis=len(lead))
+    flat = jnp.broadcast_to(x[..., None, :], (*lead, rows, length)).reshape(*lead, rows * length)
+    flat = lax.slice_in_dim(flat, rows - 1, rows * length - 1, axis=len(lead))
     return flat.reshape(*lead, rows, length - 1)[..., :keys]
 
 
-def diagonal_sums(x: jax.Array) -> jax.Array:
-    """The transpose of `from_diagonals`: the sum of each diagonal of x [..., rows, keys], [..., rows + keys - 1]."""
+def diagonal_sums(x: jax.Array, platform: str) -> jax.Array:
+    """The transpose of `from_diagonals`: the sum of each diagonal of x [..., rows, keys], in a fixed order.
+
+    On a CPU row after row: the shifted rows of other devices take twice the memory of x and six times as long.
+    """
     *lead, rows, keys = x.shape
     if rows == 1:
         return lax.squeeze(x, (x.ndim - 2,))
-    length, same = rows + keys, [(0, 0)] * len(lead)
-    flat = jnp.pad(x, [*same, (0, 0), (0, rows - 1)]).reshape(*lead, rows * (length - 1))
+    length, same = rows + keys - 1, [(0, 0)] * len(lead)
+    if platform == "cpu":
+        axis, zeros = len(lead), x[..., 0, :1] * 0 + jnp.zeros((*lead, length), x.dtype)
+
+        def add_row(row: Any, sums: jax.Array) -> jax.Array:
+            starts = (*(0,) * axis, rows - 1 - row)
+            new = lax.squeeze(cut_along(x, row, 1, axis=axis), (axis,))
+            return put(sums, cut(sums, starts, new.shape) + new, starts)
+
+        return loop(0, rows, add_row, zeros)
+    flat = jnp.pad(x, [*same, (0, 0), (0, rows - 2)]).reshape(*lead, rows * (length - 1))
     shifted_rows = jnp.pad(flat, [*same, (rows - 1, 1)]).reshape(*lead, rows, length)
-    return lax.squeeze(summed(shifted_rows, len(lead)), (len(lead),))[..., :-1]
+    return lax.squeeze(summed(shifted_rows, len(lead)), (len(lead),))
 
 
 def _times(x: jax.Array, unit: float) -> jax.Array:
@@ -297,6 +306,8 @@ class BlockScores:
     ) -> None:
         self.steps, self.source, self.dtype, self.platform = steps, source, dtype, platform
         self.shapes = tuple(x.shape for x in arrays)
+        self.padded_rows = -source.mask.q_len % source.block_q
+        self.padded_keys = -source.mask.kv_len % source.block_kv
         self.arrays = tuple(self._padded(x, form) for x, form in zip(arrays, steps.forms, strict=True))
 
     def _padded(self, x: jax.Array, form: str) -> jax.Array:
@@ -306,12 +317,12 @@ class BlockScores:
             short = -x.shape[2] % self.source.block_q
             return jnp.pad(x, ((0, 0), (0, 0), (0, short if x.shape[2] > 1 else 0), (0, 0)))
         # Rows beyond the end have numbers before the first one, keys beyond it after the last.
-        return jnp.pad(x, ((0, 0), (0, 0), (self.source.block_q, self.source.block_kv))) if form == "diagonal" else x
+        return jnp.pad(x, ((0, 0), (0, 0), (self.padded_rows, self.padded_keys))) if form == "diagonal" else x
 
     def unpadded(self, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Gradients of the padded arrays as those of the arrays."""
         return tuple(
-            x[:, :, self.source.block_q : self.source.block_q + shape[2]]
+            x[:, :, self.padded_rows : self.padded_rows + shape[2]]
             if form == "diagonal"
             else x[tuple(slice(n) for n in shape)]
             for x, shape, form in zip(gradients, self.shapes, self.steps.forms, strict=True)
@@ -364,7 +375,7 @@ class BlockTile:
         rows, keys = source.block_q, source.block_kv
         row = shifted(self.at.q_block * rows, source.mask.q_start)
         key = shifted(source.first_key(self.at.kv_block), source.mask.k_start)
-        first = key - row + (step.rows - 1 - (rows - 1) + rows)
+        first = key - row + (step.rows - rows + self.scores.padded_rows)
         many = [n > 1 for n in x.shape[:2]]
         start = (self.at.batch if many[0] else 0, self.at.head if many[1] else 0, first)
         return start, (1, self.at.heads if many[1] else 1, rows + keys - 1)
@@ -422,7 +433,7 @@ class BlockTile:
             assert isinstance(step, Diagonal)
             start, size = self._diagonals(step)
             old = cut(whole, start, size)
-            diagonals = _summed_to(diagonal_sums(part)[..., None], (old.shape[1], size[2], 1))
+            diagonals = _summed_to(diagonal_sums(part, self.scores.platform)[..., None], (old.shape[1], size[2], 1))
             new = put(whole, old + diagonals[None, ..., 0], start)
         elif form == "table":
             assert isinstance(step, Lookup)
@@ -459,7 +470,7 @@ class BlockTile:
 
 def _summed_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """x summed over the dimensions in which the shape has 1."""
-    for axis, size in enumerate(shape):
+    for axis, size in reversed(list(enumerate(shape))):
         if size == 1 and x.shape[axis] > 1:
             x = summed(x, axis)
     return x
