@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .operators.api.model_shardings import shardings_for
     from .operators.blocksparse import BlockSparseConfig
     from .operators.flash_attention2 import FlashAttention2Config
+    from .operators.latent import LatentAttention as LatentAttention
     from .operators.paged_cache.batch import RaggedBatch
     from .operators.sdpa.operation import SdpaConfig
     from .operators.splash import SplashConfig
@@ -135,6 +136,8 @@ _FILES = {
     "SplashConfig": "operators.splash",
     "VanillaConfig": "operators.vanilla",
     "check_processes": "sharding.processes",
+    # Importable here like those above, listed in the manual.
+    "LatentAttention": "operators.latent",
     # The other scores: importable here like those above, listed in attnops.scores.
     **dict.fromkeys(("T5", "Clip", "Distance", "Forgetting", "RelativeBias2D", "Score", "Temperature"), "scores"),
     "dot_product_attention": "adapters.jax_nn",

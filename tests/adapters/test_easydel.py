@@ -43,6 +43,16 @@ FAMILIES = {
     ),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {"sliding_window": 24, "num_local_experts": 2, "num_experts_per_tok": 1}),
 }  # fmt: skip
+# Their bias by distance is an array of the call.
+ALIBI = {
+    "mpt": ("MptConfig", "MptForCausalLM", {"vocab_size": 64, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}),
+    "falcon": (
+        "FalconConfig", "FalconForCausalLM", {
+            "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True,
+            "max_position_embeddings": 64,
+        },
+    ),
+}  # fmt: skip
 IDS = jnp.asarray(np.random.default_rng(1).integers(3, 64, (2, 12)))
 PADDED = jnp.ones_like(IDS).at[0, :4].set(0)
 
@@ -51,8 +61,8 @@ MESH = jax.make_mesh((1, 1, 1, 1, 1), ("dp", "fsdp", "ep", "tp", "sp"), axis_typ
 
 
 def _model(family: str, mechanism: str, **more: Any) -> Any:
-    config, model, fields = FAMILIES[family]
-    made = getattr(easydel, config)(**SIZES | fields | more)
+    config, model, fields = ALIBI.get(family) or FAMILIES[family]
+    made = getattr(easydel, config)(**({} if family in ALIBI else SIZES) | fields | more)
     made.add_basic_configurations(attn_mechanism=mechanism, attn_dtype=jnp.float32, attn_softmax_dtype=jnp.float32)
     made.set_model_mesh(MESH)
     with made.mesh:
@@ -78,9 +88,9 @@ def _step(family: str, mechanism: str, **more: Any) -> tuple[np.ndarray, list[np
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *ALIBI])
 def test_logits_and_gradients_are_vanillas(family: str) -> None:
-    more = {} if family == "llama" else {"sliding_window": 4}
+    more = {} if family == "llama" or family in ALIBI else {"sliding_window": 4}
     (ours, got), (theirs, wanted) = (_step(family, name, **more) for name in ("attnops", "vanilla"))
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
     most = max(float(np.abs(x).max()) for x in wanted)

@@ -1,0 +1,74 @@
+"""LatentDims: the sizes of a latent attention, and the table of its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import PositiveInt
+
+from ...errors import InputError, a_type
+from ...planning.unset_fields import UnsetFieldsModel
+from ...sharding import Operand, OperandTable
+
+__all__ = ["LATENT", "Form", "LatentDims", "check_arrays"]
+
+Form = Literal["expanded", "absorbed"]
+
+LATENT = OperandTable(
+    Operand("q_nope", ("batch", "q_len", "heads", "nope_dim"), "bthd", optional=False),
+    Operand("q_rope", ("batch", "q_len", "heads", "rope_dim"), "bthd", optional=False),
+    Operand("latent", ("batch", "kv_len", "latent_dim"), "btd", optional=False),
+    Operand("rope_key", ("batch", "kv_len", "rope_dim"), "btd", optional=False),
+    Operand("w_uk", ("latent_dim", "heads", "nope_dim"), optional=False),
+    Operand("w_uv", ("latent_dim", "heads", "value_dim"), optional=False),
+)
+
+
+class LatentDims(UnsetFieldsModel):
+    """The sizes of a latent attention. form: 'expanded' makes keys and values for each head, 'absorbed' attends to the latents;
+    if unset, the plan chooses. Source: DeepSeek-AI, "DeepSeek-V2" (2024).
+    """
+
+    heads: PositiveInt
+    nope_dim: PositiveInt
+    rope_dim: PositiveInt
+    value_dim: PositiveInt
+    latent_dim: PositiveInt
+    form: Form | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a query, and of an expanded key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """The default scale, that of the expanded form."""
+        return float(self.head_dim**-0.5)
+
+    def inner(self, form: Form) -> tuple[int, int, int]:
+        """(kv heads, head dim, value dim) of the attention that a form runs."""
+        if form == "expanded":
+            return self.heads, self.head_dim, self.value_dim
+        return 1, self.latent_dim + self.rope_dim, self.latent_dim
+
+
+def check_arrays(dims: LatentDims, arrays: Mapping[str, Any], layout: str) -> dict[str, int]:
+    """All sizes of a call, by dim. Errors: InputError for an array that isn't one, or with another shape."""
+    sizes = {name: getattr(dims, name) for name in ("heads", "nope_dim", "rope_dim", "value_dim", "latent_dim")}
+    for name, x in arrays.items():
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise InputError(f"{name} is {a_type(x)}; wanted an array, or a ShapeDtypeStruct in a plan.")
+    query, latent = arrays["q_nope"], arrays["latent"]
+    packed = "b" not in layout
+    lengths = (("q_len", query, layout.index("t")), ("kv_len", latent, 0 if packed else 1), ("batch", query, 0))
+    sizes["batch"] = 1
+    for dim, x, axis in lengths:
+        if not (packed and dim == "batch") and len(x.shape) > axis:
+            sizes[dim] = x.shape[axis]
+    for name, x in arrays.items():
+        row = LATENT[name]
+        if row.accepted(tuple(x.shape), sizes, layout) is None:
+            raise InputError(f"{name} has shape {tuple(x.shape)}; wanted {row.expected_shapes(sizes, layout)}.")
+    return sizes

@@ -1,0 +1,144 @@
+"""LatentAttention: a declared multi-head latent attention, ready for a model to call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import jax
+
+from ...planning import Plan
+from ...planning.call_arguments import CallArguments, CallArray
+from ...sharding.modes import canonical_layout
+from ..api.attention import Attention
+from ..api.attention_keywords import is_operation_name
+from ..call.output import AttentionOutput
+from .declaration import LatentDeclaration
+from .dims import LATENT, Form, LatentDims, check_arrays
+from .forms import absorbed_inputs, absorbed_output, expanded_inputs
+from .latent_plan import LatentPlan
+from .work import FORMS, form_work, operations_per_byte
+
+__all__ = ["LatentAttention"]
+
+_DIMS = tuple(LatentDims.model_fields)
+
+
+class LatentAttention:
+    """A declared multi-head latent attention: its sizes, and an Attention between its projections. Hashable, as an Attention is.
+
+    declared: the name of the operation that attends, such as 'splash'; or a LatentDeclaration, its dict, or the path of its JSON
+    file. keywords: with a name, heads, nope_dim, rope_dim, value_dim, latent_dim, form, and those of Attention; else those of
+    Attention with a declaration. If form is unset, the plan chooses the one that costs less, by counted operations and bytes.
+
+    Errors: ConfigError for sizes that are missing or wrong; those of Attention. Source: DeepSeek-AI, "DeepSeek-V2" (2024).
+    """
+
+    def __init__(self, declared: LatentDeclaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None:
+        if isinstance(declared, str) and is_operation_name(declared):
+            sizes = {name: keywords.pop(name) for name in _DIMS if name in keywords}
+            self.dims = LatentDims(**sizes)
+            self.attention = Attention(declared, **keywords)
+        else:
+            whole = LatentDeclaration.read(declared)
+            self.dims = whole.latent
+            self.attention = Attention(whole.attention, **keywords)
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        q_nope: jax.Array,
+        q_rope: jax.Array,
+        latent: jax.Array,
+        rope_key: jax.Array,
+        w_uk: jax.Array,
+        w_uv: jax.Array,
+        **call: Unpack[CallArguments],
+    ) -> AttentionOutput:
+        """Attend. Shapes, in layout bthd: q_nope [batch, q, heads, nope_dim], q_rope [batch, q, heads, rope_dim], latent [batch,
+        kv, latent_dim], rope_key [batch, kv, rope_dim], w_uk [latent_dim, heads, nope_dim], w_uv [latent_dim, heads,
+        value_dim]; output [batch, q, heads, value_dim]. In packed layouts no array has a batch. Rotary positions are applied.
+
+        call: what Attention takes. softmax_scale is (nope_dim + rope_dim)^-0.5 by default, in both forms. The output's plan is
+        that of the attention inside. Errors: InputError for arrays with other shapes; those of Attention.
+        """
+        arrays = dict(zip(LATENT.names, (q_nope, q_rope, latent, rope_key, w_uk, w_uv), strict=True))
+        layout, options = self._options(call)
+        form = self._plan(arrays, layout, options).form
+        if form == "expanded":
+            return self.attention(*expanded_inputs(*arrays.values(), layout=layout), **options)
+        output = self.attention(*absorbed_inputs(q_nope, q_rope, latent, rope_key, w_uk, layout=layout), **options)
+        return replace(output, attention_outputs=absorbed_output(output.attention_outputs, w_uv, layout=layout))
+
+    def plan(
+        self,
+        q_nope: CallArray,
+        q_rope: CallArray,
+        latent: CallArray,
+        rope_key: CallArray,
+        w_uk: CallArray,
+        w_uv: CallArray,
+        **call: Unpack[CallArguments],
+    ) -> LatentPlan:
+        """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs."""
+        arrays = dict(zip(LATENT.names, (q_nope, q_rope, latent, rope_key, w_uk, w_uv), strict=True))
+        layout, options = self._options(call)
+        return self._plan(arrays, layout, options)
+
+    def _options(self, call: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        options, declared = dict(call), self.attention.declaration.call
+        layout = canonical_layout(options.get("layout") or declared.layout or "bthd")
+        if options.get("softmax_scale") is None and declared.softmax_scale is None:
+            options["softmax_scale"] = self.dims.softmax_scale
+        return layout, options
+
+    def _plan(self, arrays: Mapping[str, Any], layout: str, options: Mapping[str, Any]) -> LatentPlan:
+        sizes = check_arrays(self.dims, arrays, layout)
+
+        def inner(form: Form) -> Plan:
+            query, key, value = _inner_shapes(self.dims, form, arrays, sizes, layout)
+            return self.attention.plan(query, key, value, **options)
+
+        first = self.dims.form or "expanded"
+        planned = inner(first)
+        problem = planned.problem
+        work, per_byte = form_work(self.dims, problem), operations_per_byte(problem.platform, problem.device_kind)
+        form = self.dims.form or min(FORMS, key=lambda form: work[form].cost(per_byte))
+        return LatentPlan(
+            self.dims, form, self.dims.form is not None, work, per_byte, planned if form == first else inner(form)
+        )
+
+    # -- the declaration -----------------------------------------------------------------------------------------------
+
+    def declared(self) -> LatentDeclaration:
+        """The declaration; a LatentAttention of it equals this one."""
+        return LatentDeclaration(latent=self.dims, attention=self.attention.declared())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LatentAttention):
+            return NotImplemented
+        return self.dims == other.dims and self.attention == other.attention
+
+    def __hash__(self) -> int:
+        return hash((self.dims, self.attention))
+
+    def __repr__(self) -> str:
+        return f"LatentAttention({self.declared().to_dict()!r})"
+
+
+def _inner_shapes(
+    dims: LatentDims, form: Form, arrays: Mapping[str, Any], sizes: Mapping[str, int], layout: str
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Query, key and value of the attention inside."""
+    kv_heads, head_dim, value_dim = dims.inner(form)
+    of_query = {"b": sizes["batch"], "t": sizes["q_len"], "h": dims.heads, "d": head_dim}
+    of_key = of_query | {"t": sizes["kv_len"], "h": kv_heads}
+    shapes = (of_query, of_key, of_key | {"d": value_dim})
+    dtypes = (arrays["q_nope"].dtype, arrays["latent"].dtype, arrays["latent"].dtype)
+    return tuple(
+        jax.ShapeDtypeStruct(tuple(shape[letter] for letter in layout), dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    )

@@ -1,0 +1,111 @@
+"""LatentPlan: which form of latent attention runs and why, what the other would cost, and the plan of the attention inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ...planning import Plan
+from ...planning.text import spec_text
+from ...sharding.mesh import AnyMesh
+from .dims import LATENT, Form, LatentDims
+from .work import FORMS, FormWork
+
+__all__ = ["LatentPlan"]
+
+_FORM = {
+    "expanded": "keys and values are projected for each head",
+    "absorbed": "one key head of latent and rotary key; values are its latents",
+}
+
+
+@dataclass(frozen=True)
+class LatentPlan:
+    """What was decided for a call of LatentAttention. inner: the plan of the attention between the projections. work: operations
+    and bytes of each form, compared at `operations_per_byte` of the device. declared: whether the form was."""
+
+    dims: LatentDims
+    form: Form
+    declared: bool
+    work: Mapping[Form, FormWork]
+    operations_per_byte: float
+    inner: Plan
+
+    @property
+    def other(self) -> Form:
+        """The form that wasn't chosen."""
+        return next(form for form in FORMS if form != self.form)
+
+    @property
+    def ratio(self) -> float:
+        """The cost of the other form as a multiple of this one's."""
+        chosen, other = (self.work[form].cost(self.operations_per_byte) for form in (self.form, self.other))
+        return other / chosen
+
+    @property
+    def reason(self) -> str:
+        """Why this form runs."""
+        times = f"{self.other} would cost {self.ratio:.3g} times as much"
+        return f"declared; {times}" if self.declared else times
+
+    @property
+    def specs(self) -> Mapping[str, PartitionSpec]:
+        """The spec of each array, by name: heads are split as the query's. The latents have no heads, so the mesh axes that split
+        heads repeat them."""
+        problem, placement = self.inner.problem, self.inner.placement
+        query, key = (
+            _by_dim(placement.call_spec(name, problem.shape_of(name)), problem.layout) for name in ("query", "key")
+        )
+        axes = {"batch": query.get("b"), "q_len": query.get("t"), "heads": query.get("h"), "kv_len": key.get("t")}
+        return MappingProxyType(
+            {
+                name: PartitionSpec(*(axes.get(dim) for dim in LATENT[name].dims_in(problem.layout)))
+                for name in LATENT.names
+            }
+        )
+
+    def named_shardings(self, mesh: AnyMesh | None = None) -> Mapping[str, NamedSharding]:
+        """The shardings of the arrays and of the output. Errors: ShardingError for a plan without a mesh, or for another mesh."""
+        inner = self.inner.named_shardings(mesh)
+        on = inner["query"].mesh
+        arrays = {name: NamedSharding(on, spec) for name, spec in self.specs.items()}
+        return MappingProxyType({**arrays, "output": inner["output"]})
+
+    def explain(self, verbose: bool = False) -> str:
+        """The decision as text, then that about the attention inside."""
+        lines = [f"latent attention, {self.form}: {_FORM[self.form]}", f"  because {self.reason}"]
+        for form in (self.form, self.other):
+            work = self.work[form]
+            lines.append(
+                f"  {form}: {work.flops / 1e9:.3g} GFLOP, {work.moved_bytes / 2**20:.3g} MiB moved; "
+                f"keys and values of a token take {work.cached_bytes} bytes"
+            )
+        lines.append(f"  compared at {self.operations_per_byte:.3g} operations per byte")
+        lines += (
+            [f"  {name}: {spec_text(spec)}" for name, spec in self.specs.items()] if self.inner.problem.mesh else []
+        )
+        return "\n".join([*lines, "", self.inner.explain(verbose)])
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The decision as JSON-ready values."""
+        return {
+            "form": self.form,
+            "declared": self.declared,
+            "ratio": self.ratio,
+            "operations_per_byte": self.operations_per_byte,
+            "work": {form: vars(work) for form, work in self.work.items()},
+            "dims": self.dims.model_dump(),
+            "specs": {name: spec_text(spec) for name, spec in self.specs.items()},
+            "attention": self.inner.to_dict(),
+        }
+
+
+def _by_dim(spec: PartitionSpec, layout: str) -> dict[str, Any]:
+    return dict(zip(layout, (*spec, *(None for _ in range(len(layout) - len(spec)))), strict=True))
