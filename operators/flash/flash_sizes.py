@@ -8,6 +8,7 @@ from ...devices import gpu_variant, gpu_variants
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
 from ...planning.notes import note
+from ...scores.steps import Diagonal, Lookup, Product
 from ..choices.mask_blocks import fitted_block
 from .flash_config import FlashAttention2Config
 from .kernel.flash_sizes import TileSizes, TileSteps
@@ -25,7 +26,7 @@ _HOPPER = {
     128: (TileSizes(128, 128, 8, 3), TileSizes(64, 128, 8, 2), TileSizes(128, 64, 8, 2)),
     256: (TileSizes(128, 64, 8, 2), TileSizes(64, 64, 8, 2), TileSizes(64, 32, 4, 1)),
 }
-# With a bias or a mask array, whose tiles are loaded too, or quantised keys, whose conversion takes registers. Not timed.
+# With a bias, a score or a mask array, whose tiles are loaded too, or quantised keys, which take registers. Not timed.
 _HOPPER_WITH_MORE = {
     64: (TileSizes(128, 64, 4, 3), TileSizes(64, 128, 8, 2), TileSizes(128, 64, 4, 3)),
     128: (TileSizes(128, 128, 8, 2), TileSizes(64, 128, 8, 2), TileSizes(128, 64, 8, 1)),
@@ -179,7 +180,7 @@ def _table(problem: AttentionProblem) -> tuple[TileSizes, TileSizes, TileSizes]:
     architecture = _architecture(problem)
     if architecture is None:
         return _SMALL[dim]
-    biased = problem.operand("bias") is not None
+    biased = problem.operand("bias") is not None or _score_loads_tiles(problem)
     tiles_of_arrays = biased or any({"q", "kv"} <= set(leaf.dims) for leaf in problem.leaves)
     if architecture == "blackwell":
         return _BLACKWELL[dim]
@@ -189,6 +190,16 @@ def _table(problem: AttentionProblem) -> tuple[TileSizes, TileSizes, TileSizes]:
     if dim == 128 and (problem.quantised or biased):
         forward = _AMPERE_QUANTISED if problem.quantised else _AMPERE_BIASED
     return forward, of_keys, of_query
+
+
+def _score_loads_tiles(problem: AttentionProblem) -> bool:
+    """Whether a score reads a number for each pair: by distance, from a table, or of an array by query and key. As those of a
+    bias, they are loaded ahead into shared memory."""
+    if problem.score is None:
+        return False
+    captures = (x.operand.dims for x in problem.operands if x.operand.feature == "score")
+    gathered = problem.score.step_names(problem.contiguous_positions) & {Diagonal.name, Lookup.name, Product.name}
+    return bool(gathered) or any({"q_len", "kv_len"} <= set(dims) for dims in captures)
 
 
 def _defaults(problem: AttentionProblem, folded: int | None, q_len: int, kv_len: int) -> dict[str, TileSizes]:

@@ -11,7 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 
-from attnops import Blocks, Causal, ConfigError, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
+from attnops import (
+    T5,
+    ALiBi,
+    Blocks,
+    Causal,
+    ConfigError,
+    Full,
+    Mask,
+    OperationMetadata,
+    OperationRegistry,
+    Prefix,
+    RelativeBias,
+    RelativeBias2D,
+    ScoreFunction,
+    SlidingWindow,
+    register_score_function,
+)
 from attnops.compat import abstract_device
 from attnops.devices import gpu_specs, gpu_variant
 from attnops.operators.flash import FlashAttention2Config, flash_sizes
@@ -130,11 +146,18 @@ ONE = jax.ShapeDtypeStruct((1, 1, 32, 128), jnp.bfloat16)
 CACHE = jax.ShapeDtypeStruct((1, 8192, 8, 128), jnp.bfloat16)
 
 
-def _plan(operation: str, kind: str, *arrays: jax.ShapeDtypeStruct, configs: dict | None = None, **fields: object):
+def _plan(
+    operation: str,
+    kind: str,
+    *arrays: jax.ShapeDtypeStruct,
+    configs: dict | None = None,
+    call: dict | None = None,
+    **fields: object,
+):
     platform = "tpu" if kind.startswith("TPU") else "gpu"
     mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(kind, 1, platform))
     metadata = OperationMetadata(mesh=mesh, operation_configs=configs or {}, **fields)
-    return OperationRegistry.create(operation, metadata).plan(*(arrays or (QUERY,) * 3))
+    return OperationRegistry.create(operation, metadata).plan(*(arrays or (QUERY,) * 3), **call or {})
 
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -372,6 +395,25 @@ def test_quantised_keys_are_processed_in_one_step() -> None:
         plan = _plan("flash_attn2", kind, x, kv, kv, fallback="error")
         assert plan.config.block_kv == block_kv
         assert flash_sizes.steps_of(plan.problem, plan.config) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("score", "stages"), [("alibi", 3), ("t5", 2), ("table", 2), ("by_query_and_key", 2), ("by_key", 3)]
+)
+def test_numbers_of_a_score_for_each_pair_leave_room_for_fewer_stages(score: str, stages: int) -> None:
+    """Compiled for an H100, three stages of 128 x 128 float32 numbers beside keys and values take 352 KiB of 227."""
+    register_score_function("flash_sizes", override=True)(lambda x, batch, head, q, kv, added: x + added)
+    made, array = {
+        "alibi": (ALiBi(), {}),
+        "t5": (RelativeBias(buckets=T5()), {"table": (32, 8)}),
+        "table": (RelativeBias2D(grid=(64, 32)), {"table": (127 * 63, 8)}),
+        "by_query_and_key": (ScoreFunction("flash_sizes", {"added": ("q_len", "kv_len")}), {"added": (2048, 2048)}),
+        "by_key": (ScoreFunction("flash_sizes", {"added": ("batch", "kv_len")}), {"added": (2, 2048)}),
+    }[score]
+    x = jax.ShapeDtypeStruct((2, 2048, 8, 128), jnp.bfloat16)
+    given = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in array.items()}
+    plan = _plan("flash_attn2", H100, x, x, x, fallback="error", call={"score": made, **given})
+    assert plan.config.num_stages == stages
 
 
 @pytest.mark.parametrize(

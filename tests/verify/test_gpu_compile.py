@@ -17,7 +17,17 @@ import pytest
 from every_operation import every_operation
 from test_traffic import CELLS
 
-from attnops import Causal, MaskFunction, OperationMetadata, OperationRegistry, register_mask_function
+from attnops import (
+    T5,
+    ALiBi,
+    Causal,
+    MaskFunction,
+    OperationMetadata,
+    OperationRegistry,
+    RelativeBias,
+    RelativeBias2D,
+    register_mask_function,
+)
 from attnops.devices import gpu_specs
 from attnops.errors import ConfigError
 from attnops.operators.flash.flash_sizes import min_shared_bytes
@@ -96,6 +106,22 @@ def test_a_forward_pass() -> None:
     tile = report.plan.config.block_q * report.plan.config.block_kv  # type: ignore[attr-defined]
     assert one.flops % (2 * tile * (64 + 64)) == 0
     assert one.roofline_seconds == pytest.approx(max(one.flops / 989.5e12, 384 * 1024 / 3.35e12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("score", ["alibi", "t5", "table"])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_scores_compile_with_gradients(gpu: str, score: str, dim: int) -> None:
+    made, arrays = {
+        "alibi": (ALiBi(), {}),
+        "t5": (RelativeBias(buckets=T5(bidirectional=False)), {"table": (32, 4)}),
+        "table": (RelativeBias2D(grid=(32, 32)), {"table": (63 * 63, 4)}),
+    }[score]
+    given = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in arrays.items()}
+    report = _report(gpu, shape=(1, 1024, 4, 2, dim), mode="train", call={"score": made, **given})
+    assert report.passed, [one.failure for one in report.passes]
+    assert len(report.passes) == 2
 
 
 @needs_disassembler
@@ -224,6 +250,7 @@ ARRAYS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("target", ["h100", "h200"])
 def test_tiles_of_arrays_fit_beside_those_of_keys(target: str, dim: int, name: str) -> None:
