@@ -22,7 +22,7 @@ _OPERATIONS = frozenset((
     "tanh", "while", "xor",
 ))  # fmt: skip
 # What jax adds to a derivative.
-_ADDED = frozenset({"add_any", "copy", "reshape", "transpose", "mul"})
+_ADDED = frozenset({"add_any", "copy", "one_minus_square", "reshape", "transpose", "mul"})
 MOSAIC = _OPERATIONS | {"cond", "erf", "reduce_or", "round"}
 TRITON = _OPERATIONS | {"cbrt", "expm1"}
 

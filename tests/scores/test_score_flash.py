@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 from score_cases import BATCH, HEADS, cases, check, compare, expected, inputs, partial_functions
 
 from attnops import OperationMetadata, OperationRegistry, Positions, ScoreFunction, register_score_function
+from attnops.compat import abstract_device
+from attnops.verify.devices import tracing_on
 
 LENGTH = 72  # three blocks of 32, the last one padded
 CASES = cases(LENGTH)
@@ -101,15 +104,19 @@ def test_lowers_for_cuda(name: str) -> None:
     """The kernels become Triton's code, forward and backward, at the sizes that a plan chooses."""
     case = cases(256)[name]
     arrays = tuple(jnp.asarray(x) for x in case.score.arrays() if x is not None)
-    operation = OperationRegistry.create("flash_attn2", OperationMetadata(platform="cuda", fallback="error"))
+    mesh = AbstractMesh(
+        (1,), ("fsdp",), axis_types=(AxisType.Auto,), abstract_device=abstract_device("NVIDIA H100 80GB HBM3", 1, "gpu")
+    )
+    operation = OperationRegistry.create("flash_attn2", OperationMetadata(mesh=mesh, fallback="error"))
     q, k = (jax.ShapeDtypeStruct((BATCH, 256, heads, 64), jnp.bfloat16) for heads in (HEADS, 2))
 
     def total(q: Any, k: Any, v: Any, a: Any) -> Any:
         score = case.score.with_arrays(a) if a else case.score
         return operation(q, k, v, score=score, causal=True).attention_outputs.astype(jnp.float32).sum()
 
-    lowered = jax.jit(jax.grad(total, (0, 1, 2, 3))).trace(q, k, k, arrays).lower(lowering_platforms=("cuda",))
-    text = lowered.as_text()
+    with tracing_on(mesh, "cuda"):
+        traced = jax.jit(jax.grad(total, (0, 1, 2, 3))).trace(q, k, k, arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert all(f"attnops_flash_{name}" in text for name in ("forward", "dq", "dkv"))
 
 
