@@ -52,6 +52,10 @@ def advise(
     Errors: ConfigError for an unknown target, a number of devices that it has no part of, or an axis that isn't searched.
     """
     declared = with_mode(_declaration(declaration), mode)
+    if declared.latent is not None:
+        raise ConfigError(
+            "the declaration has latent; wanted one of a call. Advise on the attention inside: Declaration.of_form('expanded')."
+        )
     tell = progress or (lambda done, of, what: None)
     counts = requested_devices(machine_of(target), devices)
     _check_axes(mesh or {})

@@ -1,18 +1,22 @@
-"""What a file declares, for the commands that plan, compile or search it: a call, or a step over pages."""
+"""What a file declares, for the commands that plan, compile or search it: a call, a latent attention, or a step over pages."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ConfigError
 from ..operators import Operation
+from ..operators.latent.work import Choice, choose_form, form_note
 from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep
 from ..planning import Plan
 from ..planning.paged.paged_plan import PagedPlan
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
+from ..registry.latent_dims import FORMS
 from .call_arrays import call_shapes
 from .step import one_layer, refuse_inputs, step_of
 
@@ -64,6 +68,35 @@ class _Call(Declared):
         return tune_plan(self.plan(metadata), how=how, most=max_candidates, progress=progress)
 
 
+class _Latent(Declared):
+    """The attention inside a latent attention, in the form that the devices it is planned for make cheaper. Its projections are
+    products of their own."""
+
+    def __init__(self, declaration: Declaration, inputs: Path | None, mode: str | None) -> None:
+        if inputs is not None:
+            raise ConfigError(f"--inputs {inputs} beside a latent attention; all its sizes are in the declaration.")
+        assert declaration.latent is not None
+        self.dims = declaration.latent
+        self.forms = {form: _Call(declaration.of_form(form), None, mode) for form in FORMS}
+
+    def _choice(self, metadata: OperationMetadata) -> Choice:
+        return choose_form(self.dims, self.forms[self.dims.form or "expanded"].plan(metadata).problem)
+
+    def plan(self, metadata: OperationMetadata) -> Plan:
+        choice = self._choice(metadata)
+        plan = self.forms[choice.form].plan(metadata)
+        return replace(plan, notes=(*plan.notes, form_note(choice)))
+
+    def planned(self, metadata: OperationMetadata) -> Planned:
+        choice = self._choice(metadata)
+        planned = self.forms[choice.form].planned(metadata)
+        planned.plan = replace(planned.plan, notes=(*planned.plan.notes, form_note(choice)))
+        return planned
+
+    def tune(self, metadata: OperationMetadata, how: str | None, max_candidates: int, progress: Progress) -> TuneReport:
+        return self.forms[self._choice(metadata).form].tune(metadata, how, max_candidates, progress)
+
+
 class _Step(Declared):
     """It is planned with the whole cache, and compiled with one layer, which is all that it uses."""
 
@@ -91,5 +124,7 @@ class _Step(Declared):
 
 
 def declared(declaration: Declaration, inputs: Path | None, mode: str | None) -> Declared:
-    """What the file declares. Errors: ConfigError for --inputs beside a step, whose sizes are all in its declaration."""
+    """What the file declares. Errors: ConfigError for --inputs beside a step or a latent attention, whose sizes are declared."""
+    if declaration.latent is not None:
+        return _Latent(declaration, inputs, mode)
     return (_Step if declaration.in_pages else _Call)(declaration, inputs, mode)

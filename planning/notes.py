@@ -103,6 +103,7 @@ NOTES = _kinds(
     ("memory.dequantised_gradient", "key_scale",
      "the gradient works on a dequantised copy of {names} ({dtype}, {size:bytes} per device, in addition to {given:bytes} as "
      "given)"),
+    ("latent.form", "latent", "latent attention, {form}, {chosen}: {other} would cost {ratio:.3g} times as much"),
     ("score.bias_bytes", "score", "the score {score} becomes a bias of shape {shape}, {size:bytes} per device"),
     # -- mesh
     ("mesh.context", "mesh", "the mesh of the context is in force: {context}, declared {declared}"),

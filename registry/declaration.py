@@ -21,6 +21,7 @@ from ..planning.unset_fields import UnsetFieldsModel, explain_validation
 from ..sharding import OperandTable
 from ..strict_json import parse_json, read_text, refuse_surrogates
 from .call_declaration import CallDeclaration, InputDtype
+from .latent_dims import Form, LatentDims
 from .metadata import OperationMetadata
 from .registry import OperationRegistry
 from .step_declaration import StepDeclaration
@@ -28,12 +29,13 @@ from .step_declaration import StepDeclaration
 __all__ = ["CallDeclaration", "Declaration"]
 
 _DEEPEST = 64
+_LATENT_SIZES = ("q_heads", "kv_heads", "head_dim", "value_dim", "kv_dtype", "kv_scales")
 
 
 class Declaration(UnsetFieldsModel):
     """The contents of a config file. `metadata` is the input of OperationMetadata.from_dict. If `enabled` is false, the adapter
     that reads the file leaves attention to its framework. `cache` and `step` declare attention over pages: the operation
-    `paged` has a step instead of a call. A cache alone, or next to a call, is planned.
+    `paged` has a step instead of a call. A cache alone, or next to a call, is planned. `latent`: the call is a LatentAttention's.
 
     Errors of all constructors: ConfigError that names the source, the field, the value and what is expected.
     """
@@ -48,6 +50,7 @@ class Declaration(UnsetFieldsModel):
     enabled: StrictBool = True
     metadata: dict[str, Any] = Field(default_factory=dict)
     call: CallDeclaration = CallDeclaration()
+    latent: LatentDims | None = None
     cache: KVCache | None = None
     step: StepDeclaration | None = None
 
@@ -56,6 +59,19 @@ class Declaration(UnsetFieldsModel):
     def _plain(cls, value: dict[str, Any]) -> dict[str, Any]:
         refuse_surrogates(value, "metadata")
         return _json_value("metadata", value)
+
+    @model_validator(mode="after")
+    def _latent_sizes(self) -> Self:
+        if self.latent is None:
+            return self
+        given = [name for name in _LATENT_SIZES if self.call.is_set(name)]
+        if given:
+            raise ValueError(f"call.{given[0]} is declared beside latent, from which it follows; leave it out")
+        if self.cache is not None or self.step is not None:
+            raise ValueError(
+                "a cache or a step is declared beside latent; wanted a call: there are no pages of latents"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
@@ -69,6 +85,16 @@ class Declaration(UnsetFieldsModel):
                     f"call.{name}={value}, but the cache's is {size}; wanted the same: the cache holds the call's keys and values"
                 )
         return self
+
+    def of_form(self, form: Form) -> Self:
+        """The declaration of the attention inside a latent attention, in one of its forms."""
+        assert self.latent is not None
+        kv_heads, head_dim, value_dim = self.latent.inner(form)
+        sizes = {"q_heads": self.latent.heads, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+        scale = {} if self.call.softmax_scale is not None else {"softmax_scale": self.latent.softmax_scale}
+        fields = {**self.to_dict(), "call": self.call.model_dump(mode="json", by_alias=True) | sizes | scale}
+        del fields["latent"]
+        return type(self).from_dict(fields)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "declaration") -> Self:

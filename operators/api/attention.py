@@ -56,6 +56,8 @@ class Attention:
 
     def __init__(self, declared: Declaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None:
         self.declaration, metadata, self._stated = parse_attention(declared, keywords)
+        if self.declaration.latent is not None:
+            raise ConfigError("the declaration has latent; use attnops.LatentAttention, whose arrays are latents.")
         name = self.declaration.operation
         operation: Any = OperationRegistry.get(name)
         self.operation: Any = operation(metadata)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .declaration import LatentDeclaration
-from .dims import LATENT, LatentDims
 from .latent_attention import LatentAttention
+from .latent_operands import LATENT
 from .latent_plan import LatentPlan
-from .work import FormWork
+from .work import Choice, FormWork, choose_form, form_note
 
-__all__ = ["LATENT", "FormWork", "LatentAttention", "LatentDeclaration", "LatentDims", "LatentPlan"]
+__all__ = ["LATENT", "Choice", "FormWork", "LatentAttention", "LatentPlan", "choose_form", "form_note"]

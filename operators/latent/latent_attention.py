@@ -9,17 +9,19 @@ from typing import Any, Unpack
 
 import jax
 
+from ...errors import ConfigError
 from ...planning import Plan
 from ...planning.call_arguments import CallArguments, CallArray
+from ...registry.declaration import Declaration
+from ...registry.latent_dims import Form, LatentDims
 from ...sharding.modes import canonical_layout
 from ..api.attention import Attention
 from ..api.attention_keywords import is_operation_name
 from ..call.output import AttentionOutput
-from .declaration import LatentDeclaration
-from .dims import LATENT, Form, LatentDims, check_arrays
 from .forms import absorbed_inputs, absorbed_output, expanded_inputs
+from .latent_operands import LATENT, check_arrays
 from .latent_plan import LatentPlan
-from .work import FORMS, form_work, operations_per_byte
+from .work import choose_form, form_note
 
 __all__ = ["LatentAttention"]
 
@@ -29,22 +31,25 @@ _DIMS = tuple(LatentDims.model_fields)
 class LatentAttention:
     """A declared multi-head latent attention: its sizes, and an Attention between its projections. Hashable, as an Attention is.
 
-    declared: the name of the operation that attends, such as 'splash'; or a LatentDeclaration, its dict, or the path of its JSON
-    file. keywords: with a name, heads, nope_dim, rope_dim, value_dim, latent_dim, form, and those of Attention; else those of
-    Attention with a declaration. If form is unset, the plan chooses the one that costs less, by counted operations and bytes.
+    declared: the name of the operation that attends, such as 'splash'; or a Declaration with `latent`, its dict, or the path of
+    its JSON file. keywords: with a name, heads, nope_dim, rope_dim, value_dim, latent_dim, form, and those of Attention; else
+    those of Attention with a declaration. If form is unset, the plan chooses the one that costs less, by counted operations and
+    bytes.
 
     Errors: ConfigError for sizes that are missing or wrong; those of Attention. Source: DeepSeek-AI, "DeepSeek-V2" (2024).
     """
 
-    def __init__(self, declared: LatentDeclaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None:
+    def __init__(self, declared: Declaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None:
         if isinstance(declared, str) and is_operation_name(declared):
-            sizes = {name: keywords.pop(name) for name in _DIMS if name in keywords}
-            self.dims = LatentDims(**sizes)
-            self.attention = Attention(declared, **keywords)
+            self.dims = LatentDims(**{name: keywords.pop(name) for name in _DIMS if name in keywords})
         else:
-            whole = LatentDeclaration.read(declared)
-            self.dims = whole.latent
-            self.attention = Attention(whole.attention, **keywords)
+            declared, self.dims = _parts(declared)
+        self.attention = Attention(declared, **keywords)
+        if self.attention.declaration.in_pages:
+            name = self.attention.declaration.operation
+            raise ConfigError(
+                f"operation {name!r} attends to pages; wanted one on arrays: there are no pages of latents."
+            )
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -104,18 +109,16 @@ class LatentAttention:
 
         first = self.dims.form or "expanded"
         planned = inner(first)
-        problem = planned.problem
-        work, per_byte = form_work(self.dims, problem), operations_per_byte(problem.platform, problem.device_kind)
-        form = self.dims.form or min(FORMS, key=lambda form: work[form].cost(per_byte))
-        return LatentPlan(
-            self.dims, form, self.dims.form is not None, work, per_byte, planned if form == first else inner(form)
-        )
+        choice = choose_form(self.dims, planned.problem)
+        planned = planned if choice.form == first else inner(choice.form)
+        planned = replace(planned, notes=(*planned.notes, form_note(choice)))
+        return LatentPlan(self.dims, choice, planned)
 
     # -- the declaration -----------------------------------------------------------------------------------------------
 
-    def declared(self) -> LatentDeclaration:
+    def declared(self) -> Declaration:
         """The declaration; a LatentAttention of it equals this one."""
-        return LatentDeclaration(latent=self.dims, attention=self.attention.declared())
+        return Declaration.from_dict({**self.attention.declared().to_dict(), "latent": self.dims.model_dump()})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LatentAttention):
@@ -127,6 +130,19 @@ class LatentAttention:
 
     def __repr__(self) -> str:
         return f"LatentAttention({self.declared().to_dict()!r})"
+
+
+def _parts(declared: Any) -> tuple[Declaration, LatentDims]:
+    """A declaration without its `latent`, and that."""
+    if isinstance(declared, str | Path):
+        declared = Declaration.load(declared)
+    elif not isinstance(declared, Declaration):
+        declared = Declaration.from_dict(declared)
+    if declared.latent is None:
+        raise ConfigError("the declaration has no latent; declare its sizes, or use Attention.")
+    fields = declared.to_dict()
+    del fields["latent"]
+    return Declaration.from_dict(fields), declared.latent
 
 
 def _inner_shapes(

@@ -11,9 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...planning import Plan
 from ...planning.text import spec_text
+from ...registry.latent_dims import Form, LatentDims
 from ...sharding.mesh import AnyMesh
-from .dims import LATENT, Form, LatentDims
-from .work import FORMS, FormWork
+from .latent_operands import LATENT
+from .work import Choice
 
 __all__ = ["LatentPlan"]
 
@@ -25,32 +26,23 @@ _FORM = {
 
 @dataclass(frozen=True)
 class LatentPlan:
-    """What was decided for a call of LatentAttention. inner: the plan of the attention between the projections. work: operations
-    and bytes of each form, compared at `operations_per_byte` of the device. declared: whether the form was."""
+    """What was decided for a call of LatentAttention. choice: the form, and operations and bytes of both. inner: the plan of the
+    attention between the projections."""
 
     dims: LatentDims
-    form: Form
-    declared: bool
-    work: Mapping[Form, FormWork]
-    operations_per_byte: float
+    choice: Choice
     inner: Plan
 
     @property
-    def other(self) -> Form:
-        """The form that wasn't chosen."""
-        return next(form for form in FORMS if form != self.form)
-
-    @property
-    def ratio(self) -> float:
-        """The cost of the other form as a multiple of this one's."""
-        chosen, other = (self.work[form].cost(self.operations_per_byte) for form in (self.form, self.other))
-        return other / chosen
+    def form(self) -> Form:
+        """'expanded' or 'absorbed'."""
+        return self.choice.form
 
     @property
     def reason(self) -> str:
         """Why this form runs."""
-        times = f"{self.other} would cost {self.ratio:.3g} times as much"
-        return f"declared; {times}" if self.declared else times
+        times = f"{self.choice.other} would cost {self.choice.ratio:.3g} times as much"
+        return f"declared; {times}" if self.choice.declared else times
 
     @property
     def specs(self) -> Mapping[str, PartitionSpec]:
@@ -78,13 +70,13 @@ class LatentPlan:
     def explain(self, verbose: bool = False) -> str:
         """The decision as text, then that about the attention inside."""
         lines = [f"latent attention, {self.form}: {_FORM[self.form]}", f"  because {self.reason}"]
-        for form in (self.form, self.other):
-            work = self.work[form]
+        for form in (self.form, self.choice.other):
+            work = self.choice.work[form]
             lines.append(
                 f"  {form}: {work.flops / 1e9:.3g} GFLOP, {work.moved_bytes / 2**20:.3g} MiB moved; "
                 f"keys and values of a token take {work.cached_bytes} bytes"
             )
-        lines.append(f"  compared at {self.operations_per_byte:.3g} operations per byte")
+        lines.append(f"  compared at {self.choice.operations_per_byte:.3g} operations per byte")
         lines += (
             [f"  {name}: {spec_text(spec)}" for name, spec in self.specs.items()] if self.inner.problem.mesh else []
         )
@@ -97,10 +89,10 @@ class LatentPlan:
         """The decision as JSON-ready values."""
         return {
             "form": self.form,
-            "declared": self.declared,
-            "ratio": self.ratio,
-            "operations_per_byte": self.operations_per_byte,
-            "work": {form: vars(work) for form, work in self.work.items()},
+            "declared": self.choice.declared,
+            "ratio": self.choice.ratio,
+            "operations_per_byte": self.choice.operations_per_byte,
+            "work": {form: vars(work) for form, work in self.choice.work.items()},
             "dims": self.dims.model_dump(),
             "specs": {name: spec_text(spec) for name, spec in self.specs.items()},
             "attention": self.inner.to_dict(),

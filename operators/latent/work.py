@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ...devices.gpus import spec_of_kind
 from ...devices.tpus import tpu_of
 from ...planning import AttentionProblem
+from ...planning.notes import note
+from ...registry.latent_dims import FORMS, Form, LatentDims
 from ...sharding.modes import canonical_mode
-from .dims import Form, LatentDims
 
-__all__ = ["FORMS", "FormWork", "form_work", "operations_per_byte"]
+__all__ = ["Choice", "FormWork", "choose_form", "form_note", "form_work", "operations_per_byte"]
 
-FORMS: tuple[Form, ...] = ("expanded", "absorbed")
 _GRID = 256  # blocks per side in which a mask's visible pairs are counted
 # A device of unknown kind counts as one of these; without published figures, as on a CPU, 10 operations are made per byte.
 _LIKE = {"tpu": "TPU v5e", "cuda": "NVIDIA H100 80GB HBM3"}
@@ -82,3 +83,36 @@ def form_work(dims: LatentDims, problem: AttentionProblem) -> Mapping[Form, Form
         cached = kv_heads * (head_dim + (value_dim if form == "expanded" else 0)) * itemsize
         result[form] = FormWork(flops, moved, cached)
     return result
+
+
+class Choice(NamedTuple):
+    """A form, whether it was declared, the work of both, and the operations per byte that they are compared at."""
+
+    form: Form
+    declared: bool
+    work: Mapping[Form, FormWork]
+    operations_per_byte: float
+
+    @property
+    def other(self) -> Form:
+        """The form that wasn't chosen."""
+        return next(form for form in FORMS if form != self.form)
+
+    @property
+    def ratio(self) -> float:
+        """The cost of the other form as a multiple of this one's."""
+        chosen, other = (self.work[form].cost(self.operations_per_byte) for form in (self.form, self.other))
+        return other / chosen
+
+
+def choose_form(dims: LatentDims, problem: AttentionProblem) -> Choice:
+    """The declared form, else the one that costs less, for a planned call of either."""
+    work, per_byte = form_work(dims, problem), operations_per_byte(problem.platform, problem.device_kind)
+    form = dims.form or min(FORMS, key=lambda form: work[form].cost(per_byte))
+    return Choice(form, dims.form is not None, work, per_byte)
+
+
+def form_note(choice: Choice) -> str:
+    """The note of a plan of the attention inside."""
+    chosen = "declared" if choice.declared else "chosen"
+    return note("latent.form", form=choice.form, chosen=chosen, other=choice.other, ratio=choice.ratio)

@@ -197,6 +197,7 @@ def test_schema_speaks_of_every_field() -> None:
         "enabled",
         "metadata",
         "call",
+        "latent",
         "cache",
         "step",
     }

@@ -12,9 +12,17 @@ import numpy as np
 import pytest
 
 import attnops
-from attnops import AttnOpsError, Causal, ConfigError, InputError, LatentAttention, SlidingWindow
+from attnops import (
+    Attention,
+    AttnOpsError,
+    Causal,
+    ConfigError,
+    Declaration,
+    InputError,
+    LatentAttention,
+    SlidingWindow,
+)
 from attnops.errors import InputTypeError
-from attnops.operators.latent import LatentDeclaration
 from attnops.sharding import PartitionAxis
 
 B, Q, HEADS, NOPE, ROPE, VALUE, LATENT = 2, 24, 4, 16, 8, 12, 32
@@ -152,12 +160,12 @@ def _v3(q_len: int, kv_len: int, **keywords: Any) -> Any:
 def test_work_is_counted() -> None:
     plan = _v3(4096, 4096)
     # Projections of 4096 latents, 128 heads: 2 * 4096 * 128 * 512 * 256; logits and values: 2 * 4096^2 * 128 * (192 + 128).
-    assert plan.work["expanded"].flops == 2 * 4096 * 128 * 512 * 256 + 2 * 4096**2 * 128 * 320
-    assert plan.work["absorbed"].flops == 2 * 4096 * 128 * 512 * 256 + 2 * 4096**2 * 128 * (576 + 512)
-    assert (plan.work["expanded"].cached_bytes, plan.work["absorbed"].cached_bytes) == (81920, 1152)
-    assert (plan.form, plan.declared) == ("expanded", False)
-    causal = LatentAttention("vanilla", **SIZES).plan(*_arrays(), causal=True).work["expanded"]
-    full = LatentAttention("vanilla", **SIZES).plan(*_arrays(), causal=False).work["expanded"]
+    assert plan.choice.work["expanded"].flops == 2 * 4096 * 128 * 512 * 256 + 2 * 4096**2 * 128 * 320
+    assert plan.choice.work["absorbed"].flops == 2 * 4096 * 128 * 512 * 256 + 2 * 4096**2 * 128 * (576 + 512)
+    assert (plan.choice.work["expanded"].cached_bytes, plan.choice.work["absorbed"].cached_bytes) == (81920, 1152)
+    assert (plan.form, plan.choice.declared) == ("expanded", False)
+    causal = LatentAttention("vanilla", **SIZES).plan(*_arrays(), causal=True).choice.work["expanded"]
+    full = LatentAttention("vanilla", **SIZES).plan(*_arrays(), causal=False).choice.work["expanded"]
     # 3 * 2 * 2 * 24 * 4 * 32 * 28 of the projections and their gradients; 300 of 576 pairs are visible.
     projections = 3 * 2 * B * Q * HEADS * LATENT * (NOPE + VALUE)
     assert (causal.flops - projections) / (full.flops - projections) == 300 / 576
@@ -167,9 +175,9 @@ def test_the_cheaper_form_runs() -> None:
     assert _v3(1, 4096).form == _v3(8, 65536).form == "absorbed"
     assert _v3(4096, 4096).form == _v3(32768, 32768).form == "expanded"
     declared = _v3(1, 4096, form="expanded")
-    assert (declared.form, declared.declared) == ("expanded", True)
-    assert declared.ratio < 1 / 50
-    assert _v3(1, 4096).ratio > 50
+    assert (declared.form, declared.choice.declared) == ("expanded", True)
+    assert declared.choice.ratio < 1 / 50
+    assert _v3(1, 4096).choice.ratio > 50
     assert declared.inner.problem.kv_heads == 128
     assert _v3(1, 4096).inner.problem.kv_heads == 1
     assert json.loads(json.dumps(declared.to_dict()))["form"] == "expanded"
@@ -208,7 +216,7 @@ def test_a_file_is_the_declaration(tmp_path: Path) -> None:
     assert hash(again) == hash(attend)
     assert LatentAttention(attend.declared()) == attend
     assert again != LatentAttention("vanilla", **SIZES, block_kv=64, causal=True)
-    assert again.declared() == LatentDeclaration.read(json.loads(path.read_text()))
+    assert again.declared() == Declaration.load(path)
     assert attnops.LatentAttention is LatentAttention
 
 
@@ -237,11 +245,12 @@ def test_shapes_are_checked(change: dict[str, tuple[int, ...]], message: str) ->
         (lambda: LatentAttention("vanilla", **SIZES, block=3), InputTypeError),
         (lambda: LatentAttention("vanila", **SIZES), AttnOpsError),
         (lambda: LatentAttention(3), ConfigError),
-        (lambda: LatentAttention({"latent": SIZES, "attention": {"operation": "paged"}}), ConfigError),
-        (
-            lambda: LatentAttention({"latent": SIZES, "attention": {"operation": "vanilla", "call": {"head_dim": 8}}}),
-            ConfigError,
-        ),
+        (lambda: LatentAttention({"operation": "vanilla"}), ConfigError),
+        (lambda: LatentAttention({"operation": "paged", "latent": SIZES}), ConfigError),
+        (lambda: LatentAttention("paged", **SIZES), ConfigError),
+        (lambda: LatentAttention({"operation": "vanilla", "latent": SIZES, "call": {"head_dim": 8}}), ConfigError),
+        (lambda: LatentAttention({"operation": "vanilla", "latent": SIZES | {"head": 8}}), ConfigError),
+        (lambda: Attention({"operation": "vanilla", "latent": SIZES}), ConfigError),
         (lambda: LatentAttention("vanilla", **SIZES)(*_arrays(), layout="btd"), InputError),
         (lambda: LatentAttention("vanilla", **SIZES)(None, *_arrays()[1:]), InputError),
     ],

@@ -1,19 +1,15 @@
-"""LatentDims: the sizes of a latent attention, and the table of its arrays."""
+"""The arrays of a latent attention, as a table, and their check."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
-
-from pydantic import PositiveInt
+from typing import Any
 
 from ...errors import InputError, a_type
-from ...planning.unset_fields import UnsetFieldsModel
+from ...registry.latent_dims import LatentDims
 from ...sharding import Operand, OperandTable
 
-__all__ = ["LATENT", "Form", "LatentDims", "check_arrays"]
-
-Form = Literal["expanded", "absorbed"]
+__all__ = ["LATENT", "check_arrays"]
 
 LATENT = OperandTable(
     Operand("q_nope", ("batch", "q_len", "heads", "nope_dim"), "bthd", optional=False),
@@ -23,35 +19,6 @@ LATENT = OperandTable(
     Operand("w_uk", ("latent_dim", "heads", "nope_dim"), optional=False),
     Operand("w_uv", ("latent_dim", "heads", "value_dim"), optional=False),
 )
-
-
-class LatentDims(UnsetFieldsModel):
-    """The sizes of a latent attention. form: 'expanded' makes keys and values for each head, 'absorbed' attends to the latents;
-    if unset, the plan chooses. Source: DeepSeek-AI, "DeepSeek-V2" (2024).
-    """
-
-    heads: PositiveInt
-    nope_dim: PositiveInt
-    rope_dim: PositiveInt
-    value_dim: PositiveInt
-    latent_dim: PositiveInt
-    form: Form | None = None
-
-    @property
-    def head_dim(self) -> int:
-        """The width of a query, and of an expanded key."""
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def softmax_scale(self) -> float:
-        """The default scale, that of the expanded form."""
-        return float(self.head_dim**-0.5)
-
-    def inner(self, form: Form) -> tuple[int, int, int]:
-        """(kv heads, head dim, value dim) of the attention that a form runs."""
-        if form == "expanded":
-            return self.heads, self.head_dim, self.value_dim
-        return 1, self.latent_dim + self.rope_dim, self.latent_dim
 
 
 def check_arrays(dims: LatentDims, arrays: Mapping[str, Any], layout: str) -> dict[str, int]:
