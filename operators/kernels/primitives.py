@@ -80,14 +80,12 @@ def summed(x: jax.Array, axis: int) -> jax.Array:
     XLA:CPU of jaxlib 0.10.2 loses rows of a sum over more than 256 of them if it fuses it with the products before it
     (jax issue 39103); products are computed correctly.
     """
-    lead = 0 if axis == x.ndim - 1 else axis
-    ones = lax.full((*x.shape[:lead], x.shape[axis]), 1, x.dtype)
-    batch = tuple(range(lead))
     # Right factors that are contracted along any but the last dimension are read where they lie, left ones are copied first.
-    if axis == x.ndim - 1:
-        a, b, sizes = x, ones, (((axis,), (0,)), ((), ()))
-    else:
-        a, b, sizes = ones, x, (((lead,), (axis,)), (batch, batch))
+    batch = tuple(range(axis)) if axis < x.ndim - 1 else ()
+    ones = lax.full((*x.shape[: len(batch)], x.shape[axis]), 1, x.dtype)
+    a, b = (ones, x) if axis < x.ndim - 1 else (x, ones)
+    contracted = ((len(batch),), (axis,)) if axis < x.ndim - 1 else ((axis,), (0,))
+    sizes = contracted, (batch, batch)
     total = lax.dot_general(a, b, sizes, precision=exact(x.dtype), preferred_element_type=x.dtype)
     return lax.expand_dims(total, (axis,))
 

@@ -95,7 +95,7 @@ class LatentAttention:
 
     def _options(self, call: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         options, declared = dict(call), self.attention.declaration.call
-        layout = canonical_layout(options.get("layout") or declared.layout or "bthd")
+        layout = canonical_layout(options.get("layout") or declared.layout)
         if options.get("softmax_scale") is None and declared.softmax_scale is None:
             options["softmax_scale"] = self.dims.softmax_scale
         return layout, options

@@ -108,8 +108,8 @@ class Choice(NamedTuple):
 def choose_form(dims: LatentDims, problem: AttentionProblem) -> Choice:
     """The declared form, else the one that costs less, for a planned call of either."""
     work, per_byte = form_work(dims, problem), operations_per_byte(problem.platform, problem.device_kind)
-    form = dims.form or min(FORMS, key=lambda form: work[form].cost(per_byte))
-    return Choice(form, dims.form is not None, work, per_byte)
+    cheaper = min(FORMS, key=lambda form: work[form].cost(per_byte))
+    return Choice(dims.form or cheaper, dims.form is not None, work, per_byte)
 
 
 def form_note(choice: Choice) -> str:
