@@ -91,7 +91,8 @@ class Declaration(UnsetFieldsModel):
         assert self.latent is not None
         kv_heads, head_dim, value_dim = self.latent.inner(form)
         sizes = {"q_heads": self.latent.heads, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
-        scale = {} if self.call.softmax_scale is not None else {"softmax_scale": self.latent.softmax_scale}
+        declared = self.call.softmax_scale is not None or self.metadata.get("softmax_scale") is not None
+        scale = {} if declared else {"softmax_scale": self.latent.softmax_scale}
         fields = {**self.to_dict(), "call": self.call.model_dump(mode="json", by_alias=True) | sizes | scale}
         del fields["latent"]
         return type(self).from_dict(fields)

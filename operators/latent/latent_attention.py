@@ -96,7 +96,8 @@ class LatentAttention:
     def _options(self, call: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         options, declared = dict(call), self.attention.declaration.call
         layout = canonical_layout(options.get("layout") or declared.layout)
-        if options.get("softmax_scale") is None and declared.softmax_scale is None:
+        scales = (options.get("softmax_scale"), declared.softmax_scale, self.attention.operation.metadata.softmax_scale)
+        if all(scale is None for scale in scales):
             options["softmax_scale"] = self.dims.softmax_scale
         return layout, options
 

@@ -135,14 +135,27 @@ def test_decode_with_lengths_a_cap_and_the_log_sum_exp(form: str) -> None:
     assert output.lse.shape == (B, HEADS, 1)
 
 
-def test_a_declared_scale_counts_in_both_forms() -> None:
-    arrays = _arrays()
-    outputs = [
-        LatentAttention("vanilla", **SIZES, form=form, softmax_scale=0.1)(*arrays).attention_outputs for form in FORMS
-    ]
-    np.testing.assert_allclose(*outputs, atol=1e-5)
-    default = LatentAttention("vanilla", **SIZES)(*arrays).attention_outputs
-    assert float(abs(outputs[0] - default).max()) > 0.01
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("where", ["keyword", "call", "metadata", "file"])
+def test_a_declared_scale_counts(form: str, where: str) -> None:
+    arrays, scale = _arrays(), 0.1
+    file: dict[str, Any] = {"operation": "vanilla", "latent": SIZES | {"form": form}}
+    file |= {"metadata": {"softmax_scale": scale}} if where == "metadata" else {}
+    file |= {"call": {"softmax_scale": scale}} if where == "file" else {}
+    attend = LatentAttention(file)
+    if where == "keyword":
+        attend = LatentAttention("vanilla", **SIZES, form=form, softmax_scale=scale)
+    call = {"softmax_scale": scale} if where == "call" else {}
+    # A scale of s is that of queries that are multiplied by s * sqrt(24).
+    scaled = [x * (scale * (NOPE + ROPE) ** 0.5) if n < 2 else x for n, x in enumerate(arrays)]
+    wanted = _formula([x.astype(np.float64) for x in scaled], _causal(Q, Q))
+    _close(attend(*arrays, **call).attention_outputs, wanted, 1e-5)
+    if where in ("metadata", "file"):
+        declared = Declaration.from_dict(file).of_form(form)  # type: ignore[arg-type]
+        inner = Attention(declared, mesh=None).plan(*(jax.ShapeDtypeStruct((1, 8, *s), "float32") for s in {
+            "expanded": ((4, 24), (4, 24), (4, 12)), "absorbed": ((4, 40), (1, 40), (1, 32))
+        }[form]))  # fmt: skip
+        assert inner.problem.softmax_scale == scale
 
 
 # -- the choice ----------------------------------------------------------------------------------------------------------
