@@ -16,9 +16,9 @@ from ..planning.call_arrays import call_arrays
 from ..planning.notes import is_info
 from ..planning.plan_text import placement_rows
 from ..planning.text import bytes_text
-from ..registry import OperationRegistry
 from ..registry.model_declaration import LayerDeclaration, ModelDeclaration, is_cached, write_layers
 from .console import fields, table, text, title
+from .declared import declared
 from .plan import print_plan, rejected_rows, runs_row
 from .target import TargetOptions, plan_metadata, targeted
 
@@ -98,7 +98,7 @@ def plan_model(options: ModelOptions) -> ModelPlans:
     target = TargetOptions(options.mesh, options.target, options.strict, options.fallback)
     chosen: Sequence[LayerDeclaration] = model.distinct if options.layer is None else [model.layer(options.layer)]
     # The file declares what was planned, so it contains every option that changes the plan.
-    layers = tuple(replace(layer, declaration=targeted(layer.declaration, target)) for layer in chosen)
+    layers = tuple(replace(layer, declaration=targeted(layer.latent or layer.declaration, target)) for layer in chosen)
     if options.write is not None:
         paths = write_layers(layers, options.write)
         notes.append(f"written: {', '.join(map(str, paths))}")
@@ -108,9 +108,9 @@ def plan_model(options: ModelOptions) -> ModelPlans:
 
 
 def _plan(layer: LayerDeclaration) -> Plan:
-    declaration = layer.declaration
-    operation = OperationRegistry.get(declaration.operation)
-    return operation(plan_metadata(declaration)).plan(**declaration.call_arguments(declaration.shapes()))
+    plan = declared(layer.declaration, None, None).plan(plan_metadata(layer.declaration))
+    assert isinstance(plan, Plan)  # a model's layers are calls
+    return plan
 
 
 def model_json(plans: ModelPlans) -> dict[str, Any]:
@@ -177,15 +177,15 @@ def _alike(plan: Plan, row: dict[str, str], differing: Sequence[str]) -> list[tu
 
 def _row(plans: ModelPlans, layer: LayerDeclaration, plan: Plan) -> dict[str, str]:
     """A layer's cells by column heading."""
-    problem, call = plan.problem, layer.declaration.call
-    kv_heads, value_dim = call.kv_heads or call.q_heads, call.value_dim or call.head_dim
+    problem = plan.problem
+    heads, kv_heads, dim, value_dim = problem.q_heads, problem.kv_heads, problem.head_dim, problem.value_dim
     sinks = problem.operand("softmax_aux")
     named = dict(zip(_NAMING, (_numbers(layer.layers, len(plans.model.layers)), layer.kind), strict=True))
     return named | {
         "batch": f"{problem.batch}",
         "tokens": f"{problem.q_len}",
-        "heads": f"{call.q_heads}" if kv_heads == call.q_heads else f"{call.q_heads}/{kv_heads}",
-        "dim": f"{call.head_dim}" if value_dim == call.head_dim else f"{call.head_dim}/{value_dim}",
+        "heads": f"{heads}" if kv_heads == heads else f"{heads}/{kv_heads}",
+        "dim": f"{dim}" if value_dim == dim else f"{dim}/{value_dim}",
         "cap": "" if problem.logits_soft_cap is None else f"{problem.logits_soft_cap:g}",
         "score": "" if problem.score is None else problem.score.describe(),
         "sinks": "" if sinks is None else f"{1 if len(sinks.shape) == 1 else sinks.shape[1]} per head",

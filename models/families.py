@@ -48,6 +48,7 @@ _MLA: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "qk_head_dim": None,
     "v_head_dim": 128,
+    "kv_lora_rank": 512,
     "rope_parameters": None,
     "rope_scaling": None,
 }

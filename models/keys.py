@@ -66,6 +66,7 @@ ATTENTION: dict[str, str] = {
     "use_relative_position_embeddings": "the same (vitdet)",
     "use_relative_position_bias": "true: `call.score` has a bias by the distances in the grid (beit)",
     "use_shared_relative_position_bias": "true: and one that all layers share (beit)",
+    "kv_lora_rank": "`latent.latent_dim` (deepseek_v2, deepseek_v3)",
     "attention_dropout": "`metadata.dropout_prob`",
     "dtype": "`metadata.runtime_dtype` and `call.dtype`",
     "output_attentions": "`call.return_weights`",
@@ -86,7 +87,7 @@ OTHER: dict[str, tuple[str, ...]] = {
     ),
     "projections and norms around attention": (
         "attention_bias", "attention_out_bias", "bias", "qkv_bias", "use_qkv_bias", "use_bias", "use_qk_norm", "qk_layernorm",
-        "q_lora_rank", "kv_lora_rank", "clip_qkv", "norm_bias", "norm_eps", "rms_norm_eps", "layer_norm_eps",
+        "q_lora_rank", "clip_qkv", "norm_bias", "norm_eps", "rms_norm_eps", "layer_norm_eps",
         "layer_norm_epsilon", "norm_epsilon", "use_parallel_residual", "residual_multiplier", "attention_in_bias",
     ),
     "other dropouts": (
@@ -159,7 +160,6 @@ OTHER: dict[str, tuple[str, ...]] = {
 # Those of these keys that change the inputs of attention: a note says that the model must do that.
 NOTED = {
     "clip_qkv": "the model clips query, key and value, before attention",
-    "kv_lora_rank": "each head has its own key and value here; attention to a cache of the latents is another call",
 }
 
 # Values that request nothing.

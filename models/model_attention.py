@@ -22,7 +22,10 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ModelAttention:
-    """All layers: what they share, and one LayerAttention each. A `softmax_scale` of None means 1/sqrt(head_dim)."""
+    """All layers: what they share, and one LayerAttention each. A `softmax_scale` of None means 1/sqrt(head_dim).
+
+    latent: the sizes of latent attention, in the names of LatentDims; empty without it.
+    """
 
     name: str
     q_heads: int
@@ -40,6 +43,7 @@ class ModelAttention:
     cross: bool
     layers: tuple[LayerAttention, ...]
     notes: tuple[Note, ...]
+    latent: tuple[tuple[str, int], ...] = ()
 
 
 def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
@@ -75,7 +79,16 @@ def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
         cross=rules.cross,
         layers=layers,
         notes=tuple(notes),
+        latent=_latent(config, q_heads, value_dim),
     )
+
+
+def _latent(config: ModelConfig, heads: int, value_dim: int) -> tuple[tuple[str, int], ...]:
+    if config.fields.get("kv_lora_rank") is None:
+        return ()
+    read = {"nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim", "latent_dim": "kv_lora_rank"}
+    sizes = {name: whole(config, key) for name, key in read.items()}
+    return tuple({"heads": heads, "value_dim": value_dim, **sizes}.items())
 
 
 def _dims(config: ModelConfig, q_heads: int, kv_heads: int) -> tuple[int, int]:

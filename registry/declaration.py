@@ -26,10 +26,10 @@ from .metadata import OperationMetadata
 from .registry import OperationRegistry
 from .step_declaration import StepDeclaration
 
-__all__ = ["CallDeclaration", "Declaration"]
+__all__ = ["LATENT_SIZES", "CallDeclaration", "Declaration"]
 
 _DEEPEST = 64
-_LATENT_SIZES = ("q_heads", "kv_heads", "head_dim", "value_dim", "kv_dtype", "kv_scales")
+LATENT_SIZES = ("q_heads", "kv_heads", "head_dim", "value_dim", "kv_dtype", "kv_scales")
 
 
 class Declaration(UnsetFieldsModel):
@@ -64,7 +64,7 @@ class Declaration(UnsetFieldsModel):
     def _latent_sizes(self) -> Self:
         if self.latent is None:
             return self
-        given = [name for name in _LATENT_SIZES if self.call.is_set(name)]
+        given = [name for name in LATENT_SIZES if self.call.is_set(name)]
         if given:
             raise ValueError(f"call.{given[0]} is declared beside latent, from which it follows; leave it out")
         if self.cache is not None or self.step is not None:

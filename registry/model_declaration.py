@@ -14,7 +14,7 @@ from ..models.model_attention import ModelAttention, model_attention
 from ..models.model_config import as_dict, read_model_config
 from ..planning.cache.layer_groups import LayerGroup, layer_groups
 from ..sharding.modes import GENERATION, canonical_mode
-from .declaration import Declaration
+from .declaration import LATENT_SIZES, Declaration
 from .metadata import PICKUP, OperationMetadata
 from .model_metadata import metadata_of
 
@@ -25,12 +25,16 @@ _LIMIT = 2**31 - 1  # indices are int32 on devices
 
 @dataclass(frozen=True)
 class LayerDeclaration:
-    """Layers with the same attention: their numbers, from 0; their kind ('global', 'local 4096'); and their declaration."""
+    """Layers with the same attention: their numbers, from 0; their kind ('global', 'local 4096'); and their declaration.
+
+    latent: the declaration of latent attention, for LatentAttention; `declaration` has a key and a value for each head then.
+    """
 
     layers: tuple[int, ...]
     kind: str
     name: str
     declaration: Declaration
+    latent: Declaration | None = None
 
 
 @dataclass(frozen=True)
@@ -93,12 +97,15 @@ class ModelDeclaration:
                 its["score"] = layer.score
             if layer.sizes is not None:
                 its |= _of_image(layer.sizes, attention, call)
-            declaration = Declaration.from_dict(
-                {"operation": operation, "metadata": metadata_fields, "call": its}, read.name
-            )
+            fields = {"operation": operation, "metadata": metadata_fields, "call": its}
+            declaration, latent = Declaration.from_dict(fields, read.name), None
+            if attention.latent:
+                rest = {key: value for key, value in its.items() if key not in LATENT_SIZES}
+                fields = fields | {"latent": dict(attention.latent), "call": rest}
+                latent = Declaration.from_dict(fields, read.name)
             name = layer.kind.replace(" ", "_").replace("±", "")
             name += f"_layer_{numbers[0]}" if kinds.count(layer.kind) > 1 else ""
-            distinct.append(LayerDeclaration(tuple(numbers), layer.kind, name, declaration))
+            distinct.append(LayerDeclaration(tuple(numbers), layer.kind, name, declaration, latent))
         return cls(read.family, attention.positions, tuple(distinct), attention.notes)
 
     @property

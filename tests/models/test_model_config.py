@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from attnops import (
     Chunked,
     Declaration,
     Full,
+    LatentAttention,
     Mask,
     ModelDeclaration,
     OperationMetadata,
@@ -303,7 +305,7 @@ def test_what_was_decided_is_told() -> None:
     assert "num_attention_heads=8" in notes["model.defaults"]["fields"]
     assert "model.leaves_out" in notes
     assert _notes(MODELS / "llama-3.1-8b.json") == {}
-    assert "model.noted" in _notes(MODELS / "deepseek-v3.json")
+    assert _notes(MODELS / "deepseek-v3.json") == {}
     types = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window_pattern": 6, "sliding_window": 8}
     assert _notes(LLAMA | {"model_type": "cohere2"} | types)["model.layer_types"] == {
         "patterns": ["sliding_window_pattern"]
@@ -677,3 +679,38 @@ def test_parts_of_an_encoder_decoder() -> None:
     assert OperationMetadata.from_config(WHISPER, part="decoder").causal
     with pytest.raises(ConfigError, match=r"part for a SimpleNamespace"):
         OperationMetadata.from_config(SimpleNamespace(attn_dtype="bfloat16"), part="decoder")
+
+
+@pytest.mark.parametrize(
+    ("file", "heads", "scale"), [("deepseek-v3", 128, 0.1352337788608801), ("kimi-k2", 64, 0.13086079996295005)]
+)
+def test_latent_attention_is_declared_beside_a_key_for_each_head(file: str, heads: int, scale: float) -> None:
+    """The sizes that both models publish: 128 without positions, 64 with, values of 128, latents of 512."""
+    model = ModelDeclaration.from_config(
+        MODELS / f"{file}.json", operation="vanilla", q_len=64, metadata={"fallback": "error"}
+    )
+    (layer,) = model.distinct
+    assert layer.latent is not None
+    sizes = layer.latent.latent
+    assert sizes is not None
+    assert (sizes.heads, sizes.nope_dim, sizes.rope_dim, sizes.value_dim, sizes.latent_dim) == (
+        heads,
+        128,
+        64,
+        128,
+        512,
+    )
+    attend = LatentAttention(layer.latent)
+    shapes = ((1, 64, heads, 128), (1, 64, heads, 64), (1, 64, 512), (1, 64, 64), (512, heads, 128), (512, heads, 128))
+    plan = attend.plan(*(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)).inner
+    assert plan.problem.softmax_scale == pytest.approx(scale, rel=1e-12)
+    assert plan.problem.mask == Causal(offset=0)
+    assert layer.declaration.latent is None
+    assert layer.declaration.call.head_dim == 192
+
+
+def test_without_latents_there_is_no_such_declaration() -> None:
+    assert all(layer.latent is None for layer in ModelDeclaration.from_config(MODELS / "llama-3.1-8b.json").distinct)
+    text = json.loads((MODELS / "deepseek-v3.json").read_text())
+    with pytest.raises(ConfigError, match="kv_lora_rank"):
+        ModelDeclaration.from_config(text | {"kv_lora_rank": -1})
