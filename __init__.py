@@ -54,9 +54,11 @@ if TYPE_CHECKING:
     from .registry.model_declaration import ModelDeclaration
     from .scores import T5 as T5
     from .scores import ALiBi, RelativeBias, ScoreFunction, SoftCap, register_score_function
+    from .scores import Buckets as Buckets
     from .scores import Clip as Clip
     from .scores import Distance as Distance
     from .scores import Forgetting as Forgetting
+    from .scores import PositionTemperature as PositionTemperature
     from .scores import RelativeBias2D as RelativeBias2D
     from .scores import Score as Score
     from .scores import Temperature as Temperature
@@ -139,7 +141,20 @@ _FILES = {
     # Importable here like those above, listed in the manual.
     "LatentAttention": "operators.latent",
     # The other scores: importable here like those above, listed in attnops.scores.
-    **dict.fromkeys(("T5", "Clip", "Distance", "Forgetting", "RelativeBias2D", "Score", "Temperature"), "scores"),
+    **dict.fromkeys(
+        (
+            "T5",
+            "Buckets",
+            "Clip",
+            "Distance",
+            "Forgetting",
+            "PositionTemperature",
+            "RelativeBias2D",
+            "Score",
+            "Temperature",
+        ),
+        "scores",
+    ),
     "dot_product_attention": "adapters.jax_nn",
     "shardings_for": "operators.api.model_shardings",
 }

@@ -68,15 +68,20 @@ class LatentAttention:
         value_dim]; output [batch, q, heads, value_dim]. In packed layouts no array has a batch. Rotary positions are applied.
 
         call: what Attention takes. softmax_scale is (nope_dim + rope_dim)^-0.5 by default, in both forms. The output's plan is
-        that of the attention inside. Errors: InputError for arrays with other shapes; those of Attention.
+        that of the attention inside, with a note on the form. Errors: InputError for other shapes; those of Attention.
         """
         arrays = dict(zip(LATENT.names, (q_nope, q_rope, latent, rope_key, w_uk, w_uv), strict=True))
         layout, options = self._options(call)
-        form = self._plan(arrays, layout, options).form
-        if form == "expanded":
-            return self.attention(*expanded_inputs(*arrays.values(), layout=layout), **options)
-        output = self.attention(*absorbed_inputs(q_nope, q_rope, latent, rope_key, w_uk, layout=layout), **options)
-        return replace(output, attention_outputs=absorbed_output(output.attention_outputs, w_uv, layout=layout))
+        decided = self._plan(arrays, layout, options)
+        if decided.form == "expanded":
+            inner = expanded_inputs(*arrays.values(), layout=layout)
+        else:
+            inner = absorbed_inputs(q_nope, q_rope, latent, rope_key, w_uk, layout=layout)
+        output = self.attention(*inner, **options)
+        attended = output.attention_outputs
+        if decided.form == "absorbed":
+            attended = absorbed_output(attended, w_uv, layout=layout)
+        return replace(output, attention_outputs=attended, plan=decided.inner)
 
     def plan(
         self,

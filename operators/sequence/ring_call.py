@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 
 from ...masks import Mask
+from ...scores.steps import Add, Steps
 from ..call.local import LocalCall, Ring
 from ..kernels.lse import combine_by_lse
 from ..kernels.operands import Operands
@@ -31,7 +32,7 @@ def _attend_ring(
     ring: Ring, call: LocalCall, kernel: PartialAttention, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Of the keys of all devices."""
-    mask = call.mask
+    call, mask = _with_bias_in_score(call), call.mask
     rows = kernel.layout.index("t")
     if ring.zigzag:
         query, key, value = (zigzag(x, ring, rows) for x in (query, key, value))
@@ -41,6 +42,18 @@ def _attend_ring(
     if ring.zigzag:
         output, lse = contiguous(output, ring, rows), contiguous(lse, ring, 2)
     return (output, lse) if call.sinks is None else combine_by_lse([(output, lse)], kernel.layout, call.sinks)
+
+
+def _with_bias_in_score(call: LocalCall) -> LocalCall:
+    """The call with its bias as the last step of its score, whose arrays are cut for the keys of each step around the ring."""
+    if call.bias is None:
+        return call
+    bias = call.bias.astype(call.softmax_dtype)
+    arrays = (*call.captures, bias, 0 * bias[:1, :1, :1, :1])
+    before = call.score or Steps((), (), False)
+    steps = (*before.steps, Add((len(arrays) - 2, len(arrays) - 1)))
+    score = replace(before, steps=steps, forms=(*before.forms, "aligned", "aligned"))
+    return replace(call, bias=None, score=score, captures=arrays)
 
 
 def _captures_in_zigzag(call: LocalCall, ring: Ring) -> tuple[jax.Array, ...]:

@@ -15,7 +15,6 @@ __all__ = ["MERGING", "sequence_reasons"]
 MERGING = "keys that stay split"  # the start of reasons against it
 
 _NOT_AROUND = {
-    "bias": "a dense bias",
     "return_weights": "the attention weights",
     "quantized_kv": "quantised keys and values",
 }

@@ -44,7 +44,7 @@ CASES = {
     "blocks": "bthd", "blocks_of_heads": "bhtd", "chosen_blocks": "bthd",
     "relative_bias": "bthd", "forgetting": "bhtd", "score_function": "bthd",
 }  # fmt: skip
-_RING = {"bias": {"bias"}, "everything": {"bias", "return_weights"}, "int8_kv": {"quantized_kv"}}
+_RING = {"everything": {"return_weights"}, "int8_kv": {"quantized_kv"}}
 # By strategy, what is refused for its own sake.
 NEVER: dict[str, dict[str, set[str]]] = {
     "gather": {},
@@ -73,7 +73,7 @@ def _product() -> Iterator[tuple[str, str, str, str, str, str]]:
 
 # What `make test` runs of the product, in the case's own layout; `make test-all` runs rows in which any three of them meet.
 OFTEN = {
-    *((NATIVE, "ring", n, "fsdp2_tp2_sp2", "auto") for n in ("segment_ids", *_RING)),
+    *((NATIVE, "ring", n, "fsdp2_tp2_sp2", "auto") for n in ("segment_ids", "bias", *_RING)),
     *((NATIVE, "ulysses", n, "fsdp2_tp2_sp2", "auto") for n in ("bias", "everything", "int8_kv")),
     *((NATIVE, "ulysses_ring", n, "cp2_sp2_tp2", "auto") for n in ("segment_ids", "bias")),
     *((NATIVE, "ulysses_ring", n, "cp2_sp2_tp2", "explicit") for n in ("lse",)),
@@ -145,7 +145,7 @@ def test_strategies(which: str, strategy: str, name: str, mesh: str, layout: str
 
 # What the causal rule of a mask is worth: which cases an unset order takes a zigzag ring for.
 ZIGZAG = {
-    "causal", "gqa", "segment_ids", "value_dim", "soft_cap", "blocks", "blocks_of_heads", "chosen_blocks",
+    "bias", "causal", "gqa", "segment_ids", "value_dim", "soft_cap", "blocks", "blocks_of_heads", "chosen_blocks",
     "relative_bias",
 }  # fmt: skip
 

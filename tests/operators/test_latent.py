@@ -131,6 +131,9 @@ def test_decode_with_lengths_a_cap_and_the_log_sum_exp(form: str) -> None:
     attend = LatentAttention("vanilla", **SIZES, form=form, logits_soft_cap=3.0)
     output = attend(*arrays, causal=False, kv_lengths=lengths, return_lse=True, mode="autoregressive")
     _close(output.attention_outputs, _formula([x.astype(np.float64) for x in arrays], seen, cap=3.0), 1e-5)
+    assert output.plan is not None
+    assert output.plan.implementation == "vanilla.forward_native"
+    assert "latent.form" in {note.code for note in output.plan.notes if hasattr(note, "code")}
     assert output.lse is not None
     assert output.lse.shape == (B, HEADS, 1)
 
