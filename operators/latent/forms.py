@@ -37,7 +37,7 @@ def expanded_inputs(
     value = _product(f"{batch}tc,chd->{out}", latent, w_uv)
     shared = jnp.expand_dims(rope_key, layout.index("h"))
     shared = jnp.broadcast_to(shared, (*key.shape[:-1], rope_key.shape[-1]))
-    return jnp.concatenate([q_nope, q_rope], -1), jnp.concatenate([key, shared.astype(key.dtype)], -1), value
+    return jnp.concatenate([q_nope, q_rope], -1), jnp.concatenate([key, shared], -1), value
 
 
 @_with_layout
@@ -46,7 +46,7 @@ def absorbed_inputs(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query, and one key head whose values are the first columns of its keys."""
     query = _product(f"{layout},chd->{layout.replace('d', 'c')}", q_nope, w_uk)
-    key = jnp.concatenate([latent, rope_key.astype(latent.dtype)], -1)
+    key = jnp.concatenate([latent, rope_key], -1)
     axis = layout.index("h")
     return jnp.concatenate([query, q_rope], -1), jnp.expand_dims(key, axis), jnp.expand_dims(latent, axis)
 

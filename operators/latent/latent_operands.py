@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from ...errors import InputError, a_type
 from ...registry.latent_dims import LatentDims
 from ...sharding import Operand, OperandTable
@@ -22,11 +24,20 @@ LATENT = OperandTable(
 
 
 def check_arrays(dims: LatentDims, arrays: Mapping[str, Any], layout: str) -> dict[str, int]:
-    """All sizes of a call, by dim. Errors: InputError for an array that isn't one, or with another shape."""
+    """All sizes of a call, by dim. Errors: InputError for an array that isn't one, or with another shape or dtype.
+
+    The weights may have a dtype of their own, and are used in that of what they multiply.
+    """
     sizes = {name: getattr(dims, name) for name in ("heads", "nope_dim", "rope_dim", "value_dim", "latent_dim")}
     for name, x in arrays.items():
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise InputError(f"{name} is {a_type(x)}; wanted an array, or a ShapeDtypeStruct in a plan.")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise InputError(f"{name} is {x.dtype}; wanted a float dtype.")
+    for first, second in (("q_nope", "q_rope"), ("latent", "rope_key")):
+        if arrays[first].dtype != arrays[second].dtype:
+            dtypes = arrays[first].dtype, arrays[second].dtype
+            raise InputError(f"{first} is {dtypes[0]} and {second} {dtypes[1]}; wanted one dtype, as they are joined.")
     query, latent = arrays["q_nope"], arrays["latent"]
     packed = "b" not in layout
     lengths = (("q_len", query, layout.index("t")), ("kv_len", latent, 0 if packed else 1), ("batch", query, 0))

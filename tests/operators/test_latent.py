@@ -253,6 +253,32 @@ def test_shapes_are_checked(change: dict[str, tuple[int, ...]], message: str) ->
 
 
 @pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        ("q_rope", "bfloat16", "q_nope is float32 and q_rope bfloat16"),
+        ("rope_key", "float16", "latent is float32 and rope_key float16"),
+        ("latent", "int8", "latent is int8; wanted a float dtype"),
+    ],
+)
+def test_dtypes_are_checked(name: str, dtype: str, message: str) -> None:
+    names = ("q_nope", "q_rope", "latent", "rope_key", "w_uk", "w_uv")
+    arrays = dict(zip(names, _arrays(), strict=True))
+    arrays[name] = arrays[name].astype(jnp.dtype(dtype))
+    with pytest.raises(InputError, match=message):
+        LatentAttention("vanilla", **SIZES)(*arrays.values())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_are_used_in_the_dtype_of_what_they_multiply(form: str) -> None:
+    rounded = [jnp.asarray(x, jnp.bfloat16) for x in _arrays()]
+    mixed = [*rounded[:4], *(x.astype(jnp.float32) for x in rounded[4:])]
+    outputs = [_attention("plain", form)(*x, causal=True).attention_outputs for x in (rounded, mixed)]
+    assert outputs[0].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in outputs))
+    _close(outputs[0], _formula([np.asarray(x, np.float64) for x in rounded], _causal(Q, Q)), 0.03)
+
+
+@pytest.mark.parametrize(
     ("make", "error"),
     [
         (lambda: LatentAttention("vanilla", heads=4), ConfigError),

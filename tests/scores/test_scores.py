@@ -28,7 +28,8 @@ from attnops import (
     register_score_function,
 )
 from attnops.errors import InputTypeError, ScoreError
-from attnops.scores import score_from_dict
+from attnops.operators.kernels.scores import diagonal_sums, from_diagonals
+from attnops.scores import relative, score_from_dict
 
 CASES = cases(LENGTH)
 
@@ -237,3 +238,30 @@ def test_in_the_callers_own_shard_map(score: Any, array: np.ndarray, spec: P) ->
 def test_what_a_part_in_the_callers_shard_map_cannot_know(score: Any, array: Any, spec: P, part: str) -> None:
     with pytest.raises(InputError, match=part):
         _in_shard_map(score, array, spec)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 5), (2, 1), (2, 2), (7, 3), (8, 16), (64, 64), (96, 40)])
+def test_numbers_by_diagonal_and_their_sums(rows: int, keys: int, platform: str) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 3, rows + keys - 1)).astype(np.float32)
+    wanted = np.stack([x[..., rows - 1 - r : rows - 1 - r + keys] for r in range(rows)], -2)
+    np.testing.assert_array_equal(from_diagonals(jnp.asarray(x), rows, keys), wanted)
+    tile = rng.standard_normal((2, 3, rows, keys))
+    sums = np.zeros((2, 3, rows + keys - 1))
+    for r in range(rows):
+        sums[..., rows - 1 - r : rows - 1 - r + keys] += tile[:, :, r]
+    np.testing.assert_allclose(diagonal_sums(jnp.asarray(tile, jnp.float32), platform), sums, atol=1e-5)
+
+
+def test_a_long_table_by_distance_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """81 distances of 41 queries and keys, 32 at a time; the table's gradient is a histogram of the weights' gradient."""
+    monkeypatch.setattr(relative, "_CHOSEN_TOGETHER", 32)
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((8, 3)).astype(np.float32)
+    index = rng.integers(0, 8, (2, 81)).astype(np.int32)
+    direction = rng.standard_normal((2, 3, 81)).astype(np.float32)
+    values, back = jax.vjp(lambda table: relative._of_buckets(jnp.asarray(index), table), jnp.asarray(table))
+    np.testing.assert_array_equal(values, np.moveaxis(table[index], -1, 1))
+    wanted = np.stack([(direction * (index == n)[:, None]).sum((0, 2)) for n in range(8)])
+    np.testing.assert_allclose(back(jnp.asarray(direction))[0], wanted, atol=1e-5)
