@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from ...devices.gpus import spec_of_kind
 from ...devices.tpus import tpu_of
+from ...errors import InputError
 from ...planning import AttentionProblem
 from ...planning.notes import note
 from ...registry.latent_dims import FORMS, Form, LatentDims
@@ -51,7 +54,7 @@ def visible_pairs(problem: AttentionProblem) -> float:
     """Pairs of query and key that the mask leaves, per head and batch row, as far as it is known before the run. A block that is
     visible in part counts half."""
     q_len, kv_len = problem.q_len, problem.kv_len
-    if problem.dynamic_query_offset or problem.symbolic:
+    if problem.dynamic_query_offset:
         return float(q_len * kv_len)
     block_q, block_kv = -(-q_len // _GRID), -(-kv_len // _GRID)
     kinds = problem.mask.live_blocks(
@@ -82,7 +85,7 @@ def form_work(dims: LatentDims, problem: AttentionProblem) -> Mapping[Form, Form
         moved = 2.0 * (rows + columns) * itemsize * (3.0 if train else 1.0)
         cached = kv_heads * (head_dim + (value_dim if form == "expanded" else 0)) * itemsize
         result[form] = FormWork(flops, moved, cached)
-    return result
+    return MappingProxyType(result)
 
 
 class Choice(NamedTuple):
@@ -105,8 +108,12 @@ class Choice(NamedTuple):
         return other / chosen
 
 
+@functools.lru_cache(maxsize=256)
 def choose_form(dims: LatentDims, problem: AttentionProblem) -> Choice:
-    """The declared form, else the one that costs less, for a planned call of either."""
+    """The declared form, else the one that costs less, for a planned call of either. Errors: InputError for symbolic sizes."""
+    if problem.symbolic:
+        names = ", ".join(sorted(problem.symbolic))
+        raise InputError(f"{names} is known only by name, and the work of the forms is counted; export with numbers.")
     work, per_byte = form_work(dims, problem), operations_per_byte(problem.platform, problem.device_kind)
     cheaper = min(FORMS, key=lambda form: work[form].cost(per_byte))
     return Choice(dims.form or cheaper, dims.form is not None, work, per_byte)

@@ -187,6 +187,15 @@ def test_work_is_counted() -> None:
     assert (causal.flops - projections) / (full.flops - projections) == 300 / 576
 
 
+def test_symbolic_sizes_are_refused() -> None:
+    (batch,) = jax.export.symbolic_shape("b")
+    shapes = [
+        jax.ShapeDtypeStruct((batch, *x.shape[1:]) if n < 4 else x.shape, x.dtype) for n, x in enumerate(_arrays())
+    ]
+    with pytest.raises(InputError, match="batch is known only by name"):
+        LatentAttention("vanilla", **SIZES).plan(*shapes, causal=True)
+
+
 def test_the_cheaper_form_runs() -> None:
     assert _v3(1, 4096).form == _v3(8, 65536).form == "absorbed"
     assert _v3(4096, 4096).form == _v3(32768, 32768).form == "expanded"
