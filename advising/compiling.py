@@ -11,6 +11,7 @@ from ..verify.call import verify_call
 from ..verify.report import TargetReport
 from ..verify.targets import not_compiled
 from .entries import Entry, Refusals
+from .latent_form import call_arguments_of
 from .machine import machine_of
 
 __all__ = ["Progress", "compile_best"]
@@ -67,5 +68,4 @@ def _compile(entry: Entry) -> TargetReport:
     mesh = target.described(entry.candidate.mesh)
     fields = {"platform": None, "backend": None, "mesh": mesh}
     operation = kind(entry.declaration.operation_metadata(fields))
-    arguments = entry.declaration.call_arguments(entry.declaration.shapes())
-    return verify_call(operation, arguments, entry.candidate.target)
+    return verify_call(operation, call_arguments_of(entry.declaration), entry.candidate.target)

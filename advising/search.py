@@ -21,6 +21,7 @@ from .compiling import Progress, compile_best
 from .declared import SEARCHED, metadata_for
 from .entries import Entry, Refusals
 from .estimate import Estimate, estimate
+from .latent_form import call_arguments_of, latent_note, with_form
 from .machine import Machine, machine_of, with_devices
 from .search_scope import open_choices, requested_devices, with_batch, with_mode
 
@@ -52,10 +53,6 @@ def advise(
     Errors: ConfigError for an unknown target, a number of devices that it has no part of, or an axis that isn't searched.
     """
     declared = with_mode(_declaration(declaration), mode)
-    if declared.latent is not None:
-        raise ConfigError(
-            "the declaration has latent; wanted one of a call. Advise on the attention inside: Declaration.of_form('expanded')."
-        )
     tell = progress or (lambda done, of, what: None)
     counts = requested_devices(machine_of(target), devices)
     _check_axes(mesh or {})
@@ -63,8 +60,8 @@ def advise(
     refused = Refusals()
     requests: list[tuple[Candidate, Declaration]] = []
     for batch in batches or (None,):
-        batched = with_batch(declared, batch)
         machine = machine_of(target)
+        batched = with_form(with_batch(declared, batch), machine)
         space = _search_space(batched, machine, mesh or {}, operations)
         for count in counts:
             name = with_devices(target, count)
@@ -84,7 +81,7 @@ def advise(
     tell(len(requests), len(requests), "")
     ranked = sorted(_distinct(entries), key=_rank)
     ranked = sorted([*map(better_blocks, ranked[:_REFINED]), *ranked[_REFINED:]], key=_rank)
-    notes = list(_notes(declared))
+    notes = [*_notes(declared), *latent_note(declared)]
     ranked = compile_best(ranked, refused, most_compiled, tell, notes)
     return Advice(target, tuple(ranked), refused.ranked(), tuple(notes), len(requests))
 
@@ -129,7 +126,7 @@ def _search_space(
 ) -> SearchSpace:
     kind: Any = OperationRegistry.get(declaration.operation)
     metadata = metadata_for(declaration, machine, {"fsdp": 1}, {})
-    problem = kind(metadata).plan(**declaration.call_arguments(declaration.shapes())).problem
+    problem = kind(metadata).plan(**call_arguments_of(declaration)).problem
     for name in operations:
         OperationRegistry.get(name)
     others = tuple(operations) or operations_for(
@@ -166,7 +163,7 @@ def _planned(candidate: Candidate, declaration: Declaration) -> Entry | tuple[st
 def _plan(candidate: Candidate, declaration: Declaration, machine: Machine) -> Plan:
     kind: Any = OperationRegistry.get(candidate.operation)
     metadata = metadata_for(declaration, machine, candidate.mesh, candidate.fields())
-    return kind(metadata).plan(**declaration.call_arguments(declaration.shapes()))
+    return kind(metadata).plan(**call_arguments_of(declaration))
 
 
 def _best_order(plan: Plan, machine: Machine) -> tuple[tuple[tuple[str, int], ...], Estimate]:

@@ -1,4 +1,4 @@
-"""A latent attention's file in the commands: planned, compiled and tuned in the form that costs less; refused elsewhere."""
+"""A latent attention's file in the commands: planned, compiled and tuned in the form that costs less; `run` refuses it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ def test_both_passes_compile_and_their_memory_is_that_of_the_attention_inside(
     ("command", "message"),
     [
         (["run"], "whose arrays this command doesn't draw"),
-        (["advise", "--target", "v5e:2x2"], "the declaration has latent"),
         (["plan", "--inputs", "arrays.npz"], "--inputs arrays.npz beside a latent attention"),
     ],
 )

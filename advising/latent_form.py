@@ -1,0 +1,40 @@
+"""A latent attention in a search: its form is chosen on the target, and the attention inside is what is planned and estimated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..operators.latent.work import choose_form
+from ..registry import OperationRegistry
+from ..registry.declaration import Declaration
+from .declared import metadata_for
+from .machine import Machine
+
+__all__ = ["call_arguments_of", "latent_note", "with_form"]
+
+
+def with_form(declaration: Declaration, machine: Machine) -> Declaration:
+    """The declaration with its latent attention's form; itself without one. Planned on one device: no mesh changes the choice."""
+    latent = declaration.latent
+    if latent is None or latent.form is not None:
+        return declaration
+    kind: Any = OperationRegistry.get(declaration.operation)
+    inside = declaration.of_form("expanded")
+    metadata = metadata_for(inside, machine, {"fsdp": 1}, {})
+    form = choose_form(latent, kind(metadata).plan(**inside.call_arguments(inside.shapes())).problem).form
+    return declaration.model_copy(update={"latent": latent.model_copy(update={"form": form})}).checked()
+
+
+def call_arguments_of(declaration: Declaration) -> dict[str, Any]:
+    """The arguments of the call, or of that inside a latent attention with a form."""
+    if declaration.latent is not None:
+        assert declaration.latent.form is not None
+        declaration = declaration.of_form(declaration.latent.form)
+    return declaration.call_arguments(declaration.shapes())
+
+
+def latent_note(declaration: Declaration) -> tuple[str, ...]:
+    """What an estimate of latent attention leaves out."""
+    if declaration.latent is None:
+        return ()
+    return ("times are of the attention inside; the projections of latents, queries and outputs aren't estimated",)
