@@ -45,9 +45,13 @@ def main() -> None:
     parser.add_argument("log", type=Path)
     parser.add_argument("--longer", type=float, default=0.2, help="seconds; shorter cells all stay")
     parser.add_argument("--keep", type=int, default=6, help="one in so many of the longer ones stays")
+    parser.add_argument("--only", default="tests/", help="tests whose ids begin so")
+    parser.add_argument("--add", action="store_true", help="to the list as it is, from a run without its cells")
     options = parser.parse_args()
-    cells = slow_cells(seconds_of(options.log.read_text()), options.longer, options.keep)
-    LIST.write_text("".join(f"{cell}\n" for cell in cells))
+    seconds = seconds_of(options.log.read_text())
+    some = Counter({name: taken for name, taken in seconds.items() if name.startswith(options.only)})
+    cells = {*slow_cells(some, options.longer, options.keep), *(LIST.read_text().splitlines() if options.add else ())}
+    LIST.write_text("".join(f"{cell}\n" for cell in sorted(cells)))
     print(f"{len(cells)} cells are left to make test-all")
 
 
