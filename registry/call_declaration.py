@@ -22,9 +22,9 @@ from ..planning.unset_fields import UnsetFieldsModel
 from ..scores import Score
 from ..sharding import ATTENTION, MODES, Operand, OperandTable, canonical_mode
 
-__all__ = ["DECLARED_BY", "CallDeclaration"]
+__all__ = ["DECLARED_BY", "CallDeclaration", "Size"]
 
-_Size = Annotated[int, Field(strict=True, ge=1, le=LIMIT)]
+Size = Annotated[int, Field(strict=True, ge=1, le=LIMIT)]
 _Distance = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
 _Offset = Annotated[int, Field(strict=True, ge=-LIMIT, le=LIMIT)]
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -53,13 +53,13 @@ class CallDeclaration(UnsetFieldsModel):
 
     model_config = ConfigDict(title="call")
 
-    batch: _Size = 1
-    q_len: _Size | None = None
-    kv_len: _Size | None = None
-    q_heads: _Size | None = None
-    kv_heads: _Size | None = None
-    head_dim: _Size | None = None
-    value_dim: _Size | None = None
+    batch: Size = 1
+    q_len: Size | None = None
+    kv_len: Size | None = None
+    q_heads: Size | None = None
+    kv_heads: Size | None = None
+    head_dim: Size | None = None
+    value_dim: Size | None = None
     dtype: Annotated[
         InputDtype | None,
         Field(description="Dtype of query, key and value; null: metadata.runtime_dtype, else float32."),
@@ -77,7 +77,7 @@ class CallDeclaration(UnsetFieldsModel):
     deterministic: StrictBool = True
     return_weights: StrictBool = False
     return_lse: StrictBool = False
-    segment_ids: Annotated[_Size | None, Field(description="Number of packed segments in each row.")] = None
+    segment_ids: Annotated[Size | None, Field(description="Number of packed segments in each row.")] = None
     kv_lengths: Annotated[
         tuple[_Distance, ...] | Literal[True] | None,
         Field(description="Number of keys of each batch row, or true for random numbers."),
@@ -86,14 +86,14 @@ class CallDeclaration(UnsetFieldsModel):
         tuple[_Distance, ...] | Literal[True] | None,
         Field(description="First visible key of each batch row, or true for random ones."),
     ] = None
-    bias: Annotated[tuple[_Size, ...] | None, Field(description="Shape, broadcasts to [batch, heads, q, kv].")] = None
-    softmax_aux: Annotated[tuple[_Size, ...] | None, Field(description="Shape of the sinks.")] = None
-    dense_mask: Annotated[
-        tuple[_Size, ...] | None, Field(description="Shape, broadcasts to [batch, heads, q, kv].")
-    ] = None
+    bias: Annotated[tuple[Size, ...] | None, Field(description="Shape, broadcasts to [batch, heads, q, kv].")] = None
+    softmax_aux: Annotated[tuple[Size, ...] | None, Field(description="Shape of the sinks.")] = None
+    dense_mask: Annotated[tuple[Size, ...] | None, Field(description="Shape, broadcasts to [batch, heads, q, kv].")] = (
+        None
+    )
 
     operands: Annotated[
-        dict[str, Literal[True] | tuple[_Size, ...]] | None,
+        dict[str, Literal[True] | tuple[Size, ...]] | None,
         Field(
             description="Arrays of the score, or of an operation of your own, by name: their shape, or true for the table's."
         ),

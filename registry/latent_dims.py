@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import ConfigDict, PositiveInt
+from pydantic import ConfigDict
 
 from ..planning.unset_fields import UnsetFieldsModel
+from .call_declaration import Size
 
 __all__ = ["FORMS", "Form", "LatentDims"]
 
@@ -21,11 +22,11 @@ class LatentDims(UnsetFieldsModel):
 
     model_config = ConfigDict(title="latent")
 
-    heads: PositiveInt
-    nope_dim: PositiveInt
-    rope_dim: PositiveInt
-    value_dim: PositiveInt
-    latent_dim: PositiveInt
+    heads: Size
+    nope_dim: Size
+    rope_dim: Size
+    value_dim: Size
+    latent_dim: Size
     form: Form | None = None
 
     @property

@@ -79,12 +79,11 @@ def form_work(dims: LatentDims, problem: AttentionProblem) -> Mapping[Form, Form
         projected = q_len if form == "absorbed" else kv_len
         flops = of_projections * 2 * batch * projected * heads * dims.latent_dim * both
         flops += 2 * pairs * (of_logits * head_dim + of_values * value_dim)
-        # Query and output are written by one product and read by the next; so are keys and values.
-        rows = batch * q_len * heads * (head_dim + value_dim)
-        columns = batch * kv_len * kv_heads * (head_dim + (value_dim if form == "expanded" else 0))
-        moved = 2.0 * (rows + columns) * itemsize * (3.0 if train else 1.0)
-        cached = kv_heads * (head_dim + (value_dim if form == "expanded" else 0)) * itemsize
-        result[form] = FormWork(flops, moved, cached)
+        # Query and output are written by one product and read by the next; so are keys and values, which absorbed keys contain.
+        rows = batch * q_len * heads * (head_dim + value_dim) * itemsize
+        token = kv_heads * (head_dim if form == "absorbed" else head_dim + value_dim) * itemsize
+        moved = 2.0 * (rows + batch * kv_len * token) * (3.0 if train else 1.0)
+        result[form] = FormWork(flops, moved, token)
     return MappingProxyType(result)
 
 

@@ -79,8 +79,13 @@ PATHS = {
     "plain": ("vanilla", {"path": "plain"}),
     "blockwise": ("vanilla", {"path": "blockwise", "block_q": 8, "block_kv": 16}),
     "splash": ("splash", {"platform": "tpu", "interpret": True}),
+    "flash": ("flash_attn2", {"platform": "cuda", "interpret": True}),
     "ring": ("ring", {"mesh": {"sp": 2}}),
+    "zigzag": ("ring", {"mesh": {"sp": 2}, "ring_order": "zigzag"}),
 }
+
+
+TRIANGULAR = ("causal", "window", "ids")  # the masks that a zigzag ring takes
 
 
 def _attention(path: str, form: str | None) -> LatentAttention:
@@ -93,6 +98,10 @@ def _attention(path: str, form: str | None) -> LatentAttention:
 @pytest.mark.parametrize("path", PATHS)
 def test_output_and_gradients_are_those_of_the_formula(path: str, form: str, call: str) -> None:
     attend, (options, seen), arrays = _attention(path, form), CALLS[call], _arrays()
+    if path == "zigzag" and call not in TRIANGULAR:
+        with pytest.raises(AttnOpsError, match=r"ring\.zigzag"):
+            attend(*arrays, **options)
+        return
     direction = np.random.default_rng(1).standard_normal((B, Q, HEADS, VALUE))
 
     def loss(arrays: Any) -> Any:
@@ -291,7 +300,10 @@ def test_weights_are_used_in_the_dtype_of_what_they_multiply(form: str) -> None:
     ("make", "error"),
     [
         (lambda: LatentAttention("vanilla", heads=4), ConfigError),
-        (lambda: LatentAttention("vanilla", **SIZES | {"heads": 0}), ConfigError),
+        *(
+            (lambda heads=heads: LatentAttention("vanilla", **SIZES | {"heads": heads}), ConfigError)
+            for heads in (0, True, "4", 4.0, 2**40)
+        ),
         (lambda: LatentAttention("vanilla", **SIZES, form="both"), ConfigError),
         (lambda: LatentAttention("vanilla", **SIZES, block=3), InputTypeError),
         (lambda: LatentAttention("vanila", **SIZES), AttnOpsError),

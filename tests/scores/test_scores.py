@@ -16,6 +16,7 @@ from score_cases import BATCH, DIM, HEADS, LENGTH, cases, check, compare, expect
 from attnops import (
     T5,
     ALiBi,
+    Attention,
     Forgetting,
     InputError,
     OperationMetadata,
@@ -265,3 +266,30 @@ def test_a_long_table_by_distance_is_read_in_parts(monkeypatch: pytest.MonkeyPat
     np.testing.assert_array_equal(values, np.moveaxis(table[index], -1, 1))
     wanted = np.stack([(direction * (index == n)[:, None]).sum((0, 2)) for n in range(8)])
     np.testing.assert_allclose(back(jnp.asarray(direction))[0], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [{}, {"ring_order": "contiguous"}], ids=["zigzag", "contiguous"])
+def test_a_bias_beside_a_score_goes_around_a_ring(fields: dict[str, Any]) -> None:
+    """Scores first, then the bias: whose gradient is that of the logits, summed over the batch."""
+    rng = np.random.default_rng(0)
+    q, k, v, direction = (rng.standard_normal((2, 32, 4, 8)) for _ in range(4))
+    bias, slopes = 3 * rng.standard_normal((1, 4, 32, 32)), np.asarray([0.5, 0.25, 0.125, 0.0625])
+    place = np.arange(32)
+    away = abs(place[:, None] - place)
+    logits = np.einsum("bihd,bjhd->bhij", q, k) / 8**0.5
+    logits = 4 * np.tanh((2 * np.tanh(logits / 2) - slopes[:, None, None] * away) / 4) + bias
+    logits = np.where(place <= place[:, None], logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    of_weights = np.einsum("bihd,bjhd->bhij", direction, v)
+    of_bias = (weights * (of_weights - (weights * of_weights).sum(-1, keepdims=True))).sum(0, keepdims=True)
+    attend = Attention("ring", mesh={"sp": 4}, score=SoftCap(2.0) >> ALiBi(tuple(slopes)) >> SoftCap(4.0), **fields)
+
+    def total(bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+        arrays = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+        output = attend(*arrays, bias=bias, causal=True).attention_outputs
+        return (output * direction.astype(np.float32)).sum(), output
+
+    gradient, output = jax.jit(jax.grad(total, has_aux=True))(jnp.asarray(bias, jnp.float32))
+    np.testing.assert_allclose(output, np.einsum("bhij,bjhd->bihd", weights, v), atol=1e-5)
+    np.testing.assert_allclose(gradient, of_bias, atol=2e-5)
