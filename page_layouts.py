@@ -37,14 +37,16 @@ class ArraySize(NamedTuple):
 class PageLayout:
     """Keys and values of a page, [page, kv_heads, dim] each, in arrays of their own. Stateless; subclasses change what differs.
 
-    one_array: keys and values are in one array, `key_pages`, and `value_pages` is None. heads_first: a page's heads come before
-    its tokens. same_dim: keys and values need one dim. dims: the names of the dimensions of an array, `form` in words.
-    kernel: the form in which the TPU kernel reads its pages, 'split', 'heads' or 'joined'; None if it can't.
+    one_array: keys and values are in one array, `key_pages`, and `value_pages` is None. values_in_keys: values are the first
+    numbers of their keys, so nothing else is stored. heads_first: a page's heads come before its tokens. same_dim: keys and
+    values need one dim. dims: the names of the dimensions of an array, `form` in words.
+    kernel: the form in which the TPU kernel reads its pages, 'split', 'heads', 'joined' or 'latent'; None if it can't.
     whole_pages: a page's numbers are in the order [page, kv_heads, dim], so that it can be fetched as one row.
     """
 
     name: ClassVar[str]
     one_array: ClassVar[bool] = False
+    values_in_keys: ClassVar[bool] = False
     heads_first: ClassVar[bool] = False
     same_dim: ClassVar[bool] = False
     dims: ClassVar[tuple[str, ...]] = ("pages", "page", "kv_heads", "head_dim")
@@ -152,6 +154,32 @@ class _Joined(PageLayout):
         return "a key and its value", dim + value_dim
 
 
+class _Latent(_Joined):
+    """Latents [pages, 1, page, lanes]: one key for all heads, the latent and then its rotary key, padded to 128 lanes. Its values
+    are its latents. Devices that share a latent's heads hold a copy each, along the dimension of the heads."""
+
+    name = "latent"
+    kernel = "latent"
+    values_in_keys = True
+    form = "[pages, copies, page, lanes]"
+
+    def array_shape(self, size: ArraySize) -> tuple[int, ...]:
+        return size.pages, size.heads, size.page, _in_lanes(size.dim)
+
+    def index(self, ids: Any, half: int, first: int, dim: int) -> tuple[Any, ...]:
+        return super().index(ids, half, 0, dim)
+
+    def joined(self, key: Any, value: Any) -> Any:
+        return jnp.pad(key, ((0, 0), (0, 0), (0, -key.shape[-1] % LANES)))
+
+    def separate(self, key: Any, value: Any, dim: int, value_dim: int) -> tuple[Any, Any]:
+        both = key.swapaxes(1, 2)
+        return both[..., :dim], both[..., :value_dim]
+
+    def padded_row(self, dim: int, value_dim: int) -> tuple[str, int] | None:
+        return "a latent with its rotary key", dim
+
+
 class _Interleaved(PageLayout):
     """Both in one array [pages, page, 2 kv_heads, dim], keys and values alternating."""
 
@@ -211,9 +239,9 @@ def _in_lanes(size: int) -> int:
 
 
 LAYOUTS: dict[str, PageLayout] = {
-    layout.name: layout for layout in (_Split(), _Heads(), _Joined(), _Interleaved(), _Packed())
+    layout.name: layout for layout in (_Split(), _Heads(), _Joined(), _Interleaved(), _Packed(), _Latent())
 }
-"""All layouts by name. The last three hold keys and values in one array."""
+"""All layouts by name. The first two hold keys and values in separate arrays."""
 
 
 def register_layout(layout: PageLayout) -> None:

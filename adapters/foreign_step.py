@@ -15,7 +15,7 @@ from ..errors import InputError, InputTypeError, shown
 from ..operators.call.arrays import shaped
 from ..operators.paged_cache import RaggedBatch
 from ..page_layouts import LAYOUTS
-from ..planning.cache.cache_fields import axis_names
+from ..planning.cache.cache_checks import axis_names
 from ..planning.cache.kv_cache import KVCache
 from ..sharding import axes_of, current_mesh
 

@@ -125,6 +125,8 @@ class _Step(Declared):
 
 def declared(declaration: Declaration, inputs: Path | None, mode: str | None) -> Declared:
     """What the file declares. Errors: ConfigError for --inputs beside a step or a latent attention, whose sizes are declared."""
+    if declaration.latent is not None and declaration.in_pages:
+        return _Step(declaration.of_form("absorbed"), inputs, mode)
     if declaration.latent is not None:
         return _Latent(declaration, inputs, mode)
     return (_Step if declaration.in_pages else _Call)(declaration, inputs, mode)

@@ -74,13 +74,15 @@ def run(options: RunOptions) -> int:
 
 def ran_declared(options: RunOptions) -> Ran:
     """Compile, run, time and check what the file declares. Errors: those of planning, and RefusedError if nothing can run it."""
-    if options.declaration.latent is not None:
+    if options.declaration.latent is not None and not options.declaration.in_pages:
         raise ConfigError(
             "the file declares a latent attention, whose arrays this command doesn't draw; `attnops plan`, `verify` and `tune` "
             "read it. Call attnops.LatentAttention with your arrays."
         )
     declaration, placing = options.declaration, (options.mesh, options.mode, options.seed)
     runnable: Runnable
+    if declaration.latent is not None:
+        declaration = declaration.of_form("absorbed")
     if declaration.in_pages:
         refuse_inputs(options.inputs)
         runnable = RunnableStep(declaration, *placing)

@@ -69,7 +69,9 @@ def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], ragged: 
         shard = slice(n * rows, (n + 1) * rows)
         tokens = slice(n * problem.local_tokens, (n + 1) * problem.local_tokens)
         batch = ragged if ragged.shards is None else jax.tree.map(lambda x, n=n: np.asarray(x)[n], ragged)
-        scales = {name: _of_shard(cache, getattr(after, name), shard) for name in ("key_scale", "value_scale")}
+        of_values = "key_scale" if cache.values_in_keys else "value_scale"
+        held = {"key_scale": after.key_scale, "value_scale": getattr(after, of_values)}
+        scales = {name: _of_shard(cache, scale, shard) for name, scale in held.items()}
         want = paged_reference(
             query[tokens],
             key[shard],

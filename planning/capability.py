@@ -41,6 +41,7 @@ FEATURES: Mapping[str, str] = {
     "return_lse": "the log-sum-exp as an output",
     "gqa": "fewer kv heads than query heads",
     "value_dim": "a value head dim other than the query's",
+    "latent_values": "values that are the first numbers of their keys, in pages of latents",
     "quantized_kv": "int8 or fp8 keys and values, with scales",
 }
 ALL_FEATURES = frozenset(FEATURES)

@@ -103,6 +103,9 @@ NOTES = _kinds(
     ("memory.dequantised_gradient", "key_scale",
      "the gradient works on a dequantised copy of {names} ({dtype}, {size:bytes} per device, in addition to {given:bytes} as "
      "given)"),
+    ("latent.pages", "latent",
+     "pages hold latents, which the absorbed form reads: {cached} bytes per token and layer, against {expanded} of expanded keys "
+     "and values"),
     ("latent.form", "latent", "latent attention, {form}, {chosen}: {other} would cost {ratio:.3g} times as much"),
     ("score.bias_bytes", "score", "the score {score} becomes a bias of shape {shape}, {size:bytes} per device"),
     # -- mesh
@@ -214,6 +217,9 @@ NOTES = _kinds(
     # -- a declared cache
     ("cache.repeated_heads", "kv_heads",
      "{kv_heads} kv heads are split {ways} ways: each is stored {times} times, in {stored} heads"),
+    ("cache.repeated_latents", "kv_head_axis",
+     "latents have no heads, so {axes} repeats them {times} times: {size:bytes} of pages per device; as pages_axis (the "
+     "batch) or page_sequence_axis (each sequence's pages) it would split them to {split:bytes}"),
     ("cache.padded_row", "layout",
      "{name} of {size} is padded to {lanes} lanes in layout {layout}: {share:.0%} of the pages is padding, included in the "
      "bytes"),

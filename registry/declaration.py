@@ -67,10 +67,10 @@ class Declaration(UnsetFieldsModel):
         given = [name for name in LATENT_SIZES if self.call.is_set(name)]
         if given:
             raise ValueError(f"call.{given[0]} is declared beside latent, from which it follows; leave it out")
-        if self.cache is not None or self.step is not None:
-            raise ValueError(
-                "a cache or a step is declared beside latent; wanted a call: there are no pages of latents"
-            )
+        if self.step is not None and self.step.q_heads not in (None, self.latent.heads):
+            raise ValueError(f"step.q_heads={self.step.q_heads}, but latent.heads={self.latent.heads}; leave it out")
+        if self.cache is not None and (problem := self.latent.cache_problem(self.cache)):
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
@@ -87,14 +87,24 @@ class Declaration(UnsetFieldsModel):
         return self
 
     def of_form(self, form: Form) -> Self:
-        """The declaration of the attention inside a latent attention, in one of its forms."""
+        """The declaration of the attention inside a latent attention, in one of its forms; steps over pages have the absorbed."""
         assert self.latent is not None
-        kv_heads, head_dim, value_dim = self.latent.inner(form)
-        sizes = {"q_heads": self.latent.heads, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
-        declared = self.call.softmax_scale is not None or self.metadata.get("softmax_scale") is not None
-        scale = {} if declared else {"softmax_scale": self.latent.softmax_scale}
-        fields = {**self.to_dict(), "call": self.call.model_dump(mode="json", by_alias=True) | sizes | scale}
-        del fields["latent"]
+        in_pages = self.in_pages
+        inner = (self.step or StepDeclaration()) if in_pages else self.call
+        declared = inner.softmax_scale is not None or self.metadata.get("softmax_scale") is not None
+        changes: dict[str, Any] = {} if declared else {"softmax_scale": self.latent.softmax_scale}
+        changes["q_heads"] = self.latent.heads
+        if not in_pages:
+            kv_heads, head_dim, value_dim = self.latent.inner(form)
+            changes |= {"kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+        fields = {
+            **self.to_dict(),
+            "step" if in_pages else "call": inner.model_dump(mode="json", by_alias=True) | changes,
+        }
+        for name in (
+            ("latent",) if in_pages else ("latent", "cache")
+        ):  # a cache beside a call holds latents, not its keys
+            fields.pop(name, None)
         return type(self).from_dict(fields)
 
     @classmethod

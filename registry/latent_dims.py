@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
+from ..planning.cache.kv_cache import KVCache
 from ..planning.unset_fields import UnsetFieldsModel
 from .call_declaration import Size
 
@@ -38,6 +39,22 @@ class LatentDims(UnsetFieldsModel):
     def softmax_scale(self) -> float:
         """The default scale, that of the expanded form."""
         return float(self.head_dim**-0.5)
+
+    def cache_problem(self, cache: KVCache) -> str | None:
+        """Why a cache can't hold these latents, in words, or None. Its groups of another kind are other layers'."""
+        if self.form == "expanded":
+            return "latent.form is 'expanded' beside a cache, whose pages hold latents; leave form out"
+        _, head_dim, value_dim = self.inner("absorbed")
+        parts = [part for number in range(len(cache.groups)) if (part := cache.part(number, 1)).kind == "latent"]
+        if not parts:
+            return "the cache beside latent holds keys and values; declare its kind 'latent'"
+        for part in parts:
+            if (part.head_dim, part.value_size) != (head_dim, value_dim):
+                return (
+                    f"the cache's latents have head_dim={part.head_dim} and value_dim={part.value_size}; wanted "
+                    f"{head_dim}, latent_dim and rope_dim together, and {value_dim}, latent_dim"
+                )
+        return None
 
     def inner(self, form: Form) -> tuple[int, int, int]:
         """(kv heads, head dim, value dim) of the attention that a form runs."""

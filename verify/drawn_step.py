@@ -64,7 +64,8 @@ def _drawn_state(cache: KVCache, mesh: Mesh | None, kv_heads: Any, seed: int) ->
     """Pages of normal values, in the stored dtype; scales of about 1/40."""
     random = np.random.default_rng(seed + 1)
     fixed = cache.quantised is not None and cache.quantised.scale != "token_head"
-    scales = {"key_scale": 1 / _AMPLITUDE, "value_scale": 1 / _AMPLITUDE} if fixed else {}
+    names = ("key_scale",) if cache.values_in_keys else ("key_scale", "value_scale")
+    scales = dict.fromkeys(names, 1 / _AMPLITUDE) if fixed else {}
     state = init(cache, mesh, kv_heads=kv_heads, **scales)
 
     def fill(array: jax.Array | None) -> jax.Array | None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ...errors import InputError, InputTypeError, a_type
 from ...planning import AttentionProblem
-from ...planning.cache.cache_fields import axis_names
+from ...planning.cache.cache_checks import axis_names
 from ...planning.score_operands import captured_names
 from ...scores import ALiBi, Score, SoftCap
 from ...scores.node import Chain

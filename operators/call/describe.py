@@ -9,7 +9,7 @@ import jax
 from ...errors import InputError
 from ...masks import Mask
 from ...planning import AttentionProblem, PlannedOperation
-from ...planning.cache.cache_fields import axis_names
+from ...planning.cache.cache_checks import axis_names
 from ...planning.quantised import QUANTISED
 from ...planning.score_operands import capture_sizes, captured_names, score_rows
 from ...planning.sequence.choice import declared_strategy

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ..kernels.precision import exact
 
-__all__ = ["absorbed_inputs", "absorbed_output", "expanded_inputs"]
+__all__ = ["absorbed_inputs", "absorbed_output", "absorbed_query", "expanded_inputs"]
 
 
 _with_layout = functools.partial(jax.jit, static_argnames="layout")
@@ -45,10 +45,17 @@ def absorbed_inputs(
     q_nope: jax.Array, q_rope: jax.Array, latent: jax.Array, rope_key: jax.Array, w_uk: jax.Array, layout: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query, and one key head whose values are the first columns of its keys."""
-    query = _product(f"{layout},chd->{layout.replace('d', 'c')}", q_nope, w_uk)
+    query = absorbed_query(q_nope, q_rope, w_uk, layout=layout)
     key = jnp.concatenate([latent, rope_key], -1)
     axis = layout.index("h")
-    return jnp.concatenate([query, q_rope], -1), jnp.expand_dims(key, axis), jnp.expand_dims(latent, axis)
+    return query, jnp.expand_dims(key, axis), jnp.expand_dims(latent, axis)
+
+
+@_with_layout
+def absorbed_query(q_nope: jax.Array, q_rope: jax.Array, w_uk: jax.Array, layout: str) -> jax.Array:
+    """The query that latents and their rotary keys are multiplied with."""
+    query = _product(f"{layout},chd->{layout.replace('d', 'c')}", q_nope, w_uk)
+    return jnp.concatenate([query, q_rope], -1)
 
 
 @_with_layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import jax
 
@@ -14,6 +14,7 @@ from ...planning import Plan
 from ...planning.call_arguments import CallArguments, CallArray
 from ...registry.declaration import Declaration
 from ...registry.latent_dims import Form, LatentDims
+from ...registry.step_declaration import StepDeclaration
 from ...sharding.modes import canonical_layout
 from ..api.attention import Attention
 from ..api.attention_keywords import is_operation_name
@@ -21,7 +22,16 @@ from ..call.output import AttentionOutput
 from .forms import absorbed_inputs, absorbed_output, expanded_inputs
 from .latent_operands import LATENT, check_arrays
 from .latent_plan import LatentPlan
+from .latent_step import noted, step_inputs, step_shapes
 from .work import choose_form, form_note
+
+if TYPE_CHECKING:
+    from ...planning.cache.kv_cache import KVCache
+    from ...planning.paged.paged_plan import PagedPlan
+    from ..paged.step_arguments import StepArguments
+    from ..paged.step_output import StepOutput
+    from ..paged_cache.batch import RaggedBatch
+    from ..paged_cache.state import CacheState
 
 __all__ = ["LatentAttention"]
 
@@ -45,14 +55,13 @@ class LatentAttention:
         else:
             declared, self.dims = _parts(declared)
         self.attention = Attention(declared, **keywords)
-        if self.attention.declaration.in_pages:
-            name = self.attention.declaration.operation
-            raise ConfigError(
-                f"operation {name!r} attends to pages; wanted one on arrays: there are no pages of latents."
-            )
+        self._in_pages = self.attention.declaration.in_pages
+        if self._in_pages and self.dims.form == "expanded":
+            raise ConfigError("form='expanded' over pages, which hold latents; leave form out, or declare 'absorbed'.")
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
+    @overload
     def __call__(
         self,
         q_nope: jax.Array,
@@ -62,16 +71,50 @@ class LatentAttention:
         w_uk: jax.Array,
         w_uv: jax.Array,
         **call: Unpack[CallArguments],
-    ) -> AttentionOutput:
+    ) -> AttentionOutput: ...
+
+    @overload
+    def __call__(
+        self,
+        q_nope: jax.Array | None,
+        q_rope: jax.Array | None,
+        latent: jax.Array | None,
+        rope_key: jax.Array | None,
+        w_uk: jax.Array,
+        w_uv: jax.Array,
+        *,
+        state: CacheState,
+        layer: int,
+        batch: RaggedBatch,
+        **call: Unpack[StepArguments],
+    ) -> StepOutput: ...
+
+    def __call__(
+        self,
+        q_nope: jax.Array | None,
+        q_rope: jax.Array | None,
+        latent: jax.Array | None,
+        rope_key: jax.Array | None,
+        w_uk: jax.Array,
+        w_uv: jax.Array,
+        **call: Any,
+    ) -> Any:
         """Attend. Shapes, in layout bthd: q_nope [batch, q, heads, nope_dim], q_rope [batch, q, heads, rope_dim], latent [batch,
         kv, latent_dim], rope_key [batch, kv, rope_dim], w_uk [latent_dim, heads, nope_dim], w_uv [latent_dim, heads,
         value_dim]; output [batch, q, heads, value_dim]. In packed layouts no array has a batch. Rotary positions are applied.
 
         call: what Attention takes. softmax_scale is (nope_dim + rope_dim)^-0.5 by default, in both forms. The output's plan is
-        that of the attention inside, with a note on the form. Errors: InputError for other shapes; those of Attention.
+        that of the attention inside, with a note on the form. Over pages: tokens as in a packed layout, with state=, layer= and
+        batch=; latents and rotary keys are written, None with update='none'. Errors: InputError for other shapes; those of
+        Attention.
         """
         arrays = dict(zip(LATENT.names, (q_nope, q_rope, latent, rope_key, w_uk, w_uv), strict=True))
         layout, options = self._options(call)
+        if self._in_pages:
+            stepped = self.attention(*step_inputs(self.dims, arrays), None, **options)
+            attended = stepped.attention_outputs
+            attended = None if attended is None else absorbed_output(attended, w_uv, layout="thd")
+            return replace(stepped, attention_outputs=attended, plan=noted(self.dims, stepped.plan))
         decided = self._plan(arrays, layout, options)
         if decided.form == "expanded":
             inner = expanded_inputs(*arrays.values(), layout=layout)
@@ -83,6 +126,7 @@ class LatentAttention:
             attended = absorbed_output(attended, w_uv, layout=layout)
         return replace(output, attention_outputs=attended, plan=decided.inner)
 
+    @overload
     def plan(
         self,
         q_nope: CallArray,
@@ -92,15 +136,46 @@ class LatentAttention:
         w_uk: CallArray,
         w_uv: CallArray,
         **call: Unpack[CallArguments],
-    ) -> LatentPlan:
-        """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs."""
+    ) -> LatentPlan: ...
+
+    @overload
+    def plan(
+        self,
+        q_nope: CallArray | None,
+        q_rope: CallArray | None,
+        latent: CallArray | None,
+        rope_key: CallArray | None,
+        w_uk: CallArray,
+        w_uv: CallArray,
+        *,
+        cache: KVCache | CacheState,
+        layer: int | None = None,
+        batch: RaggedBatch | None = None,
+        **call: Unpack[StepArguments],
+    ) -> PagedPlan: ...
+
+    def plan(
+        self,
+        q_nope: CallArray | None,
+        q_rope: CallArray | None,
+        latent: CallArray | None,
+        rope_key: CallArray | None,
+        w_uk: CallArray,
+        w_uv: CallArray,
+        **call: Any,
+    ) -> Any:
+        """The LatentPlan of the same call, from arrays or ShapeDtypeStructs; nothing runs. Over pages: the PagedPlan of the step
+        inside, of cache= in place of a state; default: the file's."""
         arrays = dict(zip(LATENT.names, (q_nope, q_rope, latent, rope_key, w_uk, w_uv), strict=True))
         layout, options = self._options(call)
+        if self._in_pages:
+            return noted(self.dims, self.attention.plan(*step_shapes(self.dims, arrays), None, **options))
         return self._plan(arrays, layout, options)
 
     def _options(self, call: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        options, declared = dict(call), self.attention.declaration.call
-        layout = canonical_layout(options.get("layout") or declared.layout)
+        options, declaration = dict(call), self.attention.declaration
+        declared = (declaration.step or StepDeclaration()) if self._in_pages else declaration.call
+        layout = "thd" if self._in_pages else canonical_layout(options.get("layout") or declaration.call.layout)
         scales = (options.get("softmax_scale"), declared.softmax_scale, self.attention.operation.metadata.softmax_scale)
         if all(scale is None for scale in scales):
             options["softmax_scale"] = self.dims.softmax_scale

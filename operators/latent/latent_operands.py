@@ -24,7 +24,8 @@ LATENT = OperandTable(
 
 
 def check_arrays(dims: LatentDims, arrays: Mapping[str, Any], layout: str) -> dict[str, int]:
-    """All sizes of a call, by dim. Errors: InputError for an array that isn't one, or with another shape or dtype.
+    """All sizes of a call, by dim; those of arrays that a step lacks aren't known. Errors: InputError for an array that isn't
+    one, or with another shape or dtype.
 
     The weights may have a dtype of their own, and are used in that of what they multiply.
     """
@@ -35,15 +36,15 @@ def check_arrays(dims: LatentDims, arrays: Mapping[str, Any], layout: str) -> di
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise InputError(f"{name} is {x.dtype}; wanted a float dtype.")
     for first, second in (("q_nope", "q_rope"), ("latent", "rope_key")):
-        if arrays[first].dtype != arrays[second].dtype:
+        if first in arrays and arrays[first].dtype != arrays[second].dtype:
             dtypes = arrays[first].dtype, arrays[second].dtype
             raise InputError(f"{first} is {dtypes[0]} and {second} {dtypes[1]}; wanted one dtype, as they are joined.")
-    query, latent = arrays["q_nope"], arrays["latent"]
+    query, latent = arrays.get("q_nope"), arrays.get("latent")
     packed = "b" not in layout
     lengths = (("q_len", query, layout.index("t")), ("kv_len", latent, 0 if packed else 1), ("batch", query, 0))
     sizes["batch"] = 1
     for dim, x, axis in lengths:
-        if not (packed and dim == "batch") and len(x.shape) > axis:
+        if x is not None and not (packed and dim == "batch") and len(x.shape) > axis:
             sizes[dim] = x.shape[axis]
     for name, x in arrays.items():
         row = LATENT[name]

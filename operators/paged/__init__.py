@@ -2,9 +2,18 @@
 
 from .operation import Paged, PagedOperation
 from .paged_config import PagedConfig
-from .presets import PagedFlashAttention, RaggedPageAttentionV2, RaggedPageAttentionV3, UnifiedAttention
+from .presets import (
+    MultiLatentRaggedPageAttentionV1,
+    MultiLatentRaggedPageAttentionV2,
+    PagedFlashAttention,
+    RaggedPageAttentionV2,
+    RaggedPageAttentionV3,
+    UnifiedAttention,
+)
 
 __all__ = [
+    "MultiLatentRaggedPageAttentionV1",
+    "MultiLatentRaggedPageAttentionV2",
     "Paged",
     "PagedConfig",
     "PagedFlashAttention",

@@ -22,7 +22,7 @@ from ...sharding.mesh import AnyMesh
 from ..api.declared_config import declared_config
 from ..call.arrays import shaped
 from ..call.planned_platform import planned_platform
-from ..paged_cache.attend import check_written
+from ..paged_cache.attend import check_written, default_scale
 from ..paged_cache.known_sizes import known_sizes
 from ..paged_cache.stored_tokens import check_token_scale
 from .step_arguments import Step, StepArrays
@@ -51,10 +51,11 @@ def describe_step(
     platform, kind, source = planned_platform(metadata, mesh, arrays)
     config, notes = declared_config(operation, metadata, platform)
     plan = cache.plan(mesh, kv_heads=metadata.policy.kv_heads, device_kind=kind or platform).groups[group]
+    cache = cache.part(group, plan.pages)
     update = str(step.update or getattr(config, "update", "before"))
     query, key, value = (None if x is None else shaped(n, x) for n, x in zip(_NAMES, tokens, strict=True))
     known_sizes(query=query, key=key, value=value)
-    _check_arrays(step, update, query, key, value)
+    _check_arrays(step, update, query, key, value, latent=cache.values_in_keys)
     first = query if query is not None else key
     assert first is not None
     count, heads = first.shape[0], cache.kv_heads if query is None else query.shape[1]
@@ -78,7 +79,7 @@ def describe_step(
     if step_arrays.sinks is not None and (s := shaped("softmax_aux", step_arrays.sinks)).shape != (heads,):
         raise InputError(f"softmax_aux has shape {s.shape}; wanted [heads] = ({heads},): merge several with logsumexp.")
     scale = metadata.softmax_scale if step.softmax_scale is None else step.softmax_scale
-    scale = cache.head_dim**-0.5 if scale is None else scale
+    scale = default_scale(cache) if scale is None else scale
     if not math.isfinite(scale):
         raise InputError(f"softmax_scale={scale}; wanted a finite number.")
     cap = step.logits_soft_cap
@@ -101,7 +102,8 @@ def describe_step(
         "score": step.score is not None,
         "return_lse": step.return_lse,
         "gqa": heads != cache.kv_heads,
-        "value_dim": cache.value_size != cache.head_dim,
+        "value_dim": cache.value_size != cache.head_dim and not cache.values_in_keys,
+        "latent_values": cache.values_in_keys,
         "quantized_kv": cache.quantised is not None,
     }
     return PagedProblem(
@@ -161,8 +163,8 @@ def _captures(step: Step, step_arrays: StepArrays, heads: int) -> tuple[OperandS
     return tuple(operands)
 
 
-def _check_arrays(step: Step, update: str, query: Any, key: Any, value: Any) -> None:
-    check_written(update, key, value)
+def _check_arrays(step: Step, update: str, query: Any, key: Any, value: Any, *, latent: bool) -> None:
+    check_written(update, key, value, latent=latent)
     if query is None and step.mode != "insert":
         raise InputError(f"query is None in mode {step.mode!r}; pass it, or mode='insert' to only write.")
     if step.mode == "insert" and update == "none":

@@ -73,9 +73,9 @@ class PagedOperation(DeclaredOperation):
         """Write a step's keys and values into their pages, and attend to all keys of the sequences.
 
         Shapes: query [tokens, heads, head_dim], key [tokens, kv_heads, head_dim], value [tokens, kv_heads, value_dim] in the
-        cache's dtype; the batch assigns tokens to sequences. See docs/serving.md for every argument. Call it inside jit with the
-        state donated: outside, the layer's pages are copied. There is no gradient. Errors: InputError, InputTypeError (bad
-        arguments, known invalid batches), RefusedError (nothing can run it).
+        cache's dtype, value None for a cache of latents; the batch assigns tokens to sequences. See docs/serving.md for every
+        argument. Call it inside jit with the state donated: outside, the layer's pages are copied. There is no
+        gradient. Errors: InputError, InputTypeError (bad arguments, known invalid batches), RefusedError (nothing can run it).
         """
         step, step_arrays = step_of(call, self.metadata.causal, query)
         layer_state = alone(state, layer, batch)

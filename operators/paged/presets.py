@@ -9,6 +9,10 @@ from .operation import PagedOperation
 from .paged_config import PagedConfig
 
 __all__ = [
+    "MultiLatentRaggedPageAttentionV1",
+    "MultiLatentRaggedPageAttentionV1Config",
+    "MultiLatentRaggedPageAttentionV2",
+    "MultiLatentRaggedPageAttentionV2Config",
     "PagedFlashAttention",
     "PagedFlashAttentionConfig",
     "RaggedPageAttentionV2",
@@ -30,6 +34,20 @@ class RaggedPageAttentionV3Config(PagedConfig):
     """See PagedConfig; what is declared for 'paged' applies too. The update is 'fused'."""
 
     operation: Literal["ragged_page_attention_v3"] = "ragged_page_attention_v3"  # type: ignore[assignment]
+    update: Literal["before", "fused", "none"] = "fused"
+
+
+class MultiLatentRaggedPageAttentionV1Config(PagedConfig):
+    """See PagedConfig; what is declared for 'paged' applies too. The update is 'fused'."""
+
+    operation: Literal["multi_latent_ragged_page_attention_v1"] = "multi_latent_ragged_page_attention_v1"  # type: ignore[assignment]
+    update: Literal["before", "fused", "none"] = "fused"
+
+
+class MultiLatentRaggedPageAttentionV2Config(PagedConfig):
+    """See PagedConfig; what is declared for 'paged' applies too. The update is 'fused'."""
+
+    operation: Literal["multi_latent_ragged_page_attention_v2"] = "multi_latent_ragged_page_attention_v2"  # type: ignore[assignment]
     update: Literal["before", "fused", "none"] = "fused"
 
 
@@ -63,6 +81,28 @@ class RaggedPageAttentionV3(PagedOperation):
     config = RaggedPageAttentionV3Config
     backend_operation: ClassVar[str | None] = "paged"
     cache_layout: ClassVar[str | None] = "packed"
+    forward_tpu = PAGES_ON_TPU
+    forward_native = PAGES_ON_XLA
+
+
+class MultiLatentRaggedPageAttentionV1(PagedOperation):
+    """`paged` over pages of latents, each followed by its rotary key. The update is 'fused'."""
+
+    name = "multi_latent_ragged_page_attention_v1"
+    config = MultiLatentRaggedPageAttentionV1Config
+    backend_operation: ClassVar[str | None] = "paged"
+    cache_layout: ClassVar[str | None] = "latent"
+    forward_tpu = PAGES_ON_TPU
+    forward_native = PAGES_ON_XLA
+
+
+class MultiLatentRaggedPageAttentionV2(PagedOperation):
+    """The same as multi_latent_ragged_page_attention_v1: elsewhere they differ in their kernels."""
+
+    name = "multi_latent_ragged_page_attention_v2"
+    config = MultiLatentRaggedPageAttentionV2Config
+    backend_operation: ClassVar[str | None] = "paged"
+    cache_layout: ClassVar[str | None] = "latent"
     forward_tpu = PAGES_ON_TPU
     forward_native = PAGES_ON_XLA
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from ...errors import ConfigError, InputError, shown
 from ...masks.int_arrays import known_values
+from ...planning.cache.kv_cache import KVCache
 from ...planning.score_operands import score_rows
 from ...pytree_export import exported_tuple
 from ...scores import Score
@@ -27,7 +28,7 @@ from .logit_arrays import LogitArrays, by_place
 from .paged_call import Attended, PagedCall, PagedMethod, PagedSizes, on_xla
 from .state import CacheState, LayerPages, alone, layer_of
 
-__all__ = ["PagedOutput", "attend", "check_longest", "check_operands", "check_window", "check_written"]
+__all__ = ["PagedOutput", "attend", "check_longest", "check_operands", "check_window", "check_written", "default_scale"]
 
 
 _CHOSEN = PagedSizes()
@@ -75,7 +76,8 @@ def attend(
     be one that writes, where the arrays allow it; 'none' uses the pages as they are, without key or value. Keys and values may
     come quantised, as for `insert`.
     `mesh` and `kv_heads` are those that the state was made with: each device then works on its own pages and heads.
-    `score`: applied after the cap, by positions, with its arrays. `softmax_scale` defaults to 1/sqrt(head_dim).
+    `score`: applied after the cap, by positions, with its arrays. `softmax_scale` defaults to 1/sqrt(head_dim), except over
+    latents, where it is required.
     `sliding_window`: inclusive distances (left, right). `max_q_len`: the most queries of any row in this step, 1 if all rows
     decode; in a traced batch queries beyond it give 0, and with 'fused' and 1 their keys aren't written. `debug`: checks traced
     batches on the host while the step runs. `method` does the attention, by default plain XLA; `check_vma`: whether shard_map can
@@ -89,7 +91,7 @@ def attend(
     cache = layer_state.cache
     check_window(cache.window_tokens, sliding_window)
     rows = None
-    if key is None or value is None:
+    if key is None:
         check_step(layer_state, 0, batch, query, debug=debug, writes=False)
     elif update == "fused" and _writable(layer_state, batch, query, sinks, key, value, mesh):
         which: Any = "none" if max_q_len == 1 else "several"
@@ -110,7 +112,7 @@ def attend(
         head_start: Any = 0,
     ) -> Attended:
         steps, arrays = by_place(score, of_logits.captures)
-        scale = cache.head_dim**-0.5 if softmax_scale is None else softmax_scale
+        scale = default_scale(cache) if softmax_scale is None else softmax_scale
         mask = (causal, sliding_window)
         call = PagedCall(
             query,
@@ -158,15 +160,25 @@ def check_operands(state: CacheState, layer: Any, query: Any, key: Any, value: A
     """Refuse an unknown update, keys that it doesn't use or lacks, and a query of a wrong shape."""
     if update not in ("before", "fused", "none"):
         raise ConfigError(f"update={shown(update)}; wanted 'before', 'fused' or 'none'.")
-    check_written(update, key, value)
     known_sizes(query=query, key=key, value=value)
-    pages, cache = layer_of(state, layer), state.cache
+    pages, cache = layer_of(state, layer), state.cache.part(state.cache.group_of(int(layer)), 1)
+    check_written(update, key, value, latent=cache.values_in_keys)
     heads = page_shape(cache.layout, pages.key, pages.value, cache.head_dim, cache.value_size).kv_heads
     if getattr(query, "ndim", 0) != 3 or query.shape[2] != cache.head_dim or query.shape[1] % heads:
         raise InputError(
             f"query has shape {tuple(getattr(query, 'shape', ()))}; wanted [tokens, heads, {cache.head_dim}], heads a multiple "
             f"of the {heads} kv heads that the cache stores."
         )
+
+
+def default_scale(cache: KVCache) -> float:
+    """1/sqrt(head_dim). Errors: InputError for latents, whose heads have another dim before they are absorbed."""
+    if cache.values_in_keys:
+        raise InputError(
+            "softmax_scale is missing over pages of latents; wanted that of the heads, (nope_dim + rope_dim) ** -0.5, which the "
+            "latents don't show."
+        )
+    return float(cache.head_dim**-0.5)
 
 
 def check_window(window_tokens: int | None, sliding_window: tuple[int | None, int | None] | None) -> None:
@@ -179,11 +191,15 @@ def check_window(window_tokens: int | None, sliding_window: tuple[int | None, in
         )
 
 
-def check_written(update: str, key: Any, value: Any) -> None:
-    """Refuse keys and values that an update doesn't use, or lacks. Errors: InputError."""
+def check_written(update: str, key: Any, value: Any, *, latent: bool = False) -> None:
+    """Refuse keys and values that an update doesn't use, or lacks. latent: values are in the keys. Errors: InputError."""
+    if latent and value is not None:
+        raise InputError("value is given for a cache of latents, whose values are in its keys; wanted None.")
+    value = key if latent else value
     if (key is None) != (value is None) or (key is None) != (update == "none"):
         present = " and ".join(name for name, x in (("key", key), ("value", value)) if x is not None) or "neither"
-        expected = "neither: the pages have them" if update == "none" else "key and value, to be written"
+        to_write = "key, the latents to be written" if latent else "key and value, to be written"
+        expected = "neither: the pages have them" if update == "none" else to_write
         raise InputError(f"update={update!r} with {present}; wanted {expected}.")
 
 

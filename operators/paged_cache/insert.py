@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from ...errors import InputError, InputTypeError, a_type
 from ...page_layouts import LAYOUTS
-from ...planning.cache.cache_fields import axis_names
+from ...planning.cache.cache_checks import axis_names
 from ...sharding import axes_at, on_auto_axes, spec_of
 from ..kernels.pages.page_layout import page_shape
 from ..kernels.varying import varying
@@ -23,7 +23,7 @@ from .known_sizes import known_sizes
 from .put import put
 from .sequence_shards import by_sequence_shard
 from .state import CacheState, LayerPages, alone, layer_of
-from .stored_tokens import as_stored, check_token_scale
+from .stored_tokens import as_stored, check_no_values, check_token_scale
 from .token_slots import by_shard, rows_by_shard, token_slots
 
 __all__ = ["check_shards", "check_step", "insert", "write"]
@@ -34,7 +34,7 @@ def insert(
     layer: int,
     batch: RaggedBatch,
     key: Float[Array, "tokens kv_heads head_dim"],
-    value: Float[Array, "tokens kv_heads value_dim"],
+    value: Float[Array, "tokens kv_heads value_dim"] | None,
     *,
     key_scale: Float[Array, "tokens kv_heads"] | None = None,
     value_scale: Float[Array, "tokens kv_heads"] | None = None,
@@ -46,8 +46,8 @@ def insert(
     are checked first; `debug` checks traced ones on the host during the step, which then fails with the message. Heads may be
     as declared, or as the cache stores them. Inside a shard_map everything is a device's own part, heads repeated.
     Tokens in the dtype of quantised pages are stored as they are; if pages have a scale per token and head, pass the tokens'
-    own. Errors: InputTypeError for another dtype than the declared and the stored one, InputError for shapes, scales and for
-    values, as in RaggedBatch.make.
+    own. value: None for a cache of latents, whose `key` has each latent followed by its rotary key. Errors: InputTypeError for
+    another dtype than the declared and the stored one, InputError for shapes, scales and for values, as in RaggedBatch.make.
     """
     return write(state, layer, batch, key, value, (key_scale, value_scale), debug=debug, which="all")[0]
 
@@ -71,8 +71,11 @@ def write(
     cache, shards = state.cache, batch.shards
     shape = page_shape(cache.layout, pages.key, pages.value, cache.head_dim, cache.value_size)
     for name, tokens, dim, scale in zip(("key", "value"), (key, value), shape[3:], scales, strict=True):
-        _check_tokens(name, tokens, scale, pages.key, shape.kv_heads, dim, state)
-    if key.shape[0] != value.shape[0]:
+        if name == "value" and cache.values_in_keys:
+            check_no_values(value, scale)
+        else:
+            _check_tokens(name, tokens, scale, pages.key, shape.kv_heads, dim, state)
+    if value is not None and key.shape[0] != value.shape[0]:
         raise InputError(f"key has {key.shape[0]} tokens and value {value.shape[0]}; wanted the same number.")
     shard_pages, shard_tokens = check_step(state, layer, batch, key, debug=debug)
     along = state.sequence_shards
@@ -105,7 +108,10 @@ def write(
         token_axes = tuple(axis for axis in axes_at(spec_of(key), 0) if axis not in heads)
         by_token = (
             pages.value is not None,
-            *[cache.quantised is not None and cache.quantised.scale == "token_head"] * 2,
+            *(
+                x is not None and cache.quantised is not None and cache.quantised.scale == "token_head"
+                for x in pages[2:]
+            ),
         )
         rows = PartitionSpec(token_axes or None, heads or None)
         return stored, LayerPages(rows, *(rows if has_rows else None for has_rows in by_token))  # type: ignore[arg-type]

@@ -162,10 +162,8 @@ def init(
     plan = cache.plan(mesh, kv_heads=kv_heads).require()
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ShardingError("init requires a mesh of devices, but got an abstract one; pass one from jax.make_mesh.")
-    scales = {
-        name: _fixed_scale(plan, name, scale_value)
-        for name, scale_value in (("key", key_scale), ("value", value_scale))
-    }
+    given = (("key", key_scale), ("value", value_scale))
+    scales = {name: _fixed_scales(plan, name, scale_value) for name, scale_value in given}
 
     def place(group_plan: CachePlan, name: str) -> Any:
         return None if mesh is None else NamedSharding(mesh, group_plan[name].fitted.spec)
@@ -175,8 +173,8 @@ def init(
         return None if array is None else jnp.zeros(array.fitted.shape, array.dtype, device=place(group_plan, name))
 
     def scale(group_plan: CachePlan, tensor: str, layer: int) -> jax.Array | None:
-        fixed, name = scales[tensor], f"{tensor}_scale"
-        return zeros(group_plan, name) if fixed is None else jax.device_put(fixed[layer], place(group_plan, name))
+        fixed, name = scales[tensor][layer], f"{tensor}_scale"
+        return zeros(group_plan, name) if fixed is None else jax.device_put(fixed, place(group_plan, name))
 
     layers = []
     for layer in range(cache.layer_count):
@@ -250,26 +248,36 @@ def _is_spec(x: object) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _fixed_scale(plan: CachePlan, tensor: str, value: Any) -> np.ndarray | None:
-    """float32 [layers] or [layers, stored heads] of a scale declared as fixed, else None."""
+def _fixed_scales(plan: CachePlan, tensor: str, value: Any) -> list[np.ndarray | None]:
+    """For each layer, its scale declared as fixed, float32 [] or [stored heads], else None."""
     quantised, name = plan.cache.quantised, f"{tensor}_scale"
-    if quantised is None or quantised.scale == "token_head":
+    layers = range(plan.cache.layer_count)
+    parts = [plan.groups[plan.cache.group_of(layer)] for layer in layers]
+    has_scale = [tensor == "key" or not part.cache.values_in_keys for part in parts]
+    if quantised is None or quantised.scale == "token_head" or not any(has_scale):
         if value is not None:
             why = "the cache isn't quantised" if quantised is None else "scales are per token and head"
+            why = why if any(has_scale) else "values are in the keys, and have their scale"
             raise InputError(f"{name} is given, but {why}; leave it out.")
-        return None
+        return [None for _ in layers]
     if value is None:
         raise InputError(
             f"{name} is missing: the cache's scale is per {quantised.scale} and fixed before anything is written; pass a "
             "number, the largest value to be stored over the largest of the dtype."
         )
-    shape: tuple[int, ...] = (plan.cache.layer_count,)
-    if quantised.scale != "tensor":
-        shape = (*shape, plan.cache.kv_heads)
+    heads = {part.cache.kv_heads for part in parts}
+    shape: tuple[int, ...] = (len(layers),)
+    if quantised.scale != "tensor" and len(heads) == 1:
+        shape = (*shape, *heads)
     try:
         scale = np.broadcast_to(np.asarray(value, np.float32), shape)
     except (TypeError, ValueError):
         raise InputError(f"{name}={shown(value)}; wanted a number, or an array that broadcasts to {shape}.") from None
     if not (np.isfinite(scale) & (scale > 0)).all():
         raise InputError(f"{name}={shown(value)}; wanted finite numbers above 0.")
-    return scale if quantised.scale == "tensor" else np.repeat(scale, plan.kv_repeat, axis=1)
+    if quantised.scale == "tensor":
+        return [row if has else None for row, has in zip(scale, has_scale, strict=True)]
+    return [
+        np.repeat(np.broadcast_to(row, part.cache.kv_heads), part.kv_repeat) if has else None
+        for row, part, has in zip(scale, parts, has_scale, strict=True)
+    ]

@@ -13,7 +13,14 @@ from ...page_layouts import LAYOUTS
 from ...planning.cache.kv_cache import KVCache
 from .state import LayerPages
 
-__all__ = ["as_stored", "check_token_scale", "quantised_tokens"]
+__all__ = ["as_stored", "check_no_values", "check_token_scale", "quantised_tokens"]
+
+
+def check_no_values(value: Any, scale: Any) -> None:
+    """Refuse values, and their scale, for a cache of latents. Errors: InputError."""
+    for name, x in (("value", value), ("value_scale", scale)):
+        if x is not None:
+            raise InputError(f"{name} is given for a cache of latents, whose values are in its keys; wanted None.")
 
 
 def check_token_scale(cache: KVCache, name: str, tokens: Any, scale: Any) -> None:
@@ -85,6 +92,8 @@ def as_stored(
         return quantised_tokens(tokens, cache.quantised.dtype)
 
     key, key_scale = stored(key, pages.key_scale, key_scale)
+    if cache.values_in_keys:
+        return LayerPages(LAYOUTS[cache.layout].joined(key, None), None, key_scale)
     value, value_scale = stored(value, pages.value_scale, value_scale)
     if pages.value is None:
         return LayerPages(LAYOUTS[cache.layout].joined(key, value), None, key_scale, value_scale)

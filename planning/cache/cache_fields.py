@@ -14,9 +14,10 @@ from ...errors import ConfigError, InputError, a_type, shown
 from ...page_layouts import LAYOUTS, ArraySize, page_layout
 from ...strict_json import parse_json, read_text
 from ..unset_fields import UnsetFieldsModel, explain_validation
-from .layer_groups import LayerGroup, Layers, checked_layers, groups_problem, layer_numbers
+from .cache_checks import CHECKS
+from .layer_groups import CacheKind, LayerGroup, Layers, checked_layers, layer_numbers
 
-__all__ = ["CacheFields", "QuantisedPages", "axis_names"]
+__all__ = ["CacheFields", "QuantisedPages"]
 
 _LIMIT = 2**30  # positions, page ids and their sums are int32 on devices
 _MAX_BYTES = 2**50
@@ -66,6 +67,13 @@ class CacheFields(UnsetFieldsModel):
         BeforeValidator(checked_layers),
         Field(description="Number of layers; or groups of layers, each with its own window, pages and page table."),
     ]
+    kind: Annotated[
+        CacheKind,
+        Field(
+            description="'kv': keys and values of each head. 'latent': one latent and rotary key per token for all heads; "
+            "head_dim is both together, value_dim the latent alone."
+        ),
+    ] = "kv"
     kv_heads: _Size
     head_dim: _Size
     value_dim: Annotated[_Size | None, Field(description="Head dimension of values; null: head_dim.")] = None
@@ -85,7 +93,7 @@ class CacheFields(UnsetFieldsModel):
         str,
         AfterValidator(_known_layout),
         Field(
-            description="Layout of the pages; the last three hold keys and values in one array.",
+            description="Layout of the pages; all but 'split' and 'heads' hold keys and values in one array.",
             json_schema_extra={"enum": list(LAYOUTS)},
         ),
     ] = "split"
@@ -97,53 +105,35 @@ class CacheFields(UnsetFieldsModel):
     ] = None
     scrub_on_free: Annotated[StrictBool, Field(description="Whether freed pages are zeroed.")] = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _follows_from_kind(cls, data: Any) -> Any:
+        """A cache of latents has one key for all heads, and a layout of its own."""
+        if isinstance(data, Mapping) and data.get("kind") == "latent":
+            return {"kv_heads": 1, "layout": "latent"} | dict(data)
+        return data
+
     @model_validator(mode="after")
-    def _each_layer_once(self) -> Self:
-        if problem := groups_problem(self.groups):
+    def _fields_agree(self) -> Self:
+        if problem := next(filter(None, (check(self) for check in CHECKS)), None):
             raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
-    def _one_size(self) -> Self:
-        sized = [number for number, group in enumerate(self.groups) if group.pages is not None]
-        if sized and (self.pages is not None or self.bytes_per_device is not None):
-            other = "bytes_per_device" if self.pages is None else "pages"
-            raise ValueError(
-                f"layers[{sized[0]}].pages and {other} are given; wanted one of them, which sets the size of the cache"
-            )
-        if sized and len(sized) < len(self.groups):
-            without = next(number for number in range(len(self.groups)) if number not in sized)
-            raise ValueError(
-                f"layers[{without}] has no pages, but layers[{sized[0]}] has; wanted pages in each, or in none"
-            )
-        if self.pages is not None and len(self.groups) > 1:
-            raise ValueError(
-                f"pages={self.pages} for {len(self.groups)} groups of layers; wanted pages in each of them"
-            )
-        if not sized and (self.pages is None) == (self.bytes_per_device is None):
-            got = "neither" if self.pages is None else "both"
-            raise ValueError(
-                f"{got} of pages and bytes_per_device is given; wanted one of them, which sets the size of the cache"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_dim(self) -> Self:
-        if LAYOUTS[self.layout].same_dim and self.value_size != self.head_dim:
-            raise ValueError(
-                f"layout={shown(self.layout)} with value_dim={self.value_size} and head_dim={self.head_dim}; wanted the same "
-                "dim, as keys and values alternate, or layout 'split', 'heads' or 'joined'"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _axes_once(self) -> Self:
-        seen: dict[str, str] = {}
-        for field in ("pages_axis", "kv_head_axis", "page_sequence_axis"):
-            for name in axis_names(getattr(self, field)):
-                if name in seen:
-                    raise ValueError(f"{field} and {seen[name]} both name {shown(name)}; use each mesh axis once")
-                seen[name] = field
+    def _own_geometry(self) -> Self:
+        if len(self.groups) == 1:
+            if own := self.groups[0].geometry:
+                name, value = next(iter(own.items()))
+                raise ValueError(
+                    f"layers[0].{name}={shown(value)} for the only group of layers; wanted {name} of the cache itself"
+                )
+            return self
+        for number, group in enumerate(self.groups):
+            if group.geometry:
+                try:
+                    self.part(number, 1)
+                except ConfigError as error:
+                    raise ValueError(f"layers[{number}]: {error}") from None
         return self
 
     @classmethod
@@ -217,6 +207,11 @@ class CacheFields(UnsetFieldsModel):
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
+    def written_size(self) -> int:
+        """Numbers of a token and kv head that a step writes."""
+        return self.head_dim + (0 if self.values_in_keys else self.value_size)
+
+    @property
     def stored_dtype(self) -> str:
         """The dtype of the pages."""
         return self.dtype if self.quantised is None else self.quantised.dtype
@@ -230,6 +225,11 @@ class CacheFields(UnsetFieldsModel):
     def pack(self) -> int:
         """Stored numbers per 32-bit word."""
         return 4 // _ITEMSIZE.get(self.stored_dtype, 1)
+
+    @property
+    def values_in_keys(self) -> bool:
+        """Whether values are the first numbers of their keys, so that only keys are written."""
+        return LAYOUTS[self.layout].values_in_keys
 
     @property
     def heads_at(self) -> int:
@@ -247,13 +247,12 @@ def _part(cache: _Cache, group: int, pages: int) -> _Cache:
     group_fields = {"layers": len(layer_numbers(cache.groups)[group])}
     if (window := cache.groups[group].window_tokens) is not None:
         group_fields["window_tokens"] = window
-    fields = {name: value for name, value in cache.to_dict().items() if name not in ("bytes_per_device", "pages")}
-    return type(cache).from_dict(fields | {"layers": [group_fields], "pages": pages})
+    own = cache.groups[group].geometry
+    left_out = {"bytes_per_device", "pages"}
+    if own.get("kind", cache.kind) != cache.kind:  # then these follow from the kind, or are the group's own
+        left_out |= {"kv_heads", "layout", "value_dim"}
+    fields = {name: value for name, value in cache.to_dict().items() if name not in left_out}
+    return type(cache).from_dict(fields | own | {"layers": [group_fields], "pages": pages})
 
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The names of a declared axis field."""
-    return () if axes is None else (axes,) if isinstance(axes, str) else axes

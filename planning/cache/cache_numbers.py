@@ -135,14 +135,14 @@ class CacheNumbers:
         """Bytes per device and layer of a step's keys and values for max_tokens tokens; None if that isn't declared."""
         if self.cache.max_tokens is None:
             return None
+        if self.parts:  # layers run one after another
+            return max(part.token_bytes or 0 for part in self.parts)
         heads = self.pages_array.fitted
         split = math.prod(axis.size for axis in self.mesh if axis.name in heads.axes(self.heads_at))
         local_heads = self.cache.kv_heads // (
             split if self.kv_repeat == 1 else 1
         )  # heads that are repeated arrive unrepeated and whole
-        bytes_each = (
-            local_heads * (self.cache.head_dim + self.cache.value_size) * (4 if self.cache.dtype == "float32" else 2)
-        )
+        bytes_each = local_heads * self.cache.written_size * (4 if self.cache.dtype == "float32" else 2)
         return self.cache.max_tokens // self.shards * bytes_each
 
     @property

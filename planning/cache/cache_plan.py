@@ -9,8 +9,9 @@ from typing import Any
 from ...errors import RefusedError
 from ...sharding import describe_mesh
 from ..text import bytes_text, spec_text
+from .cache_fields import CacheFields
 from .cache_numbers import CacheNumbers
-from .layer_groups import layer_numbers
+from .layer_groups import GEOMETRY, layer_numbers
 
 __all__ = ["CachePlan", "array_rows", "fact_rows"]
 
@@ -29,23 +30,16 @@ class CachePlan(CacheNumbers):
     def describe(self) -> str:
         """The cache in one line."""
         cache = self.cache
-        dims = f"{cache.head_dim}" if cache.value_size == cache.head_dim else f"{cache.head_dim}/{cache.value_size}"
-        stored = (
-            ""
-            if cache.quantised is None
-            else f" in {cache.quantised.dtype} (a scale per {_PER[cache.quantised.scale]})"
-        )
-        layout = "" if cache.layout == "split" else f", layout {cache.layout}"
+        layout = "" if cache.layout == "split" or cache.values_in_keys else f", layout {cache.layout}"
         layers = f"{cache.layer_count} layer{'s' if cache.layer_count > 1 else ''}" + (
             f" in {len(self.parts)} groups" if self.parts else ""
         )
         if not self.parts and self.window_tokens is not None:
             layers += f" with a window of {self.window_tokens} tokens"
         which = "" if self.group is None else f"group {self.group[0]} of {self.group[1]}: "
-        return (
-            f"cache: {which}{layers}, {cache.kv_heads} kv heads of {dims}, {cache.dtype}{stored}, pages of "
-            f"{cache.page_size} tokens{layout}"
-        )
+        own = any(group.geometry for group in cache.groups)
+        geometry = "sizes by group" if own else _geometry_text(cache)
+        return f"cache: {which}{layers}, {geometry}, pages of {cache.page_size} tokens{layout}"
 
     def explain(self, *, arrays: bool = True) -> str:
         """The decision as text, with or without the lines of its arrays."""
@@ -105,6 +99,18 @@ _PAGES = ("key_pages", "value_pages", "kv_pages")
 _BATCH = ("page_table", "cu_q_lens", "kv_lens", "num_seqs")
 
 
+def _geometry_text(cache: CacheFields) -> str:
+    """What is stored of a token, and its dtype."""
+    if cache.values_in_keys:
+        heads = f"latents of {cache.value_size} with rotary keys of {cache.head_dim - cache.value_size}"
+    else:
+        dims = f"{cache.head_dim}" if cache.value_size == cache.head_dim else f"{cache.head_dim}/{cache.value_size}"
+        heads = f"{cache.kv_heads} kv heads of {dims}"
+    quantised = cache.quantised
+    stored = "" if quantised is None else f" in {quantised.dtype} (a scale per {_PER[quantised.scale]})"
+    return f"{heads}, {cache.dtype}{stored}"
+
+
 def fact_rows(plan: CachePlan) -> list[tuple[str, str]]:
     """Labelled lines for everything except the arrays."""
     cache, width = plan.cache, plan.table_width // plan.sequence_shards
@@ -130,10 +136,11 @@ def fact_rows(plan: CachePlan) -> list[tuple[str, str]]:
         ),
     ]
     if plan.token_bytes is not None:
+        written = "latents" if cache.values_in_keys else "keys and values"
         rows.append(
             (
                 "a step",
-                f"at most {cache.max_tokens} tokens: {bytes_text(plan.token_bytes)} of keys and values per device and layer",
+                f"at most {cache.max_tokens} tokens: {bytes_text(plan.token_bytes)} of {written} per device and layer",
             )
         )
     rows += [("note", note) for note in plan.notes]
@@ -170,8 +177,11 @@ def _group_text(plan: CachePlan, number: int) -> str:
     part = plan.parts[number]
     layers = layer_numbers(plan.cache.groups)[number]
     window = "all tokens" if part.window_tokens is None else f"a window of {part.window_tokens} tokens"
+    own = any(group.geometry for group in plan.cache.groups)
+    geometry = f", {_geometry_text(part.cache)}" if own else ""
     return (
-        f"{len(layers)} layer{'' if len(layers) == 1 else 's'} ({_runs(layers)}), {window}: {_pages_text(part, ' pages')}: "
+        f"{len(layers)} layer{'' if len(layers) == 1 else 's'} ({_runs(layers)}), {window}{geometry}: "
+        f"{_pages_text(part, ' pages')}: "
         f"{_fit_text(part)}; {bytes_text(part.bytes_of(*_PAGES, 'key_scale', 'value_scale'))} per device"
     )
 
@@ -181,6 +191,7 @@ def _group_dict(plan: CachePlan, number: int) -> dict[str, Any]:
     return {
         "layers": list(layer_numbers(plan.cache.groups)[number]),
         "window_tokens": part.window_tokens,
+        **{name: getattr(part.cache, name) for name in GEOMETRY},
         "pages": part.pages,
         "pages_per_shard": part.local_pages,
         "pages_per_sequence": part.most_pages,

@@ -16,7 +16,8 @@ from ...names import checked_name
 from ...page_layouts import LAYOUTS
 from ...sharding import FittedSpec, MeshAxis, TensorShape, axes_of, devices_platform, fit_tensor, kv_repeat
 from ...sharding.mesh import AnyMesh, devices_cores, gpu_vendor
-from .cache_fields import CacheFields, axis_names
+from .cache_checks import axis_names
+from .cache_fields import CacheFields
 from .cache_numbers import CacheArray
 from .cache_plan import CachePlan
 from .reasons_against import CacheSizes, memory_refusal, notes, padded, refusals, without_duplicates
@@ -51,8 +52,9 @@ def fit_cache(cache: CacheFields, mesh: AnyMesh | None, kv_heads: str, device_ki
     many = len(counts)
     alone = target._replace(memory=None)  # all groups share the memory
     parts = [
-        _fit_one(cache.part(n, pages), sizes._replace(pages=pages), axes, alone, kv_heads, (n, many))
+        _fit_one(part, _of_part(sizes, part)._replace(pages=pages), axes, alone, kv_heads, (n, many))
         for n, pages in enumerate(counts)
+        for part in (cache.part(n, pages),)
     ]
     arrays = [array._replace(group=n) for n, part in enumerate(parts) for array in part.arrays]
     whole = replace(
@@ -68,6 +70,11 @@ def fit_cache(cache: CacheFields, mesh: AnyMesh | None, kv_heads: str, device_ki
     refused = without_duplicates([part.refused for part in parts]) + memory_refusal(whole)
     parts = [replace(part, refused=refused) for part in parts]
     return replace(whole, refused=refused, parts=tuple(parts))
+
+
+def _of_part(sizes: CacheSizes, part: CacheFields) -> CacheSizes:
+    """The sizes of one group's layers, which may have kv heads of their own."""
+    return sizes._replace(repeat=kv_repeat(part.kv_heads, sizes.head_shards))
 
 
 def _fit_one(
@@ -109,7 +116,8 @@ def _pages(cache: CacheFields, sizes: CacheSizes, axes: tuple[MeshAxis, ...], ta
     parts = [cache.part(n, 1) for n in range(len(cache.groups))]
     left, prices, limits = cache.bytes_per_device, [], []
     for part in parts:
-        empty, one_step = (_arrays(part, sizes._replace(pages=pages), axes, target) for pages in (0, step))
+        own_sizes = _of_part(sizes, part)
+        empty, one_step = (_arrays(part, own_sizes._replace(pages=pages), axes, target) for pages in (0, step))
         fixed, with_one = (sum(array.copies * array.device_bytes for array in arrays) for arrays in (empty, one_step))
         left -= fixed
         prices.append(with_one - fixed)
@@ -146,7 +154,8 @@ def _arrays(
         shape = cache.pages_shape(sizes.pages, heads, dim)
         spec = _with_heads(cache, pages, tp, len(shape))
         add(name, spec, shape, " ".join(LAYOUTS[cache.layout].dims), cache.stored_dtype, cache.layer_count)
-    for name in ("key_scale", "value_scale") if cache.quantised is not None else ():
+    scaled = ("key_scale",) if cache.values_in_keys else ("key_scale", "value_scale")
+    for name in scaled if cache.quantised is not None else ():
         match cache.quantised.scale if cache.quantised is not None else "":
             case "tensor":
                 add(name, PartitionSpec(), (), "", "float32", cache.layer_count)

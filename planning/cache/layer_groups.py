@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from ...errors import a_type, is_whole, shown
 from ..unset_fields import UnsetFieldsModel, explain_validation
 
-__all__ = ["LayerGroup", "Layers", "checked_layers", "groups_problem", "layer_groups", "layer_numbers"]
+__all__ = [
+    "GEOMETRY",
+    "CacheKind",
+    "LayerGroup",
+    "Layers",
+    "checked_layers",
+    "groups_problem",
+    "layer_groups",
+    "layer_numbers",
+]
 
 _LIMIT = 2**30
 
@@ -18,12 +27,18 @@ _Size = Annotated[int, Field(strict=True, ge=1, le=_LIMIT)]
 _Number = Annotated[int, Field(strict=True, ge=0, lt=_LIMIT)]
 
 
+CacheKind = Literal["kv", "latent"]
+GEOMETRY = ("kind", "kv_heads", "head_dim", "value_dim", "dtype")
+"""The fields of a cache that its groups of layers may have of their own."""
+
+
 class LayerGroup(UnsetFieldsModel):
     """Layers with their own pages and page table.
 
     layers: their number, assigned in the order of the groups; or a list of layer numbers, from 0. window_tokens: the maximum
     number of tokens that a query sees, including itself, so that older pages can be freed; None: all. pages: pages of this
-    group over all devices, unless the cache declares bytes_per_device.
+    group over all devices, unless the cache declares bytes_per_device. kind, kv_heads, head_dim, value_dim, dtype: of these
+    layers; the cache's, if they aren't given.
     """
 
     model_config = ConfigDict(title="cache.layers")
@@ -38,6 +53,18 @@ class LayerGroup(UnsetFieldsModel):
     pages: Annotated[
         _Size | None, Field(description="Pages of this group, over all devices; or use bytes_per_device.")
     ] = None
+    kind: Annotated[CacheKind | None, Field(description="What these layers store; null: the cache's kind.")] = None
+    kv_heads: Annotated[_Size | None, Field(description="KV heads of these layers; null: the cache's.")] = None
+    head_dim: Annotated[_Size | None, Field(description="Head dimension of these layers; null: the cache's.")] = None
+    value_dim: Annotated[_Size | None, Field(description="That of their values; null: the cache's.")] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, Field(description="Dtype of these layers; null: the cache's.")
+    ] = None
+
+    @property
+    def geometry(self) -> dict[str, Any]:
+        """The fields of a cache that the group has of its own."""
+        return {name: value for name in GEOMETRY if (value := getattr(self, name)) is not None}
 
     @field_validator("layers", mode="before")
     @classmethod

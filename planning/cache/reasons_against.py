@@ -11,7 +11,7 @@ from ...sharding import describe_mesh
 from ..capability import Reason
 from ..notes import Note, note
 from ..text import bytes_text
-from .cache_fields import axis_names
+from .cache_checks import axis_names
 from .cache_plan import CachePlan
 
 __all__ = ["CacheSizes", "memory_refusal", "notes", "padded", "refusals", "without_duplicates"]
@@ -140,7 +140,11 @@ def without_duplicates(groups: Iterable[Iterable[_T]]) -> tuple[_T, ...]:
 def notes(plan: CachePlan, sizes: CacheSizes) -> list[Note]:
     """Notes on what is as declared but has a cost."""
     cache, entries = plan.cache, []
-    if sizes.repeat > 1:
+    if sizes.repeat > 1 and cache.values_in_keys:
+        held, axes = plan.pages_array.device_bytes * cache.layer_count, _plus(cache.kv_head_axis)
+        split = held // sizes.repeat
+        entries.append(note("cache.repeated_latents", axes=axes, times=sizes.repeat, size=held, split=split))
+    elif sizes.repeat > 1:
         entries.append(
             note(
                 "cache.repeated_heads",

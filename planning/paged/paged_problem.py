@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from ...sharding import describe_mesh
-from ..cache.cache_fields import axis_names
+from ..cache.cache_checks import axis_names
 from ..cache.cache_plan import CachePlan
 from ..problem import Problem, heads_text, platform_text
 
@@ -104,7 +104,7 @@ class PagedProblem(Problem):
         every = {
             "query": ((*q, self.head_dim), self.input_dtype, True),
             "key": ((*kv, self.head_dim), self.key_dtype, writes),
-            "value": ((*kv, self.value_dim), self.value_dtype, writes),
+            "value": ((*kv, self.value_dim), self.value_dtype, writes and not self.cache.cache.values_in_keys),
             "output": ((*q, self.value_dim), self.runtime_dtype, attends),
             "lse": (q, "float32", attends and "return_lse" in self.features),
         }

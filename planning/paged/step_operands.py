@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax.sharding import PartitionSpec
 
 from ...sharding import Operand, OperandTable, axes_at
-from ..cache.cache_fields import axis_names
+from ..cache.cache_checks import axis_names
 from ..cache.cache_plan import CachePlan
 
 __all__ = ["RESULTS_OF_STEPS", "STEP_OPERANDS", "step_spec", "token_specs"]

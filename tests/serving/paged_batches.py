@@ -39,6 +39,7 @@ class PagedCase:
     quantised: str | None = None
     scale: str = "tensor"  # head, token_head
     page: int = 8
+    latent: bool = False  # values are the first numbers of their keys
     sizes: tuple[int, int, int] | None = (2, 3, 4)  # pages of a block, pairs, block_q; None: by rule
 
     @property
@@ -102,9 +103,13 @@ def make(
                     arrays[name][table[s, j], :used] = rng.uniform(0.01, 0.03, (used, kv_heads))
     for name in ("key_pages", "value_pages"):
         arrays[name] = arrays[name].astype(dtype)
+    if case.latent:
+        arrays["value_pages"] = arrays["key_pages"][..., :value_dim]
     if case.quantised is not None and not per_token:
         shape = (kv_heads,) if case.scale == "head" else ()
         arrays |= {n: np.asarray(rng.uniform(0.01, 0.03, shape), np.float32) for n in ("key_scale", "value_scale")}
+    if case.latent and "key_scale" in arrays:
+        arrays["value_scale"] = arrays["key_scale"]
     if case.sinks:
         arrays["sinks"] = rng.standard_normal(heads).astype(np.float32)
     query = rng.standard_normal((tokens + 3, heads, dim)).astype(case.dtype)
@@ -134,9 +139,21 @@ def released(case: PagedCase, arrays: dict[str, np.ndarray]) -> dict[str, np.nda
     return arrays
 
 
+def as_latents(arrays: dict[str, Any]) -> dict[str, Any]:
+    """The same with latents in place of keys and values, [pages, 1, page, lanes], and one scale for both."""
+    made = {name: x for name, x in arrays.items() if name not in ("value_pages", "value_scale")}
+    key = made["key_pages"].swapaxes(1, 2)
+    made["key_pages"] = np.pad(key, ((0, 0), (0, 0), (0, 0), (0, -key.shape[-1] % 128)))
+    if np.ndim(made.get("key_scale")) >= 3:
+        made["key_scale"] = made["key_scale"].swapaxes(1, 2)
+    return made | {"value_pages": None}
+
+
 def run(case: PagedCase, arrays: dict[str, np.ndarray], **more: Any) -> tuple[np.ndarray, np.ndarray]:
     """(output, lse) of one compiled program in which every array is traced."""
     static = case.call | case.static | more
+    if case.latent:
+        arrays, static = as_latents(arrays), {"layout": "latent", "value_dim": case.dims[1]} | static
     output, lse = jax.jit(lambda arrays: paged_attention(**arrays, **static))(arrays)
     assert output.dtype == case.dtype
     assert lse.dtype == np.float32

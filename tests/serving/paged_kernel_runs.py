@@ -17,6 +17,8 @@ SIZES = {"pages_per_block": 2, "queries_per_block": 16, "buffers": 3}
 
 def laid_out(arrays: dict[str, Any], layout: str, pad: int = 0) -> dict[str, Any]:
     """Pages and scales as the layout has them, each row with `pad` more numbers."""
+    if layout == "latent":
+        return batches.as_latents(arrays)
     made = dict(arrays)
     if layout != "split":
         for name in ("key_pages", "value_pages", "key_scale", "value_scale"):
@@ -34,6 +36,8 @@ def laid_out(arrays: dict[str, Any], layout: str, pad: int = 0) -> dict[str, Any
 def program(case: PagedCase, layout: str = "heads", **more: Any) -> Any:
     """A compiled function of the arrays, laid out: (output, lse)."""
     static = {"max_q_len": case.static["max_q_len"], "interpret": True} | case.call | SIZES | more
+    if case.latent:
+        static["value_dim"] = case.dims[1]
     return jax.jit(lambda arrays: paged_attention_tpu(**arrays, **static, layout=layout)[:2])
 
 

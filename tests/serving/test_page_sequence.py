@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
-from test_steps import DIM, FIELDS, HEADS, Served
+from test_steps import DIM, FIELDS, HEADS, LATENT, Served
 
 from attnops import ConfigError, InputError, OperationMetadata, OperationRegistry, RefusedError
 from attnops.errors import AttnOpsError, CapacityError
@@ -37,10 +37,12 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "packed_int8": (SPLIT | INT8 | {"layout": "packed", "value_dim": DIM}, {"sp": 4}, SINKS),
     "packed_tp": (SPLIT | {"layout": "packed", "value_dim": DIM}, {"sp": 2, "tp": 2}, {"sliding_window": (6, 0)}),
     "joined_tp": (SPLIT | {"layout": "joined"}, {"sp": 2, "tp": 2}, {"logits_soft_cap": 5.0}),
+    "latent_int8": (SPLIT | INT8 | LATENT | {"pages_axis": "dp"}, {"dp": 2, "sp": 2}, {"sliding_window": (9, 0)}),
+    "latent_tp": (SPLIT | LATENT, {"sp": 2, "tp": 2}, SINKS),
     "two_axes": ({"page_sequence_axis": ("sp", "ep")}, {"ep": 2, "sp": 2}, {"sliding_window": (9, 0)}),
     "beside_others": (SPLIT | {"pages_axis": "dp", "layout": "heads"}, {"dp": 2, "sp": 2, "tp": 2}, SINKS),
 }
-QUICK = ("sp4_window", "dp_sp_int8")
+QUICK = ("sp4_window", "dp_sp_int8", "latent_tp")
 
 
 def described(**sizes: int) -> AbstractMesh:

@@ -44,6 +44,11 @@ QUICK = (
     PagedCase("mixed", quantised="float8_e4m3fn", scale="head", cap=3.0),
     PagedCase("decode", quantised="float8_e5m2", scale="tensor", window=(17, 0)),
     PagedCase("mixed", sizes=None, page=16),
+    *(
+        PagedCase(kind, (6, 1), (40, 32), latent=True, **FEATURES[n])
+        for kind, n in zip(KINDS, (7, 9, 12, 15), strict=True)
+    ),
+    PagedCase("decode", (16, 1), (576, 512), latent=True),
 )
 # Any two of them.
 EVERY = [
@@ -54,6 +59,8 @@ EVERY = [
     *(PagedCase(kind, sizes=sizes, page=page, window=window) for kind, sizes, page, window in covering(
         product(KINDS, (None, (1, 1, 1), (3, 2, 16), (8, 8, 64)), (8, 16), (None, (9, 0))), 2)),
     *(PagedCase(kind, dtype="float16") for kind in KINDS),
+    *(PagedCase(kind, (heads, 1), dims, latent=True, **FEATURES[n]) for kind, heads, dims, n in covering(
+        product(KINDS, (5, 32), ((576, 512), (320, 256), (96, 96)), range(len(FEATURES))), 2)),
 ]  # fmt: skip
 
 

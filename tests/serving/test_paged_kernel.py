@@ -17,7 +17,7 @@ from paged_kernel_runs import LAYOUTS, check, laid_out, program, run
 from attnops.errors import InputError
 from attnops.operators.kernels.pages.tpu import paged_attention_tpu
 
-HEADS = ((9, 3), (2, 2), (5, 1), (16, 2))
+HEADS = ((9, 3), (2, 2), (5, 1), (16, 2), (16, 1))
 DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 FEATURES: tuple[dict[str, Any], ...] = (
     {},
@@ -46,6 +46,10 @@ QUICK = (
     ("joined", PagedCase("decode", (5, 1), dims=(128, 128))),
     ("heads", PagedCase("decode", (2, 2), dims=(80, 80), quantised="float8_e4m3fn", scale="token_head")),
     ("heads", PagedCase("prefill", dims=(64, 64), causal=False, cap=3.0)),
+    ("latent", PagedCase("mixed", (18, 1), (72, 64), latent=True, **ALL_ON, scale="token_head")),
+    ("heads", PagedCase("mixed", (16, 1), window=(9, 0), sinks=True)),
+    ("latent", PagedCase("decode", (16, 1), (576, 512), latent=True, dtype="bfloat16")),
+    ("latent", PagedCase("speculate", (5, 1), (40, 32), latent=True, quantised="float8_e4m3fn", scale="tensor")),
 )
 # Any three of layout, kind, heads and feature; any two of the others.
 EVERY = [
@@ -55,6 +59,8 @@ EVERY = [
         itertools.product(LAYOUTS, ("decode", "mixed"), DIMS, ("float32", "bfloat16")), 2)),
     *((layout, PagedCase(kind, page=page, window=window)) for layout, kind, page, window in covering(
         itertools.product(LAYOUTS, KINDS, (1, 3, 16), (None, (9, 0))), 2)),
+    *(("latent", PagedCase(kind, (heads, 1), dims, latent=True, **FEATURES[n])) for kind, heads, dims, n in covering(
+        itertools.product(KINDS, (5, 32), ((576, 512), (320, 256), (96, 96)), range(len(FEATURES))), 2)),
 ]  # fmt: skip
 
 
@@ -197,7 +203,7 @@ def _arrays(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "more", "message"),
     [
-        ({}, {"layout": "packed"}, "layout='packed'; wanted 'split'"),
+        ({}, {"layout": "packed"}, "layout='packed'; wanted one of split"),
         ({}, {"layout": "joined"}, "value_pages given"),
         ({"value_pages": None}, {}, "value_pages missing"),
         ({"key_pages": np.zeros((4, 2, 8, 32), np.float32)}, {}, "at least dim"),

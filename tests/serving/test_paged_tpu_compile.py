@@ -28,6 +28,7 @@ pytest.importorskip("libtpu", reason="pip install 'attnops[tpu]'")
 
 V5E, V6E, TPU7X, V4, V5P = "v5e:2x2", "v6e:2x2", "tpu7x:2x2x1", "v4:2x2x1", "v5p:2x2x1"
 LLAMA = {"heads": (32, 8), "dims": (128, 128)}
+LATENTS = {"heads": (128, 1), "dims": (576, 512), "row": 640, "value_dim": 512, "page": 64}
 SMOLLM = {"heads": (9, 3), "dims": (64, 64)}
 DECODE = {"tokens": 64, "max_q_len": 1}
 PAGES = ("key_pages", "value_pages", "key_scale", "value_scale")
@@ -65,11 +66,12 @@ def compile_one(
         "page_table": shape((sequences, width), jnp.int32),
         "num_seqs": shape((1,), jnp.int32),
         "key_pages": shape(rows(row or (sum(dims) if layout == "joined" else dims[0])), stored),
-        "value_pages": None if layout == "joined" else shape(rows(row or dims[1]), stored),
+        "value_pages": None if layout in ("joined", "latent") else shape(rows(row or dims[1]), stored),
     }
     if scale is not None:
         of = {"tensor": (), "head": (kv_heads,), "token_head": rows(1)[:3]}[scale]
-        arrays |= {name: shape(of, jnp.float32) for name in ("key_scale", "value_scale")}
+        scaled = ("key_scale",) if layout == "latent" else ("key_scale", "value_scale")
+        arrays |= {name: shape(of, jnp.float32) for name in scaled}
     if sinks:
         arrays["sinks"] = shape((query_heads,), jnp.float32)
     static = {"softmax_scale": dims[0] ** -0.5, "layout": layout} | call
@@ -92,6 +94,17 @@ def compile_one(
         (V5E, "joined", SMOLLM | DECODE | {"sliding_window": (511, 0), "sinks": True}),
         (TPU7X, "split", LLAMA | DECODE | {"pages_dtype": "int8", "scale": "head"}),
         (V5E, "heads", LLAMA | DECODE | {"writes": True}),
+        (V6E, "latent", LATENTS | DECODE | {"writes": True}),
+        *(
+            pytest.param(topology, "latent", LATENTS | call, marks=pytest.mark.slow)
+            for topology in (V4, V5E, V5P, V6E, TPU7X)
+            for call in (
+                DECODE,
+                {"sliding_window": (511, 0), "sinks": True, "logits_soft_cap": 30.0, "tokens": 64},
+                DECODE | {"pages_dtype": "int8", "scale": "token_head", "page": 128, "writes": True},
+                {"heads": (16, 1), "dims": (320, 256), "row": 384, "value_dim": 256, "page": 64},
+            )
+        ),
         *(
             pytest.param(topology, layout, call | {"writes": True}, marks=pytest.mark.slow)
             for topology in (V4, V5E, V5P, V6E, TPU7X)

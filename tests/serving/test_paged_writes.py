@@ -34,6 +34,7 @@ QUICK = (
     ("split", PagedCase("decode", quantised="float8_e4m3fn", scale="token_head")),
     ("joined", PagedCase("decode", (9, 3), page=16)),
     ("joined", PagedCase("mixed", quantised="int8", scale="head", page=3)),
+    ("latent", PagedCase("mixed", (6, 1), (72, 64), latent=True, quantised="int8", scale="token_head", page=16)),
 )
 # Pages shorter than a tile, of several tiles, and that no tile divides; rows at a page's begin, within it and at its end.
 EVERY = [
@@ -41,6 +42,9 @@ EVERY = [
     for layout, kind, page, n in covering(
         itertools.product(LAYOUTS, ("decode", "mixed"), (1, 3, 16, 64), range(len(FEATURES))), 3
     )
+] + [
+    ("latent", PagedCase(kind, (6, 1), (40, 32), page=page, latent=True, **FEATURES[n]))
+    for kind, page, n in covering(itertools.product(("decode", "mixed"), (3, 16), range(len(FEATURES))), 2)
 ]
 
 
@@ -77,6 +81,8 @@ def _split(case: PagedCase, whole: dict[str, Any]) -> tuple[dict[str, Any], dict
 def _as_rows(layout: str, rows: dict[str, Any]) -> PageArrays:
     key, value = rows["key_pages"], rows["value_pages"]
     scales = rows.get("key_scale"), rows.get("value_scale")
+    if layout == "latent":
+        return PageArrays(np.pad(key, ((0, 0), (0, 0), (0, -key.shape[-1] % 128))), None, scales[0])
     if layout == "joined":
         return PageArrays(np.concatenate([key, value], axis=-1), None, *scales)
     return PageArrays(key, value, *scales)
@@ -89,6 +95,8 @@ def _bits(x: Any) -> np.ndarray:
 
 def _call(case: PagedCase, layout: str, **more: Any) -> Any:
     static = {"max_q_len": case.static["max_q_len"], "interpret": True, "layout": layout} | case.call | SIZES | more
+    if case.latent:
+        static["value_dim"] = case.dims[1]
     return jax.jit(lambda arrays, rows: paged_attention_tpu(**arrays, rows=rows, **static))
 
 

@@ -20,6 +20,7 @@ FIELDS: dict[str, Any] = {
     "layers": 2, "kv_heads": 2, "head_dim": DIM, "value_dim": 8, "dtype": "float32", "page_size": 4, "pages": 48,
     "max_sequences": ROWS, "max_length": 64,
 }  # fmt: skip
+LATENT = {"kind": "latent", "kv_heads": 1}  # its values are the first 8 numbers of its keys
 INTERPRETED = {"paged": {"interpret": True}}  # the TPU kernel
 WAYS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "plain": ({}, {}, {}),
@@ -61,6 +62,21 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         {"dp": 2, "tp": 2},
         {"sliding_window": (6, 0)},
     ),
+    "latent": (LATENT, {}, {"logits_soft_cap": 5.0}),
+    "latent_tp_int8": (LATENT | {"quantised": {"dtype": "int8"}}, {"tp": 4}, {"sliding_window": (9, 0)}),
+    "latent_dp_tp": (
+        LATENT | {"pages_axis": "dp"},
+        {"dp": 2, "tp": 2},
+        {"sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)},
+    ),
+    "latent_repeated": (LATENT | {"kv_head_axis": None}, {"tp": 2}, {}),
+    "latent_kernel": (LATENT, {}, {"configs": INTERPRETED, "sliding_window": (9, 0)}),
+    "latent_fused_tp_int8": (
+        LATENT | {"quantised": {"dtype": "int8"}},
+        {"tp": 2},
+        {"configs": INTERPRETED, "update": "fused", "sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)},
+    ),
+    "latent_fp8_head": (LATENT | {"quantised": {"dtype": "float8_e4m3fn", "scale": "head"}}, {"tp": 2}, {}),
     "packed_int8": ({"layout": "packed", "value_dim": DIM, "quantised": {"dtype": "int8"}}, {}, {}),
 }
 
@@ -81,10 +97,11 @@ class Served:
         self.pools = [
             PagePool(self.plan.local_pages, self.cache.page_size, sequence_shards=along) for _ in range(self.shards)
         ]
-        state = init(self.cache, self.mesh)
+        fixed = self.cache.quantised is not None and self.cache.quantised.scale != "token_head"
+        state = init(self.cache, self.mesh, **({"key_scale": 0.01} if fixed else {}))
         # What nobody has written must reach nobody.
         junk = lambda dtype: np.nan if jnp.issubdtype(dtype, jnp.floating) else 127  # noqa: E731
-        dead = lambda x: jax.device_put(np.full(x.shape, junk(x.dtype), x.dtype), x.sharding)  # noqa: E731
+        dead = lambda x: x if x.ndim < 3 else jax.device_put(np.full(x.shape, junk(x.dtype), x.dtype), x.sharding)  # noqa: E731
         self.state: CacheState = jax.tree.map(dead, state)
         self.history: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
         self.random = np.random.default_rng(3)
@@ -92,10 +109,13 @@ class Served:
         configs = call.get("configs", {})
         paged = OperationRegistry.create("paged", OperationMetadata(mesh=self.mesh, operation_configs=configs))
         names = {"sinks": "softmax_aux"}
-        options: dict[str, Any] = {names.get(name, name): x for name, x in call.items() if name != "configs"}
+        options: dict[str, Any] = {"softmax_scale": DIM**-0.5} | {
+            names.get(name, name): x for name, x in call.items() if name != "configs"
+        }
 
         def step(state: CacheState, batch: RaggedBatch, query: Any, key: Any, value: Any, longest: int | None) -> Any:
             last, own = self.cache.layers - 1, options | {"max_q_len": longest}
+            value = None if self.cache.values_in_keys else value
             found = paged(query, key, value, state=state, layer=last, batch=batch, return_lse=True, **own)
             return found.attention_outputs, found.lse, found.state
 
@@ -106,7 +126,10 @@ class Served:
         reference."""
         tokens = TOKENS * self.shards
         draw = lambda heads, dim: self.random.standard_normal((tokens, heads, dim), np.float32)  # noqa: E731
-        query, key, value = draw(HEADS, DIM), draw(2, DIM), draw(2, self.cache.value_size)
+        kv_heads = self.cache.kv_heads
+        query, key, value = draw(HEADS, DIM), draw(kv_heads, DIM), draw(kv_heads, self.cache.value_size)
+        if self.cache.values_in_keys:
+            value = key[..., : self.cache.value_size]
         batches = []
         for shard, new in enumerate(chunks):
             pool = self.pools[shard]

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from ....errors import InputError
+from ....page_layouts import LAYOUTS
 from ....scores.steps import Steps
 from ..varying import alike
 from .page_layout import page_shape
@@ -70,7 +71,8 @@ def paged_attention(
 
     sliding_window: inclusive distances (left, right), None for no limit; `causal` intersects. Scales of int8 or fp8 pages:
     one number, [kv_heads], or one per token and head, in the pages' order. `layout`: see page_layout; if it joins keys and
-    values, `key_pages` has both and `value_pages` is None; `value_dim` is then the values' dim, None: the query's.
+    values, `key_pages` has both and `value_pages` is None; `value_dim` is then the values' dim, None: the query's. Values
+    that are a part of their keys have their scale.
 
     `page_stride` n, `page_shard` s: the table has every n-th page of each sequence from number s on, and only these are seen: key
     j is in page_table[row, j // page // n] if j // page % n == s. Output and lse then cover only these keys.
@@ -104,6 +106,8 @@ def paged_attention(
         operands = operands._replace(shard=int32("page_shard", page_shard))
     if score is not None:
         operands = operands._replace(of_score=ScoreArrays(captures, int32("head_start", head_start)))
+    if LAYOUTS[layout].values_in_keys:  # and so is their scale
+        operands = operands._replace(value_scale=operands.key_scale)
     check_operands(operands, layout)
     operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
     platform = jax.default_backend() if platform is None else platform

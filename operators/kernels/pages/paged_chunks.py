@@ -56,12 +56,13 @@ def attend_chunks(
             ids, mapped = tiles.slots(seq, first, end_page)
             keys = tiles.keys(first)
             seen = tiles.seen(keys, mapped, positions, kv_len)
-            x = tiles.logits(rows, ids, seen, seq, KeyPlaces(positions, keys))
+            stored = tiles.stored_keys(ids)
+            x = tiles.logits(rows, stored, ids, seen, seq, KeyPlaces(positions, keys))
             peak = jnp.maximum(sums.peak, x.max(axis=-1))
             shift = subtracted(peak)
             p = tiles.exp2(x - shift[..., None])
             shrink = jnp.exp2(sums.peak - shift)
-            acc = sums.acc * shrink[..., None] + tiles.values(p, ids, seen)
+            acc = sums.acc * shrink[..., None] + tiles.values(p, stored, ids, seen)
             return Sums(acc, peak, sums.total * shrink + p.sum(axis=-1))
 
         begin = Sums(

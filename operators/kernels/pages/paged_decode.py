@@ -92,7 +92,8 @@ def attend_decode(
         keys = tiles.keys(first)
         seen = tiles.seen(keys, mapped & real[:, None], positions, kv_len)
 
-        x = tiles.logits(of(all_rows), ids, seen, seq, KeyPlaces(positions, keys))
+        stored = tiles.stored_keys(ids)
+        x = tiles.logits(of(all_rows), stored, ids, seen, seq, KeyPlaces(positions, keys))
         rank = of(pairs.rank)
         place = rank - rank[0]
         old = jax.tree.map(lambda c: cut_along(c, rank[0], pair_count), carry)
@@ -101,7 +102,7 @@ def attend_decode(
         shift = subtracted(peak)
         p = tiles.exp2(x - shift.at[place].get(mode="promise_in_bounds")[..., None])
         shrink = jnp.exp2(old.peak - shift)
-        acc = old.acc * shrink[..., None] + _chosen(belongs, tiles.values(p, ids, seen), 0).sum(axis=1)
+        acc = old.acc * shrink[..., None] + _chosen(belongs, tiles.values(p, stored, ids, seen), 0).sum(axis=1)
         total = old.total * shrink + _chosen(belongs, p.sum(axis=-1), 0).sum(axis=1)
         window = Sums(acc, peak, total)
         return jax.tree.map(lambda c, part: put(c, part, (rank[0], *[0] * (c.ndim - 1))), carry, window)

@@ -235,17 +235,25 @@ class Tiles:
             seen &= keys <= rows + static.right
         return seen
 
-    def logits(self, rows: jax.Array, ids: jax.Array, seen: jax.Array, seq: jax.Array, at: KeyPlaces) -> jax.Array:
-        """Float32 [..., kv heads, rows, keys] in base 2, -inf where not seen. at: positions of rows and keys, for a score."""
+    def stored_keys(self, ids: jax.Array) -> jax.Array:
+        """Keys of pages as `logits` takes them: [..., kv heads, keys, dim]; where heads are joint [..., keys, kv heads * dim]."""
+        static, pages = self.static, self.operands.key_pages
+        if self.joint_heads:
+            return fetch_joint_heads(pages, ids, self.dtype)
+        return fetch(static.layout, pages, ids, static.platform, self.dtype, 0, self.dim)
+
+    def logits(
+        self, rows: jax.Array, keys: jax.Array, ids: jax.Array, seen: jax.Array, seq: jax.Array, at: KeyPlaces
+    ) -> jax.Array:
+        """Float32 [..., kv heads, rows, keys] in base 2, -inf where not seen. keys: `stored_keys`; at: positions of rows and
+        keys, for a score."""
         static, operands = self.static, self.operands
         if self.joint_heads:
-            x = self._joint_logits(rows, ids)
+            x = self._joint_logits(rows, keys)
+        elif self.few_rows:
+            x = few_rows_product(rows, keys, np.dtype(np.float32), static.platform)
         else:
-            keys = fetch(static.layout, operands.key_pages, ids, static.platform, self.dtype, 0, self.dim)
-            if self.few_rows:
-                x = few_rows_product(rows, keys, np.dtype(np.float32), static.platform)
-            else:
-                x = product("...nx,...sx->...ns", rows, keys, np.dtype(np.float32))
+            x = product("...nx,...sx->...ns", rows, keys, np.dtype(np.float32))
         if operands.key_scale is not None:
             x = operator.mul(*same_rank(x, self._scale(operands.key_scale, ids)))
         unit = LOG2E if static.score is None else 1.0
@@ -266,9 +274,9 @@ class Tiles:
         rest = scored.factor * (1.0 if scored.absorbed else LOG2E)
         return (scored.x if rest == 1.0 else scored.x * np.float32(rest)).reshape(x.shape)
 
-    def values(self, weights: jax.Array, ids: jax.Array, seen: jax.Array) -> jax.Array:
-        """Weights [..., kv heads, rows, keys] times values. A row of V that nobody sees is treated as 0: a freed page may hold
-        NaN."""
+    def values(self, weights: jax.Array, keys: jax.Array, ids: jax.Array, seen: jax.Array) -> jax.Array:
+        """Weights [..., kv heads, rows, keys] times values, which for latents are a part of `keys`. A row of V that nobody
+        sees is treated as 0: a freed page may hold NaN."""
         static, operands = self.static, self.operands
         pages = operands.key_pages if operands.value_pages is None else operands.value_pages
         alive = seen.any(axis=-2)[..., None, :]
@@ -279,16 +287,18 @@ class Tiles:
         weights = weights.astype(self.dtype)
         if self.joint_heads:
             return self._joint_values(weights, pages, ids, alive[..., 0, :])
-        values = fetch(static.layout, pages, ids, static.platform, self.dtype, 1, self.value_dim, self.dim)
+        if LAYOUTS[static.layout].values_in_keys:
+            values = keys[..., : self.value_dim]
+        else:
+            values = fetch(static.layout, pages, ids, static.platform, self.dtype, 1, self.value_dim, self.dim)
         values = jnp.where(alive[..., None], values, 0)
         return product("...ns,...sx->...nx", weights, values, np.dtype(np.float32))
 
-    def _joint_logits(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
+    def _joint_logits(self, rows: jax.Array, keys: jax.Array) -> jax.Array:
         """Rows as a block-diagonal factor times the untransposed keys: kv_heads times the arithmetic, but no copy per head."""
-        keys = fetch_joint_heads(self.operands.key_pages, ids, self.dtype)
         same_head = np.eye(self.kv_heads, dtype=bool)[:, None, :, None]
         same_head, spread = same_rank(same_head, rows[..., None, :])
-        by_head = jnp.where(same_head, spread, 0).reshape(*ids.shape[:-1], -1, keys.shape[-1])
+        by_head = jnp.where(same_head, spread, 0).reshape(*keys.shape[:-2], -1, keys.shape[-1])
         x = few_rows_product(by_head, keys, np.dtype(np.float32), self.static.platform)
         return x.reshape(*rows.shape[:-1], -1)
 

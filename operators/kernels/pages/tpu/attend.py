@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ __all__ = ["PageArrays", "paged_attention_tpu"]
 
 
 class PageArrays(NamedTuple):
-    """The arrays of a layer's pages, or what they store for each token: [tokens, kv_heads, row], in the layout "joined" all of it
-    in `key`. Scales are those by token, [tokens, kv_heads]; others are None."""
+    """The arrays of a layer's pages, or what they store for each token: [tokens, kv_heads, row], in the layouts "joined" and
+    "latent" all of it in `key`. Scales are those by token, [tokens, kv_heads]; others are None."""
 
     key: jax.Array
     value: jax.Array | None = None
@@ -68,7 +68,8 @@ def paged_attention_tpu(
     written, else None).
 
     Semantics of `paged_attention`. layout: "split", pages [pages, page, kv_heads, dim] as there; "heads", [pages,
-    kv_heads, page, dim]; "joined", key_pages [pages, kv_heads, page, dim + value_dim] and value_pages None. Rows may be padded
+    kv_heads, page, dim]; "joined", key_pages [pages, kv_heads, page, dim + value_dim] and value_pages None; "latent", key_pages
+    [pages, kv_heads, page, dim], whose first `value_dim` numbers are the values and whose scale is theirs too. Rows may be padded
     at their end, with any finite values: key_pages to more than the query's dim, values to more than `value_dim` (None: the
     whole row is value). Per-token scales are laid out like the pages, without the last dimension. Sizes of blocks: None for the
     result of `chosen_sizes` with `vmem_limit_bytes`. interpret: Pallas' interpreter, on any platform.
@@ -95,6 +96,8 @@ def paged_attention_tpu(
         int32("num_seqs", num_seqs),
     )
     sinks, key_scale, value_scale = (None if x is None else jnp.asarray(x) for x in (sinks, key_scale, value_scale))
+    if layout == "latent":
+        value_scale = key_scale
     as_split = _as_split(layout, value_dim, query, key_pages, value_pages, key_scale, value_scale)
 
     def operands_of(key: Any, value: Any, key_scale: Any, value_scale: Any) -> PagedOperands:
@@ -143,16 +146,17 @@ def _as_split(
     layout: Layout, value_dim: int | None, query: Any, key: Any, value: Any, key_scale: Any, value_scale: Any
 ) -> tuple[Any, Any, Any, Any]:
     """Shapes and dtypes that pages and scales would have in the layout "split" without padding, for checks."""
-    if layout not in ("split", "heads", "joined"):
-        raise InputError(f"layout={shown(layout)}; wanted 'split', 'heads' or 'joined'.")
-    if (layout == "joined") != (value is None):
+    if layout not in get_args(Layout):
+        raise InputError(f"layout={shown(layout)}; wanted one of {', '.join(get_args(Layout))}.")
+    if (layout in ("joined", "latent")) != (value is None):
         raise InputError(
             f"layout={shown(layout)} with value_pages {'missing' if value is None else 'given'}; wanted them separate from "
-            "key_pages in 'split' and 'heads', and in one array with them, value_pages=None, in 'joined'."
+            "key_pages in 'split' and 'heads', and in one array with them, value_pages=None, in 'joined' and 'latent'."
         )
     dim = query.shape[-1] if query.ndim else 0
-    if key.ndim != 4 or key.shape[3] < dim + (value is None) * (value_dim or 1):
-        expected = "dim + value_dim" if value is None else "dim"
+    joined = value is None and layout != "latent"
+    if key.ndim != 4 or key.shape[3] < dim + joined * (value_dim or 1):
+        expected = "dim + value_dim" if joined else "dim"
         raise InputError(
             f"key_pages has the shape {key.shape}; wanted four dimensions, the last of them at least {expected}, with the "
             f"query's dim of {dim}."
@@ -167,7 +171,7 @@ def _as_split(
         return jax.ShapeDtypeStruct(shape if width is None else (*shape[:3], width), x.dtype)
 
     if value is None:
-        value, value_dim = key, value_dim or key.shape[3] - dim
+        value, value_dim = key, value_dim or (dim if layout == "latent" else key.shape[3] - dim)
     return as_split(key, dim), as_split(value, value_dim), as_split(key_scale), as_split(value_scale)
 
 
@@ -219,12 +223,14 @@ def _attend(
     has_output = real & (row == 0) & pick(listed)
     if several:
         chunks = chunk_items(geometry, options, operands, batch, batch.q_lens > 1, seq, row)
-        packed = arrays["query"].at[chunks.source].get(mode="promise_in_bounds").transpose(1, 0, 2)
+        turned = lambda x: x if geometry.queries_first else x.transpose(1, 0, 2)  # noqa: E731
+        packed = turned(arrays["query"].at[chunks.source].get(mode="promise_in_bounds"))
         many, many_lse = attend_chunks(geometry, options, arrays | {"query": packed}, chunks.words, chunks.listed)
-        many = many.transpose(1, 0, 2).at[chunks.place].get(mode="promise_in_bounds")
+        many = turned(many).at[chunks.place].get(mode="promise_in_bounds")
         block = options.queries_per_block
-        by_head = many_lse.reshape(-1, geometry.heads, block).swapaxes(1, 2)
-        many_lse = by_head.at[chunks.item, chunks.row].get(mode="promise_in_bounds")
+        by_row = many_lse.reshape(-1, *geometry.block_shape(block, 1)[:2])
+        by_row = by_row if geometry.queries_first else by_row.swapaxes(1, 2)
+        many_lse = by_row.at[chunks.item, chunks.row].get(mode="promise_in_bounds")
         output = jnp.where(heads_last(chunks.in_list, output), many, output)
         lse = jnp.where(heads_last(chunks.in_list, lse), many_lse, lse)
         has_output |= chunks.in_list

@@ -1,7 +1,8 @@
 """The kernel for sequences with several rows: blocks of their rows against the pages that they see.
 
-The query is [heads, rows, dim], each chunk starting at a multiple of a tile's rows, and is copied in like the pages. A block's
-last rows may be another chunk's: their results are overwritten by the block that they belong to.
+The query is [heads, rows, dim], each chunk starting at a multiple of a tile's rows, or [rows, heads, dim] where the heads fill
+tiles, and is copied in like the pages. A block's last rows may be another chunk's: their results are overwritten by the block
+that they belong to.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def chunk_scratch(geometry: Geometry, options: Options) -> dict[str, Any]:
     """Scratch memory besides the pages' buffers."""
     block, rows = options.queries_per_block, geometry.group * options.queries_per_block
     return {
-        "query_buffer": pltpu.VMEM((2, geometry.heads, block, geometry.query_dim), geometry.dtype),
-        "output_buffer": pltpu.VMEM((geometry.heads, block, geometry.summed_dim), geometry.dtype),
+        "query_buffer": pltpu.VMEM((2, *geometry.block_shape(block, geometry.query_dim)), geometry.dtype),
+        "output_buffer": pltpu.VMEM(geometry.block_shape(block, geometry.summed_dim), geometry.dtype),
         "peak": pltpu.VMEM((geometry.kv_heads, rows, LANES), jnp.float32),
         "total": pltpu.VMEM((geometry.kv_heads, rows, LANES), jnp.float32),
         "weighted": pltpu.VMEM((geometry.kv_heads, rows, geometry.summed_dim), jnp.float32),
@@ -44,6 +45,7 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
     pages, columns = Pages(geometry, options, refs), Columns.of(geometry, options)
     block, group = options.queries_per_block, geometry.group
     rows, size = group * block, options.pages_per_block * geometry.page
+    rows_shape, query_axis = ((block, group), 0) if geometry.queries_first else ((group, block), 1)
     align = row_alignment(geometry)
 
     def column(index: int | None, head: Any) -> jax.Array | None:
@@ -51,20 +53,28 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
         if index is None:
             return None
         of_head = refs["columns"][index, pl.ds(head * group, group), :]
-        return jnp.broadcast_to(of_head[:, None, :], (group, block, LANES)).reshape(rows, LANES)
+        of_head = of_head[None] if geometry.queries_first else of_head[:, None, :]
+        return jnp.broadcast_to(of_head, (*rows_shape, LANES)).reshape(rows, LANES)
+
+    def block_of(array: Any, start: Any) -> Any:
+        """A block of packed queries or outputs."""
+        at = pl.ds(start, block)
+        return array.at[at] if geometry.queries_first else array.at[:, at, :]
+
+    def heads_of(head: Any) -> Any:
+        """A kv head's query heads in a buffer; the only one's are all of them."""
+        return slice(None) if geometry.queries_first else pl.ds(head * group, group)
 
     def query_copy(number: Any) -> Any:
         start = pl.multiple_of(refs["words"][number * FIELDS + 1], align)
         half = lax.rem(number, np.int32(2))
         return pltpu.make_async_copy(
-            refs["query"].at[:, pl.ds(start, block), :], refs["query_buffer"].at[half], refs["query_here"].at[half]
+            block_of(refs["query"], start), refs["query_buffer"].at[half], refs["query_here"].at[half]
         )
 
     def output_copy(number: Any) -> Any:
         start = pl.multiple_of(refs["words"][number * FIELDS + 1], align)
-        return pltpu.make_async_copy(
-            refs["output_buffer"], refs["output"].at[:, pl.ds(start, block), :], refs["output_gone"].at[0]
-        )
+        return pltpu.make_async_copy(refs["output_buffer"], block_of(refs["output"], start), refs["output_gone"].at[0])
 
     @pl.when(number < count)
     def _run_item() -> None:
@@ -82,23 +92,19 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
             by_token = {}
             if 3 in (geometry.key_scale, geometry.value_scale):
                 _, there = live_keys(geometry, options, first, word, item.keys)
-                by_token = {
-                    name: pages.scale_rows(name, slot, there)
-                    for name in ("key_scale", "value_scale")
-                    if getattr(geometry, name) == 3
-                }
+                by_token = pages.token_scales(slot, there)
 
             def of_heads(masked: bool) -> None:
                 seen = None
                 if masked:
                     place, there = live_keys(geometry, options, first, word, item.keys)
-                    row = lax.broadcasted_iota(jnp.int32, (group, block, size), 1).reshape(rows, size)
+                    row = lax.broadcasted_iota(jnp.int32, (*rows_shape, size), query_axis).reshape(rows, size)
                     wide = lambda x: jnp.broadcast_to(x, (rows, size))  # noqa: E731
                     there = wide(there.astype(jnp.int32)) == 1
                     seen = seen_keys(options, there, wide(place), row + item.position)
 
                 def of_head(head: Any) -> None:
-                    query = refs["query_buffer"][half_of_query, pl.ds(head * group, group)]
+                    query = refs["query_buffer"][half_of_query, heads_of(head)]
                     query = query.reshape(rows, geometry.query_dim).astype(geometry.compute_dtype)
                     raw = tile_product(query, pages.key(slot, head), 1, 1)
                     scale = column(columns.key_scale, head)
@@ -133,8 +139,8 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
         def end_sums(head: Any) -> None:
             sums = Sums(refs["peak"][head], refs["total"][head], refs["weighted"][head])
             output, lse = finish(sums, column(columns.value_scale, head))
-            output = output.astype(geometry.dtype).reshape(group, block, geometry.summed_dim)
-            refs["output_buffer"][pl.ds(head * group, group)] = output
+            output = output.astype(geometry.dtype).reshape(*rows_shape, geometry.summed_dim)
+            refs["output_buffer"][heads_of(head)] = output
             refs["lse"][head] = in_lanes(lse)
 
         each_head(geometry, end_sums)
@@ -160,8 +166,7 @@ def row_of(rows: jax.Array, head: Any) -> jax.Array:
 def attend_chunks(
     geometry: Geometry, options: Options, arrays: dict[str, jax.Array], words: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(output [heads, packed rows, summed dim], lse [work items, kv_heads, group * rows of a block]); only work items' rows are
-    written.
+    """(output, packed as the query, lse [work items, kv_heads, rows of a block]); only work items' rows are written.
 
     arrays: as decode's, the query packed.
     """
@@ -175,7 +180,7 @@ def attend_chunks(
     if "columns" in arrays:
         inputs["columns"] = arrays["columns"], pl.BlockSpec(arrays["columns"].shape, lambda *_: (0, 0, 0))
     outputs = {
-        "output": ((geometry.heads, packed, geometry.summed_dim), geometry.dtype),
+        "output": (geometry.block_shape(packed, geometry.summed_dim), geometry.dtype),
         "lse": ((items, geometry.kv_heads, lse_rows, LANES), np.dtype(np.float32)),
     }
     specs = [anywhere, pl.BlockSpec((None, geometry.kv_heads, lse_rows, LANES), lambda number, *_: (number, 0, 0, 0))]

@@ -42,11 +42,17 @@ __all__ = ["decode", "windows"]
 def windows(geometry: Geometry) -> list[tuple[slice, list[tuple[int, int]]]]:
     """Whole registers of query heads: (rows, [(kv head, its first row among them)])."""
     tile = sublanes(geometry.compute_dtype)
-    head_windows = []
+    head_windows: list[tuple[slice, list[tuple[int, int]]]] = []
     for low in range(0, geometry.heads, tile):
         high = min(low + tile, geometry.heads)
         kv_heads = range(low // geometry.group, (high - 1) // geometry.group + 1)
-        head_windows.append((slice(low, high), [(j, j * geometry.group - low) for j in kv_heads]))
+        if len(kv_heads) == 1 and head_windows and [j for j, _ in head_windows[-1][1]] == list(kv_heads):
+            head_windows[-1] = (
+                slice(head_windows[-1][0].start, high),
+                head_windows[-1][1],
+            )  # of one kv head: one product
+        else:
+            head_windows.append((slice(low, high), [(j, j * geometry.group - low) for j in kv_heads]))
     return head_windows
 
 
@@ -121,11 +127,7 @@ def _head_by_head(
 ) -> Sums:
     place, there = live_keys(geometry, options, first, word, item.keys)
     seen = seen_keys(options, there, place, item.position)
-    by_token = {
-        name: pages.scale_rows(name, slot, there)
-        for name in ("key_scale", "value_scale")
-        if getattr(geometry, name) == 3
-    }
+    by_token = pages.token_scales(slot, there)
 
     def logits(rows: slice, head: int) -> jax.Array:
         raw = tile_product(query[rows], keys[head], 1, 1)

@@ -18,7 +18,7 @@ LANES = 128
 # The peak of a row without visible keys: finite, so that the exponential of -inf minus it is 0 and not NaN.
 NOTHING = float(jnp.finfo(jnp.float32).min)
 
-Layout = Literal["split", "heads", "joined"]
+Layout = Literal["split", "heads", "joined", "latent"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Geometry:
     """Sizes and dtypes of one device's arrays.
 
     layout: how a page's numbers are ordered. "split": [pages, page, kv_heads, dim], keys and values separate; "heads": [pages,
-    kv_heads, page, dim], separate;
-    "joined": [pages, kv_heads, page, dim + value_dim], a key and its value in one row. Rows may be wider than that.
+    kv_heads, page, dim], separate; "joined": [pages, kv_heads, page, dim + value_dim], a key and its value in one row; "latent":
+    [pages, kv_heads, page, dim], values being the first numbers of their keys. Rows may be wider than that.
     """
 
     layout: Layout
@@ -36,7 +36,7 @@ class Geometry:
     kv_heads: int
     dim: int
     value_dim: int
-    key_row: int  # numbers per row of key_pages; joined: per whole row
+    key_row: int  # numbers per row of key_pages; with one array: per whole row
     value_row: int
     pages: int
     page: int
@@ -51,6 +51,20 @@ class Geometry:
     @property
     def group(self) -> int:
         return self.heads // self.kv_heads
+
+    @property
+    def queries_first(self) -> bool:
+        """Whether a block of queries is [queries, heads, dim] in the kernel: the heads of one kv head fill whole tiles. Else it
+        is [heads, queries, dim]."""
+        return self.kv_heads == 1 and self.heads % sublanes(self.dtype) == 0
+
+    def block_shape(self, queries: int, width: int) -> tuple[int, int, int]:
+        """The shape of a block of queries, or of their outputs."""
+        return (queries, self.heads, width) if self.queries_first else (self.heads, queries, width)
+
+    @property
+    def one_array(self) -> bool:
+        return self.layout in ("joined", "latent")
 
     @property
     def joined(self) -> bool:
@@ -69,6 +83,8 @@ class Geometry:
     @property
     def value_lanes(self) -> tuple[int, int]:
         """Which numbers of a row are multiplied with the weights."""
+        if self.layout == "latent":
+            return 0, min(-(-self.value_dim // LANES) * LANES, self.key_row)
         if not self.joined:
             return 0, self.value_row
         return (0 if self.whole_row else self.dim), self.key_row
@@ -106,7 +122,7 @@ class Geometry:
 
     def streams(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """What is fetched per page: name -> (shape, dtype)."""
-        if self.joined:
+        if self.one_array:
             rows: dict[str, Any] = {"key": (self.row_shape(self.key_row), self.key_dtype)}
         else:
             rows = {
@@ -114,7 +130,7 @@ class Geometry:
                 "value": (self.row_shape(self.value_row), self.value_dtype),
             }
         for name, rank in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
-            if rank == 3:
+            if rank == 3 and (name == "key_scale" or self.layout != "latent"):
                 shape = (self.page, self.kv_heads) if self.layout == "split" else (self.kv_heads, self.page)
                 rows[name] = shape, np.dtype(np.float32)
         return rows

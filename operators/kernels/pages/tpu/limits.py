@@ -58,7 +58,7 @@ def reasons_against(geometry: Geometry, options: Options) -> list[tuple[str, str
 def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
     """(code, message, hint) for what the kernels support, but slowly or with wasted memory."""
     hints: list[tuple[str, str, str]] = []
-    rows = {"key_pages": geometry.key_row} if geometry.joined else {
+    rows = {"key_pages": geometry.key_row} if geometry.one_array else {
         "key_pages": geometry.key_row, "value_pages": geometry.value_row
     }  # fmt: skip
     odd = {name: row for name, row in rows.items() if row % LANES}
@@ -66,7 +66,7 @@ def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
         whole = ", ".join(f"{name} to {math.ceil(row / LANES) * LANES}" for name, row in odd.items())
         joined = (
             ""
-            if geometry.joined or (geometry.dim + geometry.value_dim) % LANES
+            if geometry.one_array or (geometry.dim + geometry.value_dim) % LANES
             else "; layout 'joined' needs no padding"
         )
         hints.append((

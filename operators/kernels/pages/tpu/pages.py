@@ -43,7 +43,7 @@ class Pages:
         self.geometry, self.options, self.refs, self.writer = geometry, options, refs, writer
         self.block = options.pages_per_block
         self.names = tuple(geometry.streams())
-        self.last = self.names[0 if geometry.joined else 1]  # the stream that values come from
+        self.last = self.names[0 if geometry.one_array else 1]  # the stream that values come from
 
     def begin(self, words: Any, count: Any) -> None:
         """Before the first work item: fill all slots of the ring but one."""
@@ -160,7 +160,15 @@ class Pages:
         """Values of a kv head."""
         return self._rows(self.last, slot, head, self.geometry.value_lanes)
 
-    def scale_rows(self, name: str, slot: Any, valid: jax.Array) -> jax.Array:
+    def token_scales(self, slot: Any, valid: jax.Array) -> dict[str, jax.Array]:
+        """Scales that are by token, by name: [kv_heads, keys] each, 0 where not valid [1, keys]. Latents' keys and values share
+        theirs."""
+        scales = {name: self._scale_rows(name, slot, valid) for name in self.names if name.endswith("_scale")}
+        if scales and self.geometry.layout == "latent":
+            scales["value_scale"] = scales["key_scale"]
+        return scales
+
+    def _scale_rows(self, name: str, slot: Any, valid: jax.Array) -> jax.Array:
         """Scales of the block's keys, [kv_heads, keys]; 0 where not valid [1, keys].
 
         A product with ones and zeros spreads the pages' slots over the lanes; it is exact, because each sum has one term.

@@ -73,6 +73,8 @@ def max_chunk_items(geometry: Geometry, block: int) -> tuple[int, int]:
 
 def row_alignment(geometry: Geometry) -> int:
     """Chunks begin at multiples of this in the packed query: copies move whole tiles of either dtype."""
+    if geometry.queries_first:
+        return 1
     return 16 if geometry.dtype.itemsize < 4 else 8
 
 
