@@ -31,6 +31,9 @@ from attnops.compat import abstract_device
 TARGETS = ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")
 MODELS = {"llama-3-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64)}
 KERNELS = ("heads", "split", "joined", "jax")  # our layouts, and JAX's kernel
+# Latents of 512 with rotary keys of 64: all heads of a device over one key head.
+LATENT_TARGETS = (*TARGETS, "v5p:2x2x1", "v4:2x2x1")
+LATENT_MODELS = {"deepseek-v3": (128, 1, 576, 512), "deepseek-v3-tp8": (16, 1, 576, 512)}
 SEQUENCES = 64
 JAX_KEYS = 512  # keys per block of JAX's kernel
 
@@ -46,7 +49,22 @@ def cases() -> list[dict[str, Any]]:
                     found.append(case | {"kind": "decode"})
                     if page == 64:
                         found.append(case | {"kind": "prefill"})
+    for target in LATENT_TARGETS:
+        for model in LATENT_MODELS:
+            for page in (64, 128):
+                found.append(
+                    {"target": target, "model": model, "page": page, "layout": "latent", "keys": 4096, "kind": "decode"}
+                )
     return found
+
+
+def sizes(case: dict[str, Any]) -> tuple[int, int, int, int, int]:
+    """(heads, kv heads, head dim, value dim, numbers per row of the array that holds keys)."""
+    if case["layout"] == "latent":
+        heads, kv_heads, dim, value_dim = LATENT_MODELS[case["model"]]
+        return heads, kv_heads, dim, value_dim, math.ceil(dim / 128) * 128
+    heads, kv_heads, dim = MODELS[case["model"]]
+    return heads, kv_heads, dim, dim, 2 * dim if case["layout"] == "joined" else dim
 
 
 def compile_case(case: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -67,7 +85,7 @@ def compile_case(case: dict[str, Any], folder: str) -> dict[str, Any]:
     from attnops.verify.static_clock import kernels_in, regions
     from attnops.verify.topology import described_mesh
 
-    heads, kv_heads, dim = MODELS[case["model"]]
+    heads, kv_heads, dim, value_dim, key_row = sizes(case)
     page, width = case["page"], case["keys"] // case["page"]
     tokens = SEQUENCES if case["kind"] == "decode" else 512
     mesh = Mesh(described_mesh(case["target"]).devices.reshape(-1)[:1], ("device",))
@@ -84,8 +102,8 @@ def compile_case(case: dict[str, Any], folder: str) -> dict[str, Any]:
 
             kv = shape((pages, page, 2 * kv_heads, dim), bf16)
             # Its own choice queries the device that runs the process. 32 queries are its default.
-            sizes = {"num_kv_pages_per_block": min(width, JAX_KEYS // page), "num_queries_per_block": 32}
-            call = jax.jit(lambda *x: ragged_paged_attention(*x, sm_scale=dim**-0.5, **sizes))
+            blocks = {"num_kv_pages_per_block": min(width, JAX_KEYS // page), "num_queries_per_block": 32}
+            call = jax.jit(lambda *x: ragged_paged_attention(*x, sm_scale=dim**-0.5, **blocks))
             # It queries its device while it is traced.
             device = abstract_device(mesh.devices[0].device_kind, 1, "tpu")
             auto = (jax.sharding.AxisType.Auto,)
@@ -97,10 +115,10 @@ def compile_case(case: dict[str, Any], folder: str) -> dict[str, Any]:
             from attnops.operators.kernels.pages.tpu import paged_attention_tpu
 
             row = lambda n: (pages, page, kv_heads, n) if case["layout"] == "split" else (pages, kv_heads, page, n)  # noqa: E731
-            joined = case["layout"] == "joined"
-            arrays = numbers | {"query": query, "key_pages": shape(row(2 * dim if joined else dim), bf16)}
-            arrays["value_pages"] = None if joined else shape(row(dim), bf16)
-            static = {"softmax_scale": dim**-0.5, "layout": case["layout"]}
+            one_array = case["layout"] in ("joined", "latent")
+            arrays = numbers | {"query": query, "key_pages": shape(row(key_row), bf16)}
+            arrays["value_pages"] = None if one_array else shape(row(value_dim), bf16)
+            static = {"softmax_scale": dim**-0.5, "layout": case["layout"], "value_dim": value_dim}
             static["max_q_len"] = 1 if case["kind"] == "decode" else None
             lowered = jax.jit(lambda a: paged_attention_tpu(**a, **static)).lower(arrays)
         compiled = lowered.compile()
@@ -152,16 +170,16 @@ def sizes_of(case: dict[str, Any]) -> dict[str, Any]:
 
     from attnops.operators.kernels.pages.tpu import Geometry, Options, chosen_sizes
 
-    heads, kv_heads, dim = MODELS[case["model"]]
+    heads, kv_heads, dim, value_dim, row = sizes(case)
     page, layout = case["page"], case["layout"]
     if layout == "jax":
         keys = min(case["keys"], JAX_KEYS // page * page)
         return {"step_bytes": keys * 2 * kv_heads * math.ceil(dim / 128) * 128 * 2, "pages_per_block": keys // page}
-    row = 2 * dim if layout == "joined" else dim
+    one_array = layout in ("joined", "latent")
     bf16 = np.dtype(jnp.bfloat16)
     geometry = Geometry(
-        layout=layout, tokens=SEQUENCES, heads=heads, kv_heads=kv_heads, dim=dim, value_dim=dim, key_row=row,
-        value_row=row if layout == "joined" else dim, pages=1 << 20, page=page, sequences=SEQUENCES,
+        layout=layout, tokens=SEQUENCES, heads=heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim, key_row=row,
+        value_row=row if one_array else value_dim, pages=1 << 20, page=page, sequences=SEQUENCES,
         width=case["keys"] // page, dtype=bf16, key_dtype=bf16, value_dtype=bf16, key_scale=None, value_scale=None,
     )  # fmt: skip
     options = Options(
@@ -169,12 +187,13 @@ def sizes_of(case: dict[str, Any]) -> dict[str, Any]:
         queries_per_block=0, buffers=0, vmem_limit_bytes=None, interpret=False,
     )  # fmt: skip
     options = chosen_sizes(geometry, options)
-    streams = 1 if layout == "joined" else 2
+    streams = 1 if one_array else 2
     held_heads = kv_heads if layout != "split" else 1 << (kv_heads - 1).bit_length()
     page_bytes = streams * page * held_heads * math.ceil(row / 128) * 128 * 2
     fetched = {}
     for keys in (1024, 1500, 4096, 8192):
-        least = keys * kv_heads * 2 * dim * 2 + 2 * heads * dim * 2
+        held = dim if layout == "latent" else dim + value_dim
+        least = keys * kv_heads * held * 2 + heads * (dim + value_dim) * 2
         read = math.ceil(keys / page) * page_bytes + 2 * heads * math.ceil(dim / 128) * 128 * 2
         fetched[str(keys)] = read / least
     return {

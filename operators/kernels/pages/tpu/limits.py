@@ -19,6 +19,7 @@ MAX_PAGES = 32  # per block: each has a bit of a word
 # bytes at 2 MiB, 0.89 at 1 MiB.
 _BLOCK_BYTES, _MIN_BLOCK_BYTES = 2 << 20, 1 << 20
 _BLOCK_KEYS = 1024
+_LATENT_KEYS = 2048  # of latents, whose products with few heads end sooner: 2.5 MiB of 640 numbers
 _ROWS = 512  # per kv head in a block of queries
 _DTYPES = ("bfloat16", "float32")
 _PAGES = (*_DTYPES, "int8", "float8_e4m3fn", "float8_e5m2")
@@ -111,8 +112,9 @@ def chosen_sizes(geometry: Geometry, options: Options, room: int | None = None) 
     if room is None:
         room = options.vmem_limit_bytes or MIN_VMEM_BYTES
     bytes_a_page = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in geometry.streams().values())
-    max_pages = min(max(1, _BLOCK_KEYS // geometry.page), geometry.width, MAX_PAGES)
-    pages = max(1, min(max_pages, _BLOCK_BYTES // bytes_a_page))
+    latent = geometry.layout == "latent"
+    max_pages = min(max(1, (_LATENT_KEYS if latent else _BLOCK_KEYS) // geometry.page), geometry.width, MAX_PAGES)
+    pages = max_pages if latent else max(1, min(max_pages, _BLOCK_BYTES // bytes_a_page))
     align = row_alignment(geometry)
     queries = max(align, min(_ROWS // geometry.group, geometry.tokens) // align * align)
     sized = replace(
