@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,7 @@ def model_json(plans: ModelPlans) -> dict[str, Any]:
                 "layers": list(layer.layers),
                 "kind": layer.kind,
                 "name": layer.name,
+                "indexer": dict(layer.indexer),
                 "declaration": layer.declaration.to_dict(),
                 "plan": plan.to_dict(),
             }
@@ -166,7 +167,7 @@ def _alike(plan: Plan, row: dict[str, str], differing: Sequence[str]) -> list[tu
         rows.append(("runs", row["runs"]))
     rows += [
         (label, row[label])
-        for label in ("cap", "score", "sinks", "blocks")
+        for label in ("indexer", "cap", "score", "sinks", "blocks")
         if label not in differing and row[label].strip("-")
     ]
     if "device" not in differing:
@@ -188,12 +189,21 @@ def _row(plans: ModelPlans, layer: LayerDeclaration, plan: Plan) -> dict[str, st
         "dim": f"{dim}" if value_dim == dim else f"{dim}/{value_dim}",
         "cap": "" if problem.logits_soft_cap is None else f"{problem.logits_soft_cap:g}",
         "score": "" if problem.score is None else problem.score.describe(),
+        "indexer": _indexer(dict(layer.indexer)),
         "sinks": "" if sinks is None else f"{1 if len(sinks.shape) == 1 else sinks.shape[1]} per head",
         "runs": plan.implementation or "nothing",
         "why": plan.kind,
         "blocks": _blocks(plan),
         "device": _size(plan),
     }
+
+
+def _indexer(sizes: Mapping[str, int]) -> str:
+    """`64 heads of 128: 2048 keys`, which it leaves to each query."""
+    if not sizes:
+        return ""
+    kept = f"{sizes['top_blocks']}x{sizes['block_size']}" if "top_blocks" in sizes else f"{sizes['top_k']}"
+    return f"{sizes['heads']} heads of {sizes['head_dim']}: {kept} keys"
 
 
 def _plan_rows(plans: Sequence[tuple[LayerDeclaration, Plan]]) -> list[tuple[str, str | Text]]:

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .family import CHUNKED, GLOBAL, LOCAL, NOT_READ, Family, Fields, parts, sizes
+from .family import CHUNKED, GLOBAL, INDEXED, LOCAL, NOT_READ, Family, Fields, parts, sizes
 from .image_families import IMAGE_FAMILIES
+from .latent_families import LATENT_FAMILIES
+from .mixed_families import MIXED_FAMILIES
 from .scored_families import SCORED_FAMILIES
 
-__all__ = ["ALIASES", "CHUNKED", "COMPOSITES", "FAMILIES", "GLOBAL", "LOCAL", "PARTS", "Composite", "Family"]
+__all__ = ["ALIASES", "CHUNKED", "COMPOSITES", "FAMILIES", "GLOBAL", "INDEXED", "LOCAL", "PARTS", "Composite", "Family"]
 
 
 def _by(test: Callable[[Fields, int], Any], yes: str = LOCAL) -> Callable[[Fields], list[str]]:
@@ -43,15 +45,6 @@ _TYPES: dict[str, Any] = {"layer_types": None}
 _GEMMA: dict[str, Any] = {"head_dim": 256, "use_bidirectional_attention": None}
 _NO_ROPE: dict[str, Any] = {"no_rope_layers": None, "no_rope_layer_interval": 4}
 _TUNED: dict[str, Any] = {"attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1}
-_MLA: dict[str, Any] = {
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "qk_head_dim": None,
-    "v_head_dim": 128,
-    "kv_lora_rank": 512,
-    "rope_parameters": None,
-    "rope_scaling": None,
-}
 _BERT: dict[str, Any] = sizes(768, 12, 12, NOT_READ, 512, head_dim=NOT_READ, is_causal=NOT_READ)
 _BERT |= {"attention_dropout": 0.1}
 _BERT_NAMES = {"attention_probs_dropout_prob": "attention_dropout"}
@@ -68,8 +61,6 @@ FAMILIES: dict[str, Family] = {
         sizes(8192, 40, 64, None, 8192) | _WINDOW | _TYPES | {"sliding_window_pattern": 4},
         _all_but_every("sliding_window_pattern"),
     ),
-    "deepseek_v2": Family(sizes(4096, 32, 32, None, 2048) | _MLA),
-    "deepseek_v3": Family(sizes(7168, 61, 128, 128, 4096) | _MLA),
     "distilbert": Family(
         _BERT | {"num_hidden_layers": 6},
         names={"dim": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"},
@@ -178,6 +169,8 @@ FAMILIES: dict[str, Family] = {
         target=("max_target_positions", 448),
     ),
     "xlm-roberta": _BERT_FAMILY,
+    **LATENT_FAMILIES,
+    **MIXED_FAMILIES,
     **SCORED_FAMILIES,
     **IMAGE_FAMILIES,
 }
@@ -205,10 +198,12 @@ COMPOSITES: dict[str, Composite] = {
     "gemma3": Composite(
         "gemma3_text", "tokens of one image see each other in both directions there; the masks here are those of text"
     ),
+    "gemma4": Composite("gemma4_text"),
     "kimi_k25": Composite("deepseek_v3"),
     "llama4": Composite("llama4_text"),
     "llava": Composite("llama"),
     "llava_next": Composite("llama"),
+    "minimax_m3_vl": Composite("minimax_m3_vl_text"),
     "mistral3": Composite("mistral"),
     "pix2struct": Composite("pix2struct_text_model"),
 }

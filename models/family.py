@@ -8,9 +8,10 @@ from typing import Any
 
 from ..planning.notes import Note
 
-__all__ = ["CHUNKED", "GLOBAL", "LOCAL", "NOT_READ", "Family", "Fields", "Prepare", "parts", "sizes"]
+__all__ = ["CHUNKED", "GLOBAL", "INDEXED", "LOCAL", "NOT_READ", "Family", "Fields", "Prepare", "parts", "sizes"]
 
 GLOBAL, LOCAL, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+INDEXED = "indexed_attention"  # an indexer picks the keys of each query
 Fields = Mapping[str, Any]
 Prepare = Callable[[Fields, str, list[Note]], Fields]
 

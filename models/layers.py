@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..masks import Mask
 from ..scores import Score
 
-__all__ = ["LayerAttention", "LayerSizes"]
+__all__ = ["LayerAttention", "LayerHeads", "LayerSizes"]
 
 
 class LayerSizes(NamedTuple):
@@ -22,13 +22,25 @@ class LayerSizes(NamedTuple):
     masked: bool = False
 
 
+class LayerHeads(NamedTuple):
+    """What a layer of text has of its own if heads differ between layers. sinks: whether each query head has a learned logit."""
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    sinks: bool = False
+
+
 @dataclass(frozen=True)
 class LayerAttention:
     """One layer: its kind ('global', 'local 4096' and so on), its mask, its scale if scales differ between layers, its score
-    without arrays, and its sizes if they are those of an image."""
+    without arrays, its sizes if they are those of an image, and its heads if they differ between layers. indexed: whether an
+    indexer picks keys from those that the mask shows."""
 
     kind: str
     mask: Mask
     softmax_scale: float | None = None
     score: Score | None = None
     sizes: LayerSizes | None = None
+    heads: LayerHeads | None = None
+    indexed: bool = False

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..errors import shown
 from ..masks import Causal, Chunked, Full, SlidingWindow
 from ..planning.notes import Note, note
-from .families import CHUNKED, GLOBAL, LOCAL
+from .families import CHUNKED, GLOBAL, INDEXED, LOCAL
+from .indexers import indexed_kinds
+from .layer_heads import layer_heads, shared_keys
 from .layer_scores import layer_score
 from .layers import LayerAttention
 from .model_config import ModelConfig
@@ -25,7 +28,13 @@ _MAX_LAYERS = 10_000  # each is processed; more are taken for a typing error
 def layer_attentions(config: ModelConfig, head_dim: int, causal: bool, notes: list[Note]) -> tuple[LayerAttention, ...]:
     """One LayerAttention per layer. Errors: ConfigError."""
     kinds = _kinds(config, notes)
-    return tuple(_layer(config, kind, number, head_dim, causal) for number, kind in enumerate(kinds))
+    indexed, shared = indexed_kinds(config, kinds, notes), shared_keys(config, kinds, notes)
+    layers = []
+    for number, kind in enumerate(kinds):
+        layer = _layer(config, kind, number, head_dim, causal)
+        label = (indexed[number] or layer.kind) + " shared kv" * (number >= shared)
+        layers.append(replace(layer, kind=label, heads=layer_heads(config, kind, number), indexed=kind == INDEXED))
+    return tuple(layers)
 
 
 def is_causal(config: ModelConfig) -> bool:
@@ -33,12 +42,14 @@ def is_causal(config: ModelConfig) -> bool:
     f, rules = config.fields, config.rules
     if not rules.causal:
         return flag(config, "is_decoder") if "is_decoder" in f else False
-    if f.get("use_bidirectional_attention") and config.family != "gemma3_text":
+    if config.family == "gemma4_text" and f["use_bidirectional_attention"] == "all":
+        return False
+    if f.get("use_bidirectional_attention") and config.family not in ("gemma3_text", "gemma4_text"):
         raise config.error(
             f"use_bidirectional_attention={shown(f['use_bidirectional_attention'])}: transformers builds a causal mask for "
             f"{config.family} anyway; remove it, and set is_causal=false if the mask should not be causal."
         )
-    if f.get("use_bidirectional_attention"):
+    if config.family == "gemma3_text" and f["use_bidirectional_attention"]:
         return not flag(config, "use_bidirectional_attention")
     return True if f.get("is_causal") is None else flag(config, "is_causal")
 
@@ -56,10 +67,11 @@ def _kinds(config: ModelConfig, notes: list[Note]) -> list[str]:
     types = f.get("layer_types")
     if not types:
         return _by_rule(config)
+    known = (GLOBAL, LOCAL, CHUNKED, *((INDEXED,) if "index_n_heads" in f else ()))
     for number, kind in enumerate(types):
-        if kind not in (GLOBAL, LOCAL, CHUNKED):
+        if kind not in known:
             raise config.error(
-                f"layer_types[{number}] is {shown(kind)}; wanted {GLOBAL}, {LOCAL} or {CHUNKED}. attnops doesn't support "
+                f"layer_types[{number}] is {shown(kind)}; wanted {', '.join(known[:-1])} or {known[-1]}. attnops doesn't support "
                 "other kinds of layers, such as linear attention."
             )
     patterns = [key for key in _PATTERNS if key in config.declared_keys and f.get(key)]
@@ -102,7 +114,11 @@ def _layer(config: ModelConfig, kind: str, number: int, head_dim: int, causal: b
     if f.get("scale_attn_by_inverse_layer_idx") and flag(config, "scale_attn_by_inverse_layer_idx"):
         scale = (1.0 if f["scale_attn_weights"] is False else head_dim**-0.5) / (number + 1)
     score = layer_score(config, kind, number, head_dim, causal)
-    if kind == GLOBAL:
+    if kind == INDEXED and "index_topk_blocks" in f and not causal:
+        raise config.error(
+            f"layer {number} is indexed, but is_causal is false: its indexer picks from earlier keys alone; wanted a causal mask."
+        )
+    if kind in (GLOBAL, INDEXED):
         return LayerAttention("global", Causal() if causal else Full(), scale, score)
     if kind == CHUNKED:
         size = f.get("attention_chunk_size")
@@ -139,6 +155,8 @@ def _window(config: ModelConfig, number: int, causal: bool) -> tuple[int, int]:
         )
     if causal:
         return width - 1, 0
-    if f.get("use_bidirectional_attention"):
-        return width // 2, width // 2  # gemma3_text: |q - kv| < W // 2 + 1
+    if f.get("use_bidirectional_attention") == "all":
+        return width // 2 + 1, width // 2 + 1  # gemma4_text: |q - kv| <= W // 2 + 1
+    if config.family == "gemma3_text" and f["use_bidirectional_attention"]:
+        return width // 2, width // 2  # |q - kv| < W // 2 + 1
     return width, width

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import shown
 from ..planning.notes import Note, note
 from .image_layers import image_layers
+from .indexers import indexer_of
 from .layers import LayerAttention
 from .masks import is_causal, layer_attentions
 from .model_config import ModelConfig
@@ -24,7 +25,9 @@ _DTYPES = ("float32", "bfloat16", "float16")
 class ModelAttention:
     """All layers: what they share, and one LayerAttention each. A `softmax_scale` of None means 1/sqrt(head_dim).
 
-    latent: the sizes of latent attention, in the names of LatentDims; empty without it.
+    latent: the sizes of latent attention, in the names of LatentDims; empty without it. indexer: the sizes of what picks keys for
+    the layers that are `indexed`: heads and head_dim, and top_k keys, or top_blocks of block_size keys with the last local_blocks
+    among them; empty without such layers.
     """
 
     name: str
@@ -44,6 +47,7 @@ class ModelAttention:
     layers: tuple[LayerAttention, ...]
     notes: tuple[Note, ...]
     latent: tuple[tuple[str, int], ...] = ()
+    indexer: tuple[tuple[str, int], ...] = ()
 
 
 def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
@@ -80,6 +84,7 @@ def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
         layers=layers,
         notes=tuple(notes),
         latent=_latent(config, q_heads, value_dim),
+        indexer=indexer_of(config) if any(layer.indexed for layer in layers) else (),
     )
 
 
@@ -109,7 +114,7 @@ def _dims(config: ModelConfig, q_heads: int, kv_heads: int) -> tuple[int, int]:
         return both, whole(config, "v_head_dim")
     if f.get("head_dim") is not None:
         head_dim = whole(config, "head_dim")
-        return head_dim, head_dim
+        return head_dim, head_dim if f.get("v_head_dim") is None else whole(config, "v_head_dim")
     hidden = whole(config, "hidden_size")
     if hidden % q_heads:
         raise config.error(

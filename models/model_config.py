@@ -17,7 +17,7 @@ from ..errors import ConfigError, a_type, nearest, shown
 from ..names import checked_name
 from ..planning.notes import Note, note
 from ..strict_json import parse_json, read_text
-from .families import ALIASES, COMPOSITES, FAMILIES, GLOBAL, PARTS, Family
+from .families import ALIASES, COMPOSITES, FAMILIES, GLOBAL, INDEXED, PARTS, Family
 from .keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
 
 __all__ = ["ModelConfig", "as_dict", "is_model_config", "read_model_config"]
@@ -290,6 +290,8 @@ def _speaks(key: str, fields: Mapping[str, Any]) -> bool:
     ):
         return False
     if key == "hidden_size" and _has_dims(fields):
+        return False
+    if "index_topk_blocks" in fields and key.startswith("index_") and INDEXED not in (fields["layer_types"] or ()):
         return False
     return key != "max_position_embeddings" and fields[key] not in (None, False, 0)
 

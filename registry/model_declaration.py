@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ..errors import ConfigError, is_whole, shown
 from ..masks.causal_window import causal_window
-from ..models.layers import LayerAttention, LayerSizes
+from ..models.layers import LayerAttention, LayerHeads, LayerSizes
 from ..models.model_attention import ModelAttention, model_attention
 from ..models.model_config import as_dict, read_model_config
 from ..planning.cache.layer_groups import LayerGroup, layer_groups
@@ -28,6 +28,8 @@ class LayerDeclaration:
     """Layers with the same attention: their numbers, from 0; their kind ('global', 'local 4096'); and their declaration.
 
     latent: the declaration of latent attention, for LatentAttention; `declaration` has a key and a value for each head then.
+    indexer: (name, size) of the part of the model that picks keys for each query, which no declaration has: attention to all keys
+    of the mask is declared. Empty if there is none.
     """
 
     layers: tuple[int, ...]
@@ -35,6 +37,7 @@ class LayerDeclaration:
     name: str
     declaration: Declaration
     latent: Declaration | None = None
+    indexer: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class ModelDeclaration:
                 its["score"] = layer.score
             if layer.sizes is not None:
                 its |= _of_image(layer.sizes, attention, call)
+            if layer.heads is not None:
+                its |= _of_heads(layer.heads, attention.q_heads)
             fields = {"operation": operation, "metadata": metadata_fields, "call": its}
             declaration, latent = Declaration.from_dict(fields, read.name), None
             if attention.latent:
@@ -105,7 +110,8 @@ class ModelDeclaration:
                 latent = Declaration.from_dict(fields, read.name)
             name = layer.kind.replace(" ", "_").replace("±", "")
             name += f"_layer_{numbers[0]}" if kinds.count(layer.kind) > 1 else ""
-            distinct.append(LayerDeclaration(tuple(numbers), layer.kind, name, declaration, latent))
+            indexer = attention.indexer if layer.indexed else ()
+            distinct.append(LayerDeclaration(tuple(numbers), layer.kind, name, declaration, latent, indexer))
         return cls(read.family, attention.positions, tuple(distinct), attention.notes)
 
     @property
@@ -164,6 +170,12 @@ def _of_image(sizes: LayerSizes, attention: ModelAttention, call: Mapping[str, A
     fields: dict[str, Any] = {"q_heads": sizes.q_heads, "kv_heads": sizes.q_heads, "head_dim": sizes.head_dim}
     fields |= {"batch": rows, "q_len": sizes.tokens, "kv_len": sizes.tokens}
     return fields | ({"dense_mask": [rows, 1, sizes.tokens, sizes.tokens]} if sizes.masked else {})
+
+
+def _of_heads(heads: LayerHeads, q_heads: int) -> dict[str, Any]:
+    """The fields of a layer whose heads aren't those of all layers."""
+    fields: dict[str, Any] = {"kv_heads": heads.kv_heads, "head_dim": heads.head_dim, "value_dim": heads.value_dim}
+    return fields | ({"softmax_aux": [q_heads]} if heads.sinks else {})
 
 
 def _of_framework(base_config: dict[str, Any]) -> dict[str, Any]:

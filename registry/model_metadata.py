@@ -88,7 +88,7 @@ def _for_the_call(attention: ModelAttention) -> list[str]:
     left += [f"{count} of {len(attention.layers)} layers are {kind}" for kind, count in kinds.items()]
     if attention.logits_soft_cap is not None:
         left.append(f"logits_soft_cap={attention.logits_soft_cap:g}")
-    if attention.sinks:
+    if attention.sinks or any(layer.heads is not None and layer.heads.sinks for layer in attention.layers):
         left.append("softmax_aux, the sinks")
     for score in dict.fromkeys(layer.score for layer in attention.layers if layer.score is not None):
         left.append(f"score={score}")

@@ -405,7 +405,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"model_type": "deepseek_v3", "rope_scaling": {"a": 1}, "rope_parameters": {"a": 2}},
         "rope_parameters and rope_scaling contradict each other",
     ),
-    ({"model_type": "gemma4", "text_config": {}}, "doesn't know what else its layers see"),
+    ({"model_type": "paligemma", "text_config": {}}, "doesn't know what else its layers see"),
     ({"model_type": "llava", "text_config": {}}, "text_config has no model_type"),
     ({"model_type": "llava", "text_config": [1]}, r"text_config=\[1\]; wanted an object"),
 ]

@@ -96,8 +96,13 @@ def test_metadata_of_a_config_is_that_of_its_layers(case: dict[str, Any]) -> Non
     assert metadata.causal == causal
     scales = {layer["scale"] for layer in layers}
     whole = [[0, row if causal else LENGTH - 1] for row in range(LENGTH)]
-    plain = len(scales) == 1 and all(
-        layer["rows"] == whole and layer["soft_cap"] is None and layer["sinks"] is None for layer in layers
+    indexed = any(
+        layer.indexer for layer in ModelDeclaration.from_config(case["config"], **_lengths(case["part"])).distinct
+    )
+    plain = (
+        len(scales) == 1
+        and not indexed
+        and all(layer["rows"] == whole and layer["soft_cap"] is None and layer["sinks"] is None for layer in layers)
     )
     assert plain == (not caught)
     assert all(item.category is ConfigWarning and item.filename == __file__ for item in caught)

@@ -55,6 +55,41 @@ _DROPLESS = {key: value for key, value in _SMALL.items() if key != "attention_dr
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _MIXED = [_GLOBAL, _LOCAL, _LOCAL, _GLOBAL, _LOCAL, _LOCAL, _LOCAL, _GLOBAL]
 
+# The indexers leave all keys of so few tokens.
+_INDEXER = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 16}
+_LONGCAT = {
+    key: value for key, value in (_SMALL | _MLA).items() if key not in ("num_hidden_layers", "n_group", "topk_group")
+}
+_LONGCAT |= {
+    "num_layers": 3,
+    "head_dim": 8,
+    "zero_expert_num": 2,
+    "moe_topk": 2,
+    "ffn_hidden_size": 32,
+    "expert_ffn_hidden_size": 32,
+}
+_MIMO = {"head_dim": 24, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+_GEMMA4 = _WINDOW | {
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": 64,
+}
+_OWN = {"head_dim": 8, "num_key_value_heads": 4}
+_GEMMA4_SAVED = {key: value for key, value in _GEMMA4.items() if "global" not in key}
+_GEMMA4_SAVED |= {"layer_types": _MIXED, "per_layer_config": {"00": _OWN, "03": _OWN, "07": _OWN}}
+_MINIMAX = {
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "num_local_experts": 4,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 8,
+    "index_topk_blocks": 4,
+}
+
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", _SMALL),
     ("llama", _SMALL | {"head_dim": 16, "is_causal": False}),
@@ -140,6 +175,21 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", _GPT2),
     ("gpt2", _GPT2 | {"scale_attn_weights": False}),
     ("gpt2", _GPT2 | {"scale_attn_by_inverse_layer_idx": True}),
+    ("deepseek_v32", _SMALL | _MLA | _INDEXER | {"rope_scaling": _YARN, "num_experts_per_tok": 2}),
+    ("glm_moe_dsa", _SMALL | _MLA | _INDEXER | {"index_topk_freq": 3, "num_experts_per_tok": 2}),
+    ("glm_moe_dsa", _SMALL | _MLA | _INDEXER | {"index_topk_pattern": "FSSFSFFS", "num_experts_per_tok": 2}),
+    ("longcat_flash", _LONGCAT),
+    ("longcat_flash", _LONGCAT | {"rope_scaling": _YARN}),
+    ("mistral4", _SMALL | _MLA | {"num_experts_per_tok": 2}),
+    ("mistral4", _SMALL | _MLA | {"num_experts_per_tok": 2, "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.2}}),
+    ("mimo_v2_flash", _SMALL | _MIMO | {"sliding_window_size": 5, "sliding_window": 5}),
+    ("mimo_v2_flash", _SMALL | _MIMO | {"sliding_window": 4, "layer_types": _MIXED, "attention_value_scale": None}),
+    ("gemma4_text", _SMALL | _GEMMA4),
+    ("gemma4_text", _SMALL | _GEMMA4 | {"attention_k_eq_v": True, "num_kv_shared_layers": 3, "layer_types": _MIXED}),
+    ("gemma4_text", _SMALL | _GEMMA4 | {"use_bidirectional_attention": "all", "sliding_window": 6}),
+    ("gemma4_text", _SMALL | _GEMMA4_SAVED),
+    ("minimax_m3_vl_text", _SMALL | {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4}),
+    ("minimax_m3_vl_text", _SMALL | _MINIMAX | {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 5}),
 ]
 """(model_type, what its config says): small sizes, and everything of attention that the family reads."""
 

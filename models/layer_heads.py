@@ -1,0 +1,98 @@
+"""Layers whose heads differ, and layers that attend to the keys of an earlier one: mimo_v2_flash and gemma4_text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import is_whole, shown
+from ..planning.notes import Note, note
+from .family import GLOBAL, LOCAL
+from .layers import LayerHeads
+from .model_config import ModelConfig
+from .values import flag, whole
+
+__all__ = ["layer_heads", "shared_keys"]
+
+
+def layer_heads(config: ModelConfig, kind: str, number: int) -> LayerHeads | None:
+    """The heads of layer `number`, of this kind; None if all layers have the same. Errors: ConfigError."""
+    f = config.fields
+    if "swa_head_dim" in f:
+        return _of_windows(config) if kind == LOCAL else _of_whole(config)
+    if "global_head_dim" in f:
+        return _by_layer(config, number) if f["per_layer_config"] is not None else _by_kind(config, kind)
+    return None
+
+
+def _of_windows(config: ModelConfig) -> LayerHeads:
+    """MiMo's local layers: twice as many key heads, unless the config says otherwise."""
+    f = config.fields
+    heads = whole(config, "num_attention_heads")
+    if f["swa_num_attention_heads"] not in (None, heads):
+        raise config.error(
+            f"swa_num_attention_heads={shown(f['swa_num_attention_heads'])} and num_attention_heads={heads}; wanted as many "
+            "query heads in all layers."
+        )
+    kv_heads = 2 * whole(config, "num_key_value_heads")
+    if f["swa_num_key_value_heads"] is not None:
+        kv_heads = whole(config, "swa_num_key_value_heads")
+    head_dim, value_dim = (
+        whole(config, own if f[own] is not None else common)
+        for own, common in (("swa_head_dim", "head_dim"), ("swa_v_head_dim", "v_head_dim"))
+    )
+    return _checked(
+        config, LayerHeads(kv_heads, head_dim, value_dim, flag(config, "add_swa_attention_sink_bias")), "local layers"
+    )
+
+
+def _of_whole(config: ModelConfig) -> LayerHeads:
+    kv_heads, head_dim, value_dim = (whole(config, key) for key in ("num_key_value_heads", "head_dim", "v_head_dim"))
+    return LayerHeads(kv_heads, head_dim, value_dim, flag(config, "add_full_attention_sink_bias"))
+
+
+def _by_kind(config: ModelConfig, kind: str) -> LayerHeads:
+    """Gemma 4's global layers: a head dim of their own, and key heads if their keys and values have one projection."""
+    f = config.fields
+    kv_heads, head_dim = whole(config, "num_key_value_heads"), whole(config, "head_dim")
+    if kind == GLOBAL:
+        head_dim = whole(config, "global_head_dim")
+        if f["num_global_key_value_heads"] is not None and flag(config, "attention_k_eq_v"):
+            kv_heads = whole(config, "num_global_key_value_heads")
+    return _checked(config, LayerHeads(kv_heads, head_dim, head_dim), f"{kind} layers")
+
+
+def _by_layer(config: ModelConfig, number: int) -> LayerHeads:
+    """The same, as transformers writes it."""
+    kv_heads, head_dim = whole(config, "num_key_value_heads"), whole(config, "head_dim")
+    for key, value in config.fields["per_layer_config"].get(number, {}).items():
+        if not is_whole(value):
+            raise config.error(f"per_layer_config[{number}].{key}={shown(value)}; wanted a whole number from 1 up.")
+        kv_heads, head_dim = (value, head_dim) if key == "num_key_value_heads" else (kv_heads, value)
+    return _checked(config, LayerHeads(kv_heads, head_dim, head_dim), f"layer {number}")
+
+
+def _checked(config: ModelConfig, heads: LayerHeads, where: str) -> LayerHeads:
+    q_heads = whole(config, "num_attention_heads")
+    if q_heads % heads.kv_heads:
+        raise config.error(
+            f"num_attention_heads={q_heads} is not a multiple of the {heads.kv_heads} key heads of {where}."
+        )
+    return heads
+
+
+def shared_keys(config: ModelConfig, kinds: Sequence[str], notes: list[Note]) -> int:
+    """The first of the layers that attend to keys of the last layer of their kind before it. Errors: ConfigError."""
+    count = len(kinds)
+    if not config.fields.get("num_kv_shared_layers"):
+        return count
+    first = count - whole(config, "num_kv_shared_layers", maximum=count)
+    own = kinds[:first]
+    missing = sorted(set(kinds) - set(own))
+    if missing:
+        raise config.error(
+            f"num_kv_shared_layers={count - first} of {count} layers: before layer {first} there is no {missing[0]} layer whose "
+            "keys the shared ones could use; wanted fewer."
+        )
+    sources = sorted({first - 1 - list(reversed(own)).index(kind) for kind in kinds[first:]})
+    notes.append(note("model.shared_kv", sources=sources, layers=list(range(first, count))))
+    return first
