@@ -41,13 +41,20 @@ def _of_windows(config: ModelConfig) -> LayerHeads:
         for own, common in (("swa_head_dim", "head_dim"), ("swa_v_head_dim", "v_head_dim"))
     )
     return _checked(
-        config, LayerHeads(kv_heads, head_dim, value_dim, flag(config, "add_swa_attention_sink_bias")), "local layers"
+        config,
+        LayerHeads(kv_heads, head_dim, value_dim, _sinks(config, "add_swa_attention_sink_bias", True)),
+        "local layers",
     )
 
 
 def _of_whole(config: ModelConfig) -> LayerHeads:
     kv_heads, head_dim, value_dim = (whole(config, key) for key in ("num_key_value_heads", "head_dim", "v_head_dim"))
-    return LayerHeads(kv_heads, head_dim, value_dim, flag(config, "add_full_attention_sink_bias"))
+    return LayerHeads(kv_heads, head_dim, value_dim, _sinks(config, "add_full_attention_sink_bias", False))
+
+
+def _sinks(config: ModelConfig, key: str, default: bool) -> bool:
+    """Whether layers have sinks; the default is what transformers' layers have, which don't read the key."""
+    return default if config.fields[key] is None else flag(config, key)
 
 
 def _by_kind(config: ModelConfig, kind: str) -> LayerHeads:

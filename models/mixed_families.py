@@ -163,8 +163,8 @@ MIXED_FAMILIES: dict[str, Family] = {
         sizes(4096, 48, 64, 4, 131072, head_dim=192)
         | {
             "v_head_dim": 128, "sliding_window": 129, "layer_types": None, "swa_num_attention_heads": None,
-            "swa_num_key_value_heads": None, "swa_head_dim": None, "swa_v_head_dim": None, "add_swa_attention_sink_bias": True,
-            "add_full_attention_sink_bias": False,
+            "swa_num_key_value_heads": None, "swa_head_dim": None, "swa_v_head_dim": None, "add_swa_attention_sink_bias": None,
+            "add_full_attention_sink_bias": None,
         },
         _mimo_kinds,
         prepare=_mimo,

@@ -17,7 +17,8 @@ from ..errors import ConfigError, a_type, nearest, shown
 from ..names import checked_name
 from ..planning.notes import Note, note
 from ..strict_json import parse_json, read_text
-from .families import ALIASES, COMPOSITES, FAMILIES, GLOBAL, INDEXED, PARTS, Family
+from .default_notes import has_dims, speaks
+from .families import ALIASES, COMPOSITES, FAMILIES, GLOBAL, PARTS, Family
 from .keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
 
 __all__ = ["ModelConfig", "as_dict", "is_model_config", "read_model_config"]
@@ -90,13 +91,13 @@ def read_model_config(
         data = dict(prepare(data, name, notes))
     fields, declared = _fields(data, name, model, ignore, notes)
     if not nested:
-        needed = _NEEDED if _has_dims(fields) else (*_NEEDED, "hidden_size")
+        needed = _NEEDED if has_dims(fields) else (*_NEEDED, "hidden_size")
         missing = [key for key in needed if key not in declared and key in fields]
         if missing:
             key_of = {canonical: key for key, canonical in FAMILIES[model].names.items()}
             names = ", ".join(key_of.get(key, key) for key in missing)
             raise ConfigError(f"{name}: {names} missing; wanted a whole config of a {model} model.")
-    taken = [f"{key}={fields[key]}" for key in sorted(fields.keys() - declared) if _speaks(key, fields)]
+    taken = [f"{key}={fields[key]}" for key in sorted(fields.keys() - declared) if speaks(key, fields)]
     off = "use_sliding_window" not in declared and fields.get("use_sliding_window") is False
     if off and "sliding_window" in declared and fields["sliding_window"] is not None:
         notes.append(note("model.window_off", size=fields["sliding_window"]))
@@ -279,22 +280,3 @@ def _quiet(key: str, value: Any, data: Mapping[str, Any], rules: Family) -> bool
         windows = fields.get("sliding_window") is not None and fields.get("use_sliding_window") is not False
         return not windows and list(value) == [GLOBAL] * len(value) and len(value) == fields["num_hidden_layers"]
     return key in ("rope_scaling", "rope_parameters", "max_position_embeddings")
-
-
-def _speaks(key: str, fields: Mapping[str, Any]) -> bool:
-    """Whether a note must mention a default that was used because the config doesn't have the key."""
-    if key in ("sliding_window", "max_window_layers") and fields.get("use_sliding_window") is False:
-        return False
-    if key in ("sliding_window_pattern", "global_attn_every_n_layers", "no_rope_layer_interval") and (
-        fields.get("layer_types") or fields.get("no_rope_layers")
-    ):
-        return False
-    if key == "hidden_size" and _has_dims(fields):
-        return False
-    if "index_topk_blocks" in fields and key.startswith("index_") and INDEXED not in (fields["layer_types"] or ()):
-        return False
-    return key != "max_position_embeddings" and fields[key] not in (None, False, 0)
-
-
-def _has_dims(fields: Mapping[str, Any]) -> bool:
-    return fields.get("head_dim") is not None or "qk_rope_head_dim" in fields
