@@ -56,9 +56,8 @@ def indexed_kinds(config: ModelConfig, types: Sequence[str], notes: list[Note]) 
     kept = f"{blocks} keys" if blocks else f"{sizes['top_k']} keys"
     notes.append(note("model.indexer", heads=sizes["heads"], head_dim=sizes["head_dim"], kept=kept))
     modes = _modes(config, len(types)) if "indexer_types" in config.fields else ["full"] * len(types)
-    shared = [number for number, mode in enumerate(modes) if mode == "shared"]
-    if shared:
-        notes.append(note("model.shared_indexer", layers=shared))
+    if "shared" in modes:
+        notes.append(note("model.shared_indexer", count=modes.count("shared")))
     return [
         f"{label}{' shared' * (mode == 'shared')}" if kind == INDEXED else None
         for kind, mode in zip(types, modes, strict=True)

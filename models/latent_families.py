@@ -65,7 +65,7 @@ def _mistral4(data: Fields, name: str, notes: list[Note]) -> Fields:
             f"{name}: rope_parameters.llama_4_scaling_beta={shown(beta)}; wanted a number, 0 for queries that aren't scaled by "
             "their position."
         )
-    if not is_whole(longest):
+    if not is_whole(longest, 1):
         raise ConfigError(
             f"{name}: rope_parameters.original_max_position_embeddings={shown(longest)}; wanted a whole number from 1 up, as "
             "queries are scaled by their position in multiples of it."

@@ -72,7 +72,7 @@ def _by_layer(config: ModelConfig, number: int) -> LayerHeads:
     """The same, as transformers writes it."""
     kv_heads, head_dim = whole(config, "num_key_value_heads"), whole(config, "head_dim")
     for key, value in config.fields["per_layer_config"].get(number, {}).items():
-        if not is_whole(value):
+        if not is_whole(value, 1):
             raise config.error(f"per_layer_config[{number}].{key}={shown(value)}; wanted a whole number from 1 up.")
         kv_heads, head_dim = (value, head_dim) if key == "num_key_value_heads" else (kv_heads, value)
     return _checked(config, LayerHeads(kv_heads, head_dim, head_dim), f"layer {number}")
@@ -101,5 +101,5 @@ def shared_keys(config: ModelConfig, kinds: Sequence[str], notes: list[Note]) ->
             "keys the shared ones could use; wanted fewer."
         )
     sources = sorted({first - 1 - list(reversed(own)).index(kind) for kind in kinds[first:]})
-    notes.append(note("model.shared_kv", sources=sources, layers=list(range(first, count))))
+    notes.append(note("model.shared_kv", sources=sources, first=first, last=count - 1))
     return first

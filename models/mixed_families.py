@@ -34,7 +34,7 @@ def _mimo(data: Fields, name: str, notes: list[Note]) -> Fields:
     if chunk is not None and chunk in (size, data.get("sliding_window")):
         del data["attention_chunk_size"]  # no layer is chunked: it repeats the window
     if size is not None:
-        if not is_whole(size):
+        if not is_whole(size, 1):
             raise ConfigError(f"{name}: sliding_window_size={shown(size)}; wanted a whole number from 1 up.")
         remark = f"{size} keys before the query's own, as transformers reads it, whatever sliding_window says"
         notes.append(note("model.noted", key="sliding_window_size", value=shown(size), remark=remark))

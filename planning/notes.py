@@ -252,12 +252,12 @@ NOTES = _kinds(
      "shifted windows have a mask array per window here; the model adds -100 to what it hides, which leaves weights near 1e-44"),
     ("model.indexer", "mask",
      "an indexer of {heads} heads of {head_dim} leaves {kept} to each query, of those that the mask shows. The plan is of "
-     "attention to all of them: an upper bound, without the indexer's own work. Give its selection as dense_mask, or all are "
-     "attended to"),
+     "attention to all of them: an upper bound, without the indexer's own work. Give its selection to the call as a mask array, "
+     "or all are attended to"),
     ("model.shared_indexer", "mask",
-     "these layers have no indexer and use the selection of the last layer before them that has one: {layers:list}"),
+     "{count} layers, those that are shared, have no indexer and use the selection of the last layer before them that has one"),
     ("model.shared_kv", "key",
-     "these layers have no keys of their own and attend to those of {sources:list}: {layers:list}. A cache made from "
+     "layers {first} to {last} have no keys and values of their own and attend to those of {sources:list}. A cache made from "
      "layer_groups has room for them all the same"),
     ("model.two_attentions", "model",
      "each of {layers} layers has two attentions: those of layer n are layers 2n and 2n + 1 here"),

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layered_models import LAYERED
 
 from attnops import (
     Attention,
@@ -85,6 +86,11 @@ PUBLISHED: dict[str, tuple[tuple[int, ...], dict[Mask, list[int]], float | None,
     "deepseek-v3": ((128, 128, 192, 128), {Causal(): list(range(61))}, 0.1352337788608801, None, False),
     # 1/sqrt(192) times the square of YaRN's 0.1 * ln(32) + 1.
     "kimi-k2": ((64, 64, 192, 128), {Causal(): list(range(61))}, 0.13086079996295005, None, False),
+    "deepseek-v3.2": ((128, 128, 192, 128), {Causal(): list(range(61))}, 0.1352337788608801, None, False),
+    # 0.1 * ln(64) + 1 and, of Mistral Small 4, 1/sqrt(128) with 0.1 * ln(128) + 1.
+    "kimi-k2.5": ((64, 64, 192, 128), {Causal(): list(range(61))}, 0.14467962580268923, None, False),
+    "mistral-small-4": ((32, 32, 128, 128), {Causal(): list(range(36))}, 0.19496949473302969, None, False),
+    "longcat-flash-chat": ((64, 64, 192, 128), {Causal(): list(range(56))}, None, None, False),
     "command-a": (
         (96, 8, 128, 128),
         {window(4096): [n for n in range(64) if n % 4 != 3], Causal(): list(range(3, 64, 4))},
@@ -129,7 +135,7 @@ def test_well_known_models(name: str) -> None:
 
 
 def test_every_config_here_is_in_the_table() -> None:
-    assert {path.stem for path in MODELS.glob("*.json")} == set(PUBLISHED)
+    assert {path.stem for path in MODELS.glob("*.json")} == {*PUBLISHED, *LAYERED}
 
 
 @pytest.mark.parametrize(
