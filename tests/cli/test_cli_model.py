@@ -96,6 +96,37 @@ def test_json(attnops: Callable[..., Any]) -> None:
     assert any("one image" in note for note in data["notes"])
 
 
+def test_indexers_are_told(attnops: Callable[..., Any]) -> None:
+    arguments = ("plan", "--q-len", 4096, "--target", "tpu", "--model")
+    result = attnops(*arguments, MODELS / "glm-5.2.json")
+    assert (result.status, result.err) == (0, "")
+    assert "indexer 32 heads of 128: 2048 keys" in result.said
+    for kind in ("indexed 2048", "indexed 2048 shared"):
+        assert kind in result.said
+    assert "an upper bound, without the indexer's own work" in result.said
+    assert "57 layers, those that are shared, have no indexer" in result.said
+    lines = attnops(*arguments, MODELS / "minimax-m3.json").out.splitlines()
+    assert [line.split() for line in lines if line.startswith(("layers", "0-2", "3-59"))] == [
+        ["layers", "kind", "indexer"],
+        ["0-2", "(3)", "global", "-"],
+        ["3-59", "(57)", "indexed", "16", "blocks", "of", "128", "4", "heads", "of", "128:", "16x128", "keys"],
+    ]
+    data = json.loads(attnops(*arguments, MODELS / "minimax-m3.json", "--json").out)
+    sizes = {"heads": 4, "head_dim": 128, "block_size": 128, "top_blocks": 16, "local_blocks": 1}
+    assert [layer["indexer"] for layer in data["layers"]] == [{}, sizes]
+
+
+def test_heads_by_layer_have_columns(attnops: Callable[..., Any]) -> None:
+    arguments = ("plan", "--q-len", 4096, "--target", "tpu", "--json", "--model")
+    data = json.loads(attnops(*arguments, MODELS / "mimo-v2-flash.json").out)
+    calls = [layer["declaration"]["call"] for layer in data["layers"]]
+    assert [(call["kv_heads"], call.get("softmax_aux")) for call in calls] == [(4, None), (8, [64])]
+    assert [layer["indexer"] for layer in data["layers"]] == [{}, {}]
+    said = attnops(*arguments[:5], "--model", MODELS / "gemma-4-e2b.json").said
+    assert "layers kind dim blocks device" in said
+    assert "layers 15 to 34 have no keys and values of their own and attend to those of 13, 14" in said
+
+
 def test_one_layer_in_full(attnops: Callable[..., Any]) -> None:
     result = attnops("plan", "--model", GEMMA, "--q-len", 256, "--layer", 5, "--operation", "vanilla")
     assert result.status == 0
