@@ -91,3 +91,35 @@ def test_deepseek_v3(scaling: dict[str, Any] | None, form: str | None) -> None:
         *(outputs(n, n + 1) for n in range(8, LENGTH)),
     ]  # then 32 tokens, one by one
     np.testing.assert_allclose(np.concatenate(chunked, 1), wanted, atol=3e-6 * most)
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_deepseek_v32_with_the_selection_of_its_indexer(form: str) -> None:
+    """The module's own indexer leaves 5 keys to each query; LatentAttention gets them as a mask array."""
+    configuration = importlib.import_module("transformers.models.deepseek_v32.configuration_deepseek_v32")
+    file = importlib.import_module("transformers.models.deepseek_v32.modeling_deepseek_v32")
+    fields = CONFIG | {"rope_scaling": YARN, "index_topk": 5, "index_n_heads": 2, "index_head_dim": 16}
+    config = configuration.DeepseekV32Config(**fields, attn_implementation="eager")
+    config.rope_interleave = True  # of all models of this type
+    torch.manual_seed(0)
+    module = file.DeepseekV32Attention(config, 0).eval()
+    for weight in module.parameters():
+        torch.nn.init.normal_(weight, std=0.2) if weight.ndim > 1 else torch.nn.init.normal_(weight, 1.0, 0.1)
+    x = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(LENGTH)[None].expand(BATCH, -1)
+    cos, sin = file.DeepseekV32RotaryEmbedding(config)(x, positions)
+    hidden = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)[None, None].expand(BATCH, 1, -1, -1)
+    picked: list[np.ndarray] = []
+    module.indexer.register_forward_hook(lambda _, inputs, output: picked.append(output.numpy().astype(np.int64)))
+    wanted = module(x, (cos, sin), hidden, position_ids=positions)[0].detach().numpy()
+    selection = np.zeros((BATCH, 1, LENGTH, LENGTH), bool)
+    np.put_along_axis(selection[:, 0], picked[0], True, axis=-1)
+    (layer,) = ModelDeclaration.from_config(fields | {"model_type": "deepseek_v32"}, operation="vanilla").distinct
+    assert dict(layer.indexer) == {"heads": 2, "head_dim": 16, "top_k": 5}
+    assert layer.latent is not None
+    declared = layer.latent.to_dict()
+    declared["latent"]["form"] = form
+    attended = LatentAttention(declared)(*_parts(module, file, config, x, cos, sin), mask=selection)
+    heads = np.array(attended.attention_outputs).reshape(BATCH, LENGTH, HEADS * VALUE)
+    found = module.o_proj(torch.from_numpy(heads)).detach().numpy()
+    np.testing.assert_allclose(found, wanted, atol=3e-6 * np.abs(wanted).max())
