@@ -113,6 +113,7 @@ class LatentAttention:
         if self._in_pages:
             stepped = self.attention(*step_inputs(self.dims, arrays), None, **options)
             attended = stepped.attention_outputs
+            assert stepped.plan is not None  # the call itself sets it
             attended = None if attended is None else absorbed_output(attended, w_uv, layout="thd")
             return replace(stepped, attention_outputs=attended, plan=noted(self.dims, stepped.plan))
         decided = self._plan(arrays, layout, options)

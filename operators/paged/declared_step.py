@@ -81,17 +81,17 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
     count, dtype = tokens * plan.shards, step.dtype or plan.cache.dtype
     options = step.options() | ({} if mode is None else {"mode": mode})
     writes = (step.update or update) != "none"
-    declared, cache = cache, plan.cache
+    own = plan.cache  # the sizes of the step's group of layers
 
     def shape(heads: int, dim: int, dtype: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count, heads, dim), jnp.dtype(dtype))
 
     return DeclaredStep(
-        declared,
+        cache,
         step.layer,
-        shape(step.q_heads, cache.head_dim, dtype),
-        shape(cache.kv_heads, cache.head_dim, cache.dtype) if writes else None,
-        shape(cache.kv_heads, cache.value_size, cache.dtype) if writes and not cache.values_in_keys else None,
+        shape(step.q_heads, own.head_dim, dtype),
+        shape(own.kv_heads, own.head_dim, own.dtype) if writes else None,
+        shape(own.kv_heads, own.value_size, own.dtype) if writes and not own.values_in_keys else None,
         jax.ShapeDtypeStruct((step.q_heads,), jnp.float32) if step.softmax_aux else None,
         batches[0] if plan.cache.pages_axis is None else RaggedBatch.stack(batches),
         options,

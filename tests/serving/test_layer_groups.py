@@ -151,7 +151,8 @@ def test_a_mistake_is_named(changes: dict[str, Any], said: str) -> None:
 
 def test_schema() -> None:
     definitions = declaration_json_schema()["$defs"]
-    assert set(definitions["LayerGroup"]["properties"]) == {"layers", "window_tokens", "pages"}
+    own = {"kind", "kv_heads", "head_dim", "value_dim", "dtype"}
+    assert set(definitions["LayerGroup"]["properties"]) == {"layers", "window_tokens", "pages"} | own
     assert definitions["LayerGroup"]["required"] == ["layers"]
     kinds = definitions["KVCache"]["properties"]["layers"]["anyOf"]
     assert {"type": "integer", "minimum": 1, "maximum": 2**30}.items() <= kinds[0].items()
