@@ -37,6 +37,7 @@ FEATURES: Mapping[str, str] = {
     "score": "a score function",
     "sinks": "attention sinks (softmax_aux)",
     "dropout": "dropout on the attention weights",
+    "selected": "keys that are selected for each query",
     "return_weights": "the attention weights as an output",
     "return_lse": "the log-sum-exp as an output",
     "gqa": "fewer kv heads than query heads",

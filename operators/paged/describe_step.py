@@ -78,6 +78,8 @@ def describe_step(
         notes.append(note("paged.stored_as_given", names=" and ".join(stored), dtype=cache.stored_dtype))
     if step_arrays.sinks is not None and (s := shaped("softmax_aux", step_arrays.sinks)).shape != (heads,):
         raise InputError(f"softmax_aux has shape {s.shape}; wanted [heads] = ({heads},): merge several with logsumexp.")
+    if step_arrays.selected is not None:
+        _check_selected(step, count, shaped("selected", step_arrays.selected))
     scale = metadata.softmax_scale if step.softmax_scale is None else step.softmax_scale
     scale = default_scale(cache) if scale is None else scale
     if not math.isfinite(scale):
@@ -100,6 +102,7 @@ def describe_step(
         "logits_soft_cap": cap is not None,
         "sinks": step_arrays.sinks is not None,
         "score": step.score is not None,
+        "selected": step_arrays.selected is not None,
         "return_lse": step.return_lse,
         "gqa": heads != cache.kv_heads,
         "value_dim": cache.value_size != cache.head_dim and not cache.values_in_keys,
@@ -130,6 +133,7 @@ def describe_step(
                 ("key_scale", step_arrays.key_scale),
                 ("value_scale", step_arrays.value_scale),
                 ("softmax_aux", step_arrays.sinks),
+                ("selected", step_arrays.selected),
             )
             if x is not None
         )
@@ -144,6 +148,17 @@ def describe_step(
 
 
 _NAMES = ("query", "key", "value")
+
+
+def _check_selected(step: Step, tokens: int, selected: Any) -> None:
+    if step.mode == "insert":
+        raise InputError("selected is given in mode 'insert', which attends to nothing; leave it out.")
+    if not jnp.issubdtype(selected.dtype, jnp.integer):
+        raise InputError(f"selected is {selected.dtype}; wanted int32: positions in each token's sequence.")
+    if len(selected.shape) != 2 or selected.shape[0] != tokens or not selected.shape[1]:
+        raise InputError(
+            f"selected has shape {tuple(selected.shape)}; wanted [tokens, n] with {tokens} tokens and n from 1 on."
+        )
 
 
 def _captures(step: Step, step_arrays: StepArrays, heads: int) -> tuple[OperandShape, ...]:

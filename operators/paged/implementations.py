@@ -104,7 +104,7 @@ class PagesOnXla(PagedImplementation):
     """Plain XLA: decoding rows by a list of live pages, chunks block by block; dead pages aren't read."""
 
     capability = declares(
-        consumes=_FEATURES | {"score"},
+        consumes=_FEATURES | {"score", "selected"},
         rules=(SOFTMAX, DTYPE, BY_HEAD),
         tolerance={"float32": (4e-6, None), "bfloat16": (1.5e-2, None), "float16": (2e-3, None)},
     )

@@ -30,6 +30,7 @@ from ..call.program import Program, attention
 from ..choices.bounded_cache import BoundedCache
 from ..paged_cache.attend import check_longest
 from ..paged_cache.batch import RaggedBatch
+from ..paged_cache.check_selected import check_selected
 from ..paged_cache.insert import check_step
 from ..paged_cache.join_shards import check_mesh
 from ..paged_cache.state import CacheState, alone
@@ -102,6 +103,8 @@ class PagedOperation(DeclaredOperation):
         layer_state = replace(layer_state, cache=state.cache.part(group, decided.cache.pages))
         check_step(layer_state, 0, batch, tokens, debug=False, writes=decided.problem.update != "none")
         check_longest(batch, step.max_q_len, debug=False)
+        if step_arrays.selected is not None:
+            check_selected(batch, step_arrays.selected, debug=False)
         # One layer, so that all layers of a group share a program.
         program = Program(self, decided, mesh, step.debug)
         output, lse, after = attention(program, StepInputs(layer_state, batch, query, key, value, step_arrays))

@@ -68,6 +68,7 @@ def run_step(program: Program, inputs: StepInputs) -> tuple[jax.Array | None, ja
         sinks=arrays.sinks,
         score=problem.score,
         captures=arrays.captures,
+        selected=arrays.selected,
         max_q_len=problem.max_q_len,
         debug=debug,
         method=getattr(program.operation, plan.method or ""),

@@ -28,6 +28,7 @@ class StepArguments(TypedDict, total=False):
     softmax_aux: CallArray | None
     key_scale: CallArray | None
     value_scale: CallArray | None
+    selected: CallArray | None
     softmax_scale: float | None
     logits_soft_cap: float | None
     score: Score | None
@@ -59,11 +60,12 @@ class StepArrays(NamedTuple):
     key_scale: Any = None
     value_scale: Any = None
     captures: tuple[Any, ...] = ()  # of the score, in its order
+    selected: Any = None
 
     @property
     def flat(self) -> tuple[Any, ...]:
         """All of them."""
-        return *self[:3], *self.captures
+        return *self[:3], *self.captures, *(() if self.selected is None else (self.selected,))
 
 
 _ELSEWHERE = {
@@ -146,6 +148,7 @@ def step_of(call: StepArguments, default_causal: bool, query: Any) -> tuple[Step
             arrays.key_scale,
             arrays.value_scale,
             tuple(arrays.by_name[name] for name in (() if options.score is None else captured_names(options.score))),
+            arguments.get("selected"),
         ),
     )
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ...errors import ConfigError, InputError, shown
 from ...masks.int_arrays import known_values
@@ -22,6 +22,7 @@ from ..kernels.pages.page_layout import page_shape
 from ..kernels.varying import varying
 from .batch import RaggedBatch
 from .by_device import by_device
+from .check_selected import check_selected
 from .insert import check_step, insert, write
 from .known_sizes import known_sizes
 from .logit_arrays import LogitArrays, by_place
@@ -63,6 +64,7 @@ def attend(
     sinks: Float[Array, " heads"] | None = None,
     score: Score | None = None,
     captures: Sequence[Array] = (),
+    selected: Int[Array, "tokens n"] | None = None,
     max_q_len: int | None = None,
     debug: bool = False,
     method: PagedMethod = on_xla,
@@ -78,6 +80,7 @@ def attend(
     `mesh` and `kv_heads` are those that the state was made with: each device then works on its own pages and heads.
     `score`: applied after the cap, by positions, with its arrays. `softmax_scale` defaults to 1/sqrt(head_dim), except over
     latents, where it is required.
+    `selected`: for each token the positions of the keys that it attends to, of those that it sees; -1 is none.
     `sliding_window`: inclusive distances (left, right). `max_q_len`: the most queries of any row in this step, 1 if all rows
     decode; in a traced batch queries beyond it give 0, and with 'fused' and 1 their keys aren't written. `debug`: checks traced
     batches on the host while the step runs. `method` does the attention, by default plain XLA; `check_vma`: whether shard_map can
@@ -101,6 +104,9 @@ def attend(
             layer_state, 0, batch, key, value, key_scale=key_scale, value_scale=value_scale, debug=debug
         )
     check_longest(batch, max_q_len, debug=debug)
+    if selected is not None:
+        selected = jnp.asarray(selected)
+        check_selected(batch, selected, debug=debug)
 
     def shard(
         query: Any,
@@ -133,11 +139,12 @@ def attend(
             steps,
             arrays,
             head_start,
+            of_logits.selected,
         )
         return method(call)
 
     pages = layer_state.layers[0]
-    of_logits = LogitArrays(None if sinks is None else jnp.asarray(sinks), tuple(map(jnp.asarray, captures)))
+    of_logits = LogitArrays(None if sinks is None else jnp.asarray(sinks), tuple(map(jnp.asarray, captures)), selected)
     dims = () if score is None else tuple(row.dims for row in score_rows(score.structure(), of_logits.ranks))
     output, lse, after = by_device(
         shard, layer_state, pages, batch, query, of_logits, dims, rows, mesh, kv_heads, check_vma

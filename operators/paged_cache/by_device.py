@@ -65,7 +65,8 @@ def by_device(
     of_rows = None if rows is None else jax.tree.map(lambda _: PartitionSpec(tokens, heads), rows)
     of_captures = (PartitionSpec(*(heads if dim == "heads" else None for dim in of)) for of in dims)
     of_sinks = None if of_logits.sinks is None else PartitionSpec(heads)
-    in_specs = (*specs, LogitArrays(of_sinks, tuple(of_captures)), of_rows)
+    of_selected = None if of_logits.selected is None else PartitionSpec(tokens, None)
+    in_specs = (*specs, LogitArrays(of_sinks, tuple(of_captures), of_selected), of_rows)
     operands = jax.tree.map(
         lambda x, spec: pin(jnp.asarray(x), spec, mesh), (query, pages, batch, of_logits, rows), in_specs
     )
@@ -99,8 +100,8 @@ def _all_shards(
     """Without a mesh: one shard of the pages after the other."""
     if batch.shards is None:
         return _merged_over_shards(shard, query, pages, batch, of_logits, rows)
-    parts = [_part(batch.shards, n, query, pages, batch, rows) for n in range(batch.shards)]
-    results = [_merged_over_shards(shard, *part, of_logits=of_logits, rows=shard_rows) for part, shard_rows in parts]
+    parts = [_part(batch.shards, n, query, pages, batch, of_logits, rows) for n in range(batch.shards)]
+    results = [_merged_over_shards(shard, *part) for part in parts]
     return jax.tree.map(lambda *of_shards: jnp.concatenate(of_shards), *results)
 
 
@@ -119,12 +120,19 @@ def _merged_over_shards(
 
 
 def _part(
-    shards: int, n: int, query: Any, pages: LayerPages, batch: RaggedBatch, rows: LayerPages | None
-) -> tuple[tuple[Any, LayerPages, RaggedBatch], LayerPages | None]:
-    """((the query, the pages, the batch), the written rows) of one shard."""
+    shards: int,
+    n: int,
+    query: Any,
+    pages: LayerPages,
+    batch: RaggedBatch,
+    of_logits: LogitArrays,
+    rows: LayerPages | None,
+) -> tuple[Any, LayerPages, RaggedBatch, LogitArrays, LayerPages | None]:
+    """The query, the pages, the batch, what logits need and the written rows of one shard."""
 
     def part(x: Any) -> Any:
         return rows_by_shard(shards, x, "rows")[n]
 
     shard_pages: Any = (x if x is None or x.ndim < 3 else part(x) for x in pages)
-    return (part(query), LayerPages(*shard_pages), jax.tree.map(lambda x: x[n], batch)), jax.tree.map(part, rows)
+    own = of_logits._replace(selected=jax.tree.map(part, of_logits.selected))
+    return part(query), LayerPages(*shard_pages), jax.tree.map(lambda x: x[n], batch), own, jax.tree.map(part, rows)

@@ -1,4 +1,4 @@
-"""LogitArrays: what a step has by head for its logits: sinks, and the arrays of its score."""
+"""LogitArrays: what a step has for its logits besides query and keys: sinks, its score's arrays, the keys that it selects."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ __all__ = ["LogitArrays", "by_place"]
 
 
 class LogitArrays(NamedTuple):
-    """sinks [heads], and the score's arrays as given."""
+    """sinks [heads], the score's arrays as given, and selected int32 [tokens, n]."""
 
     sinks: Any = None
     captures: tuple[Any, ...] = ()
+    selected: Any = None
 
     @property
     def ranks(self) -> tuple[int, ...]:

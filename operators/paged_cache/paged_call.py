@@ -33,7 +33,7 @@ class PagedCall(NamedTuple):
     The table has every sequence_shards-th page from number shard_index on, and output and lse cover only those keys.
     `rows`: for update 'fused', each token as the pages store it. What rows of several tokens write is in the pages already; a
     row of one token is written by the method. score: steps by place, and the arrays that they read; head_start: this device's
-    first query head.
+    first query head. selected [tokens, n]: the positions of the keys that each token attends to; None: all that it sees.
     """
 
     query: jax.Array
@@ -55,6 +55,7 @@ class PagedCall(NamedTuple):
     score: Steps | None = None
     captures: tuple[jax.Array, ...] = ()
     head_start: jax.Array | int = 0
+    selected: jax.Array | None = None
 
     def kernel_arguments(self) -> dict[str, Any]:
         """The pages, the batch and what is declared of the logits, by the names that kernels of every platform take them by."""
@@ -106,5 +107,6 @@ def on_xla(call: PagedCall) -> Attended:
         score=call.score,
         captures=call.captures,
         head_start=call.head_start,
+        selected=call.selected,
     )
     return Attended(output, lse)

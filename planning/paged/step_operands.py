@@ -17,6 +17,7 @@ STEP_OPERANDS = OperandTable(
     Operand("key_scale", ("tokens", "kv_heads"), gradient=False),
     Operand("value_scale", ("tokens", "kv_heads"), gradient=False),
     Operand("softmax_aux", ("heads",), gradient=False, feature="sinks"),
+    Operand("selected", ("tokens", "selected"), dtype="integers", gradient=False, feature="selected"),
 )
 RESULTS_OF_STEPS = (
     Operand("output", ("tokens", "heads", "value_dim"), gradient=False, inside_dtype="runtime"),

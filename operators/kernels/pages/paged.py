@@ -21,6 +21,7 @@ from .page_layout import page_shape
 from .paged_checks import check_numbers, check_operands, int32, options_of, refuse_gradient
 from .paged_chunks import attend_chunks
 from .paged_decode import attend_decode
+from .paged_selected import attend_selected
 from .paged_step import Batch, PagedOperands, PagedStatic, ScoreArrays, batch_of
 
 __all__ = ["paged_attention", "places"]
@@ -60,6 +61,7 @@ def paged_attention(
     score: Steps | None = None,
     captures: tuple[Array, ...] = (),
     head_start: Int[Array, ""] | int = 0,
+    selected: Int[Array, "tokens n"] | None = None,
 ) -> tuple[Array, Array]:
     """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]).
 
@@ -79,6 +81,9 @@ def paged_attention(
 
     score: the steps of a score by place, applied after the cap; captures: the arrays that they read; head_start: the first query
     head in the whole problem, for a function.
+
+    selected: for each token the positions of the keys that it attends to, of those that it sees, each at most once; others, such
+    as -1, are no keys. Only these are gathered.
 
     `max_q_len`: the most queries of any sequence in this batch; rows beyond it are skipped and give 0. None: any. The sizes
     at the end are for tuning; `platform` defaults to jax's default backend.
@@ -108,6 +113,8 @@ def paged_attention(
         operands = operands._replace(of_score=ScoreArrays(captures, int32("head_start", head_start)))
     if LAYOUTS[layout].values_in_keys:  # and so is their scale
         operands = operands._replace(value_scale=operands.key_scale)
+    if selected is not None:
+        operands = operands._replace(selected=int32("selected", selected))
     check_operands(operands, layout)
     operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
     platform = jax.default_backend() if platform is None else platform
@@ -158,7 +165,10 @@ def _attend(static: PagedStatic, operands: PagedOperands) -> tuple[jax.Array, ja
     batch = batch_of(operands)
     seq, row, real = places(operands, batch)
     pick = lambda x, at: x.at[seq, jnp.minimum(row, at - 1)].get(mode="promise_in_bounds")  # noqa: E731
-    if static.max_q_len is not None:
+    if operands.selected is not None:
+        output, lse = attend_selected(static, operands, batch, seq, row)
+        attended = real if static.max_q_len is None else real & (row < static.max_q_len)
+    elif static.max_q_len is not None:
         mine = batch.q_lens > 0
         output, lse = (
             pick(x, static.max_q_len) for x in attend_decode(static, operands, batch, mine, static.max_q_len)

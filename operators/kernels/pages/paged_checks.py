@@ -33,6 +33,10 @@ def check_operands(operands: PagedOperands, layout: str) -> None:
     if str(query.dtype) not in _QUERIES:
         raise InputTypeError(f"query is {query.dtype}; wanted one of {', '.join(_QUERIES)}: cast it.")
     _check_batch(operands)
+    if (chosen := operands.selected) is not None and (chosen.ndim != 2 or len(chosen) != len(query)):
+        raise InputError(
+            f"selected has the shape {chosen.shape}; wanted [tokens, n] of {len(query)} tokens: positions in their sequences."
+        )
     if operands.sinks is not None and operands.sinks.shape != (heads,):
         raise InputError(
             f"sinks has the shape {operands.sinks.shape}; wanted [heads] = ({heads},): merge several with logsumexp."

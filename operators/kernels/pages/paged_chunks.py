@@ -57,7 +57,7 @@ def attend_chunks(
             keys = tiles.keys(first)
             seen = tiles.seen(keys, mapped, positions, kv_len)
             stored = tiles.stored_keys(ids)
-            x = tiles.logits(rows, stored, ids, seen, seq, KeyPlaces(positions, keys))
+            x = tiles.logits(rows, stored, tiles.key_scale(ids), seen, seq, KeyPlaces(positions, keys))
             peak = jnp.maximum(sums.peak, x.max(axis=-1))
             shift = subtracted(peak)
             p = tiles.exp2(x - shift[..., None])

@@ -93,7 +93,7 @@ def attend_decode(
         seen = tiles.seen(keys, mapped & real[:, None], positions, kv_len)
 
         stored = tiles.stored_keys(ids)
-        x = tiles.logits(of(all_rows), stored, ids, seen, seq, KeyPlaces(positions, keys))
+        x = tiles.logits(of(all_rows), stored, tiles.key_scale(ids), seen, seq, KeyPlaces(positions, keys))
         rank = of(pairs.rank)
         place = rank - rank[0]
         old = jax.tree.map(lambda c: cut_along(c, rank[0], pair_count), carry)

@@ -99,6 +99,7 @@ class PagedOperands(NamedTuple):
     value_scale: jax.Array | None
     shard: jax.Array | None = None
     of_score: ScoreArrays | None = None
+    selected: jax.Array | None = None
 
 
 class KeyPlaces(NamedTuple):
@@ -182,6 +183,20 @@ class Tiles:
         rows = rows.transpose(*range(at), at + 1, at, at + 2, at + 3)
         return rows.reshape(*lead, q_len, self.kv_heads * self.group, dim)
 
+    def visible(self, keys: jax.Array, there: jax.Array, positions: jax.Array, kv_len: jax.Array) -> jax.Array:
+        """Bool [..., queries, keys]: positions [..., queries]; keys and whether they are there [..., keys]."""
+        static = self.static
+        seen = (there & (keys < kv_len[..., None]))[..., None, :]
+        keys, rows = keys[..., None, :], positions[..., None]
+        seen = seen & (rows >= 0)
+        if static.causal:
+            seen &= keys <= rows
+        if static.left is not None:
+            seen &= keys >= rows - static.left
+        if static.right is not None:
+            seen &= keys <= rows + static.right
+        return seen
+
     def range_of(self, first: Any, last: Any, kv_len: Any) -> tuple[Any, Any]:
         """(first page, one past the last page) that queries at positions first to last can see; pages as counted by the table."""
         static = self.static
@@ -223,17 +238,7 @@ class Tiles:
 
     def seen(self, keys: jax.Array, mapped: jax.Array, positions: jax.Array, kv_len: jax.Array) -> jax.Array:
         """Bool [..., queries, keys]: positions [..., queries]; keys: those of a block."""
-        static = self.static
-        seen = jnp.repeat(mapped, self.page, axis=-1) & (keys < kv_len[..., None])
-        seen, keys, rows = seen[..., None, :], keys[..., None, :], positions[..., None]
-        seen = seen & (rows >= 0)
-        if static.causal:
-            seen &= keys <= rows
-        if static.left is not None:
-            seen &= keys >= rows - static.left
-        if static.right is not None:
-            seen &= keys <= rows + static.right
-        return seen
+        return self.visible(keys, jnp.repeat(mapped, self.page, axis=-1), positions, kv_len)
 
     def stored_keys(self, ids: jax.Array) -> jax.Array:
         """Keys of pages as `logits` takes them: [..., kv heads, keys, dim]; where heads are joint [..., keys, kv heads * dim]."""
@@ -243,10 +248,10 @@ class Tiles:
         return fetch(static.layout, pages, ids, static.platform, self.dtype, 0, self.dim)
 
     def logits(
-        self, rows: jax.Array, keys: jax.Array, ids: jax.Array, seen: jax.Array, seq: jax.Array, at: KeyPlaces
+        self, rows: jax.Array, keys: jax.Array, scale: jax.Array | None, seen: jax.Array, seq: jax.Array, at: KeyPlaces
     ) -> jax.Array:
-        """Float32 [..., kv heads, rows, keys] in base 2, -inf where not seen. keys: `stored_keys`; at: positions of rows and
-        keys, for a score."""
+        """Float32 [..., kv heads, rows, keys] in base 2, -inf where not seen. keys: `stored_keys`; scale: theirs, or None; at:
+        positions of rows and keys, for a score."""
         static, operands = self.static, self.operands
         if self.joint_heads:
             x = self._joint_logits(rows, keys)
@@ -254,8 +259,8 @@ class Tiles:
             x = few_rows_product(rows, keys, np.dtype(np.float32), static.platform)
         else:
             x = product("...nx,...sx->...ns", rows, keys, np.dtype(np.float32))
-        if operands.key_scale is not None:
-            x = operator.mul(*same_rank(x, self._scale(operands.key_scale, ids)))
+        if scale is not None:
+            x = operator.mul(*same_rank(x, scale))
         unit = LOG2E if static.score is None else 1.0
         if static.soft_cap is None:
             x = x * np.float32(static.scale * unit)
@@ -274,6 +279,11 @@ class Tiles:
         rest = scored.factor * (1.0 if scored.absorbed else LOG2E)
         return (scored.x if rest == 1.0 else scored.x * np.float32(rest)).reshape(x.shape)
 
+    def key_scale(self, ids: jax.Array) -> jax.Array | None:
+        """The scale of pages' keys in the shape that multiplies logits; None without."""
+        scale = self.operands.key_scale
+        return None if scale is None else self._scale(scale, ids)
+
     def values(self, weights: jax.Array, keys: jax.Array, ids: jax.Array, seen: jax.Array) -> jax.Array:
         """Weights [..., kv heads, rows, keys] times values, which for latents are a part of `keys`. A row of V that nobody
         sees is treated as 0: a freed page may hold NaN."""
@@ -281,9 +291,7 @@ class Tiles:
         pages = operands.key_pages if operands.value_pages is None else operands.value_pages
         alive = seen.any(axis=-2)[..., None, :]
         if operands.value_scale is not None:
-            scale = self._scale(operands.value_scale, ids)
-            scale = jnp.where(alive[..., None, :], scale, 0) if operands.value_scale.ndim == 3 else scale
-            weights = operator.mul(*same_rank(weights, scale))
+            weights = self.scaled(weights, self._scale(operands.value_scale, ids), alive)
         weights = weights.astype(self.dtype)
         if self.joint_heads:
             return self._joint_values(weights, pages, ids, alive[..., 0, :])
@@ -291,6 +299,15 @@ class Tiles:
             values = keys[..., : self.value_dim]
         else:
             values = fetch(static.layout, pages, ids, static.platform, self.dtype, 1, self.value_dim, self.dim)
+        return self.weighted(weights, values, alive)
+
+    def scaled(self, weights: jax.Array, scale: jax.Array, alive: jax.Array) -> jax.Array:
+        """Weights times the scale of their values; one by token may be NaN where no row sees it."""
+        scale = jnp.where(alive[..., None, :], scale, 0) if scale.ndim > 3 else scale
+        return operator.mul(*same_rank(weights, scale))
+
+    def weighted(self, weights: jax.Array, values: jax.Array, alive: jax.Array) -> jax.Array:
+        """The sums of values [..., kv heads, keys, dim]; those that no row sees, not alive [..., 1, keys], are 0."""
         values = jnp.where(alive[..., None], values, 0)
         return product("...ns,...sx->...nx", weights, values, np.dtype(np.float32))
 
