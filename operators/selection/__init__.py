@@ -1,0 +1,7 @@
+"""Selected attention: an indexer scores keys, each query attends to the best of them."""
+
+from __future__ import annotations
+
+from .kernel.top_k import Selection, top_k_keys
+
+__all__ = ["Selection", "top_k_keys"]
