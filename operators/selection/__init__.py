@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .kernel.selected import selected_attention
 from .kernel.top_k import Selection, top_k_keys
 
-__all__ = ["Selection", "top_k_keys"]
+__all__ = ["Selection", "selected_attention", "top_k_keys"]

@@ -57,3 +57,45 @@ def best(score: np.ndarray, seen: np.ndarray, k: int) -> tuple[np.ndarray, np.nd
             chosen = sorted(keys[:k])
             positions[b, i, : len(chosen)], counts[b, i] = chosen, len(chosen)
     return positions, counts
+
+
+def chosen_keys(positions: Any, kv_len: int) -> np.ndarray:
+    """bool [batch, q_len, kv_len] of positions; a number that isn't a key's chooses nothing."""
+    return (np.asarray(positions)[..., None] == np.arange(kv_len)).any(2)
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    seen: np.ndarray,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: Any = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(output [batch, q_len, heads, value_dim], lse [batch, heads, q_len]); arrays may be complex, for `gradients`."""
+    group = query.shape[2] // key.shape[2]
+    key, value = np.repeat(key, group, 2), np.repeat(value, group, 2)
+    logits = scale * np.einsum("bqhd,bkhd->bhqk", query, key)
+    if soft_cap is not None:
+        logits = soft_cap * np.tanh(logits / soft_cap)
+    weights = np.where(seen[:, None], np.exp(logits), 0)
+    total = weights.sum(-1)
+    if sinks is not None:
+        total = total + np.exp(sinks)[None, :, None]
+    some = total != 0
+    output = np.einsum("bhqk,bkhv->bqhv", weights / np.where(some, total, 1)[..., None], value)
+    return output, np.where(some, np.log(np.where(some, total, 1)), -np.inf)
+
+
+def gradients(function: Any, arrays: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The derivative of a real function of arrays by each element, from a step along the imaginary axis: exact to rounding."""
+    arrays = {name: np.asarray(x, np.complex128) for name, x in arrays.items()}
+    found = {}
+    for name, x in arrays.items():
+        found[name] = np.zeros(x.shape)
+        for place in np.ndindex(x.shape):
+            moved = x.copy()
+            moved[place] += 1e-30j
+            found[name][place] = function(**(arrays | {name: moved})).imag / 1e-30
+    return found
