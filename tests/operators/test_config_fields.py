@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from attnops import ConfigError, OperationMetadata, OperationRegistry, SplashConfig
 from attnops.compat import abstract_device
 
-PAGED = ("paged", "paged_flash_attention", "ragged_page_attention_v2", "ragged_page_attention_v3", "unified_attention")
+PAGED = tuple(name for name in OperationRegistry.names() if OperationRegistry.get(name).keys_in == "pages")
 ELSEWHERE = {"splash": "test_splash_config.py", "flash_attn2": "test_flash.py"} | dict.fromkeys(
     PAGED, "test_paged_operation.py"
 )
