@@ -199,6 +199,9 @@ NOTES = _kinds(
      "distribution: only its last number, that of the sequences, is read; steps aren't split by their kind", "info"),
     ("foreign.no_update", "update_kv_cache",
      "update_kv_cache=False: keys and values aren't read; the pages have them", "info"),
+    # -- a selection of keys
+    ("index.keys_gathered", "partition_axis",
+     "queries of {axes:plus} select among all keys: index keys are gathered, {size:bytes} on each device"),
     # -- steps over pages
     ("paged.merged", "cache.page_sequence_axis",
      "each device attends to its own pages, and outputs are merged by their lse over {axes:plus}: all-reduces of {size:bytes}, "

@@ -159,7 +159,13 @@ class Declaration(UnsetFieldsModel):
     @property
     def in_pages(self) -> bool:
         """Whether the operation's keys lie in a cache's pages. Errors: ConfigError for a file with the other kind of call."""
-        paged = OperationRegistry.get(self.operation).keys_in == "pages"
+        operation = OperationRegistry.get(self.operation)
+        if not operation.attends:
+            raise ConfigError(
+                f"operation {self.operation!r} selects keys and doesn't attend; call it by OperationRegistry.create, and declare "
+                "the attention by its own operation."
+            )
+        paged = operation.keys_in == "pages"
         if paged and self.is_set("call"):
             raise ConfigError(f"operation {self.operation!r} runs steps over pages; declare `step` instead of `call`.")
         if not paged and self.step is not None:

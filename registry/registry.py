@@ -55,6 +55,7 @@ class AttentionOperation(Protocol):
     config: ClassVar[type[OperationConfig]]
     operands: ClassVar[OperandTable]
     keys_in: ClassVar[Literal["arrays", "pages"]]
+    attends: ClassVar[bool]
 
     def __init__(self, metadata: Any = None) -> None: ...
 

@@ -216,8 +216,9 @@ def paged_kernels() -> Iterator[Kernel]:
         width, decodes = case["keys"] // page, case["kind"] == "decode"
         bf16 = np.dtype(jnp.bfloat16)
         geometry = Geometry(
-            layout=case["layout"], tokens=SEQUENCES if decodes else 512, heads=heads, kv_heads=kv_heads, dim=dim,
-            value_dim=value_dim, key_row=wide, value_row=wide, pages=SEQUENCES * width, page=page, sequences=SEQUENCES, width=width,
+            layout=case["layout"], tokens=SEQUENCES if decodes else 512, heads=heads, kv_heads=kv_heads,
+            dim=dim, value_dim=value_dim, key_row=wide, value_row=wide, pages=SEQUENCES * width, page=page,
+            sequences=SEQUENCES, width=width,
             dtype=bf16, key_dtype=bf16, value_dtype=bf16, key_scale=None, value_scale=None,
         )  # fmt: skip
         options = Options(

@@ -1,0 +1,1 @@
+"""How a selection of keys is planned: its arrays, its problem, its plan."""

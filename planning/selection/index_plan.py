@@ -1,0 +1,150 @@
+"""IndexPlan: what was decided for a call of an indexer, as text and JSON; and SELECTIONS, how such calls are planned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from ...masks.causal_window import causal_window
+from ...sharding import FittedSpec, TensorShape, fit_tensor
+from ..capability import Reason
+from ..decision import WHY, Decision
+from ..notes import is_info, note
+from ..operation import PlannedOperation
+from ..planner import Planner
+from ..policy import Policy
+from ..text import bytes_text, spec_text
+from ..tuning import Tuning
+from .index_operands import INDEX, SELECTIONS_OF
+from .index_problem import IndexProblem
+
+__all__ = ["SELECTIONS", "IndexPlacement", "IndexPlan"]
+
+
+class IndexPlacement(NamedTuple):
+    """Where the arrays of a call and its results are."""
+
+    tensors: tuple[FittedSpec, ...]
+
+    def axes(self, tensor: str, at: int) -> tuple[str, ...]:
+        """The mesh axes that split a dimension of a tensor."""
+        return next((fitted.axes(at) for fitted in self.tensors if fitted.tensor == tensor), ())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class IndexPlan(Decision[IndexProblem, IndexPlacement]):
+    """The plan of a selection. Queries are split as declared; each device has all keys of its batch rows while it selects."""
+
+    @property
+    def tensors(self) -> tuple[FittedSpec, ...]:
+        """The call's arrays and its results."""
+        return self.placement.tensors
+
+    @property
+    def specs(self) -> Mapping[str, PartitionSpec]:
+        """The spec of each array and result, by name."""
+        return MappingProxyType({fitted.tensor: fitted.spec for fitted in self.tensors})
+
+    def explain(self, verbose: bool = False) -> str:
+        """The decision as text: what runs and why, and what needs your attention."""
+        problem = self.problem
+        lines = [problem.describe(), f"runs      {self.implementation or 'nothing'} ({WHY[self.kind]})"]
+        lines.append(f"mask      {problem.mask.describe()}")
+        lines.append(f"scale     {problem.softmax_scale:g}, scores in float32")
+        for rejected in self.rejected:
+            lines.append(f"not       {rejected.implementation}:")
+            lines.extend(f"            {reason}" for reason in rejected.reasons)
+        if verbose or math.prod(axis.size for axis in problem.mesh) > 1:
+            lines.append("tensors   spec, shape -> per device, bytes per device")
+            for x in self.tensors:
+                shapes = "x".join(map(str, x.shape)), "x".join(map(str, x.local_shape))
+                lines.append(
+                    f"  {x.tensor:<15} {spec_text(x.spec)}  {shapes[0]} -> {shapes[1]}  {bytes_text(x.local_bytes)}"
+                )
+        return "\n".join([*lines, *(f"note      {x}" for x in self.notes if verbose or not is_info(x))])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole decision as JSON-ready values."""
+        problem = self.problem
+        return self.decision_dict() | {
+            "sizes": problem.sizes,
+            "query_offset": problem.query_offset,
+            "tensors": {
+                x.tensor: {"spec": spec_text(x.spec), "shape": list(x.shape), "local_shape": list(x.local_shape)}
+                for x in self.tensors
+            },
+        }
+
+
+class _Selections(Planner[IndexProblem, IndexPlacement]):
+    plan: ClassVar[type[Any]] = IndexPlan
+
+    def placements(
+        self, operation: type[PlannedOperation], problem: IndexProblem, policy: Policy
+    ) -> Callable[[str], IndexPlacement]:
+        del operation, policy
+        placement = IndexPlacement(_tensors(problem))
+        return lambda _: placement
+
+    def reasons(
+        self,
+        operation: type[PlannedOperation],
+        method: str,
+        problem: IndexProblem,
+        placement: IndexPlacement,
+        policy: Policy,
+    ) -> tuple[Reason, ...]:
+        del placement, policy
+        if causal_window(problem.mask) is None:
+            text = f"the mask {problem.mask.describe()}: an indexer's is Causal and SlidingWindow, by positions"
+            hint = "Leave the rest of the mask to the attention, or pass segment ids and kv_lengths."
+            return (Reason("index.mask", "mask", text, hint),)
+        capability = operation.implementation(method, problem.config).capability
+        missing = sorted(problem.features - capability.consumes - problem.mask.features())
+        return tuple(Reason(f"feature.{x}", x, f"{method} has no {x}", "Leave it out.") for x in missing)
+
+    def notes(
+        self,
+        operation: type[PlannedOperation],
+        problem: IndexProblem,
+        policy: Policy,
+        placement: IndexPlacement,
+        method: str,
+    ) -> tuple[str, ...]:
+        del operation, policy, method
+        split = placement.axes("index_key", 1)
+        if not split:
+            return ()
+        sizes = {axis.name: axis.size for axis in problem.mesh}
+        whole = next(x for x in placement.tensors if x.tensor == "index_key").local_bytes * math.prod(
+            sizes[x] for x in split
+        )
+        return (note("index.keys_gathered", axes=list(split), size=whole),)
+
+    def tune_key(self, method: str, problem: IndexProblem, placement: IndexPlacement) -> dict[str, Any]:
+        del placement
+        return {"implementation": method, **problem.sizes, "dtype": problem.input_dtype, "key": problem.key_dtype}
+
+    def search(
+        self, operation: type[PlannedOperation], method: str, problem: IndexProblem, placement: IndexPlacement
+    ) -> Tuning:
+        del operation, method, problem, placement
+        return Tuning("heuristic", "an indexer's blocks aren't searched for", {})
+
+
+def _tensors(problem: IndexProblem) -> tuple[FittedSpec, ...]:
+    declared, sizes, tensors = dict(problem.specs), problem.sizes, []
+    for row in (*INDEX, *SELECTIONS_OF):
+        if row.optional and row not in SELECTIONS_OF and problem.operand(row.name) is None:
+            continue
+        shape = TensorShape(row.shape(sizes, "bthd"), problem.itemsize(row.name))
+        tensors.append(fit_tensor(row.name, declared[row.name], shape, row.dims, problem.mesh))
+    return tuple(tensors)
+
+
+SELECTIONS = _Selections()
