@@ -148,7 +148,11 @@ def test_the_plan_is_data() -> None:
     operation = _make(config={"top_k": K, "block_q": 8, "block_kv": 32})
     plan = operation.plan(*_arrays())
     data = json.loads(json.dumps(plan.to_dict()))
-    assert (data["operation"], data["implementation"], data["mode"]) == ("indexer", "indexer.forward_native", "__train__")
+    assert (data["operation"], data["implementation"], data["mode"]) == (
+        "indexer",
+        "indexer.forward_native",
+        "__train__",
+    )
     assert data["sizes"] == {"batch": B, "q_len": Q, "kv_len": Q, "index_dim": DIM, "top_k": K, "index_heads": HEADS}
     assert (data["config"]["block_q"], data["config"]["block_kv"]) == (8, 32)
     assert plan == operation.plan(*_arrays())
@@ -156,6 +160,18 @@ def test_the_plan_is_data() -> None:
     assert operation.explain(*_arrays()) == plan.explain()
     np.testing.assert_array_equal(operation(*_arrays()).positions, _wanted(_arrays(), _causal(Q, Q)))
     assert has_note(_make(backend="cpu").plan(*_arrays(), top_k=K).notes, "platform.no_kernel")
+
+
+@pytest.mark.parametrize(("field", "value"), [("top_k", 4), ("block_q", 8), ("block_kv", 64)])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_field_changes_what_is_lowered(name: str, field: str, value: int) -> None:
+    arrays = _arrays(Q, 128)
+
+    def lowered(config: dict[str, Any]) -> str:
+        operation = _make(name, config, backend="cpu")
+        return jax.jit(lambda *x: operation(*x).positions).lower(*arrays).as_text()
+
+    assert lowered({"top_k": K} | {field: value}) != lowered({"top_k": K})
 
 
 def test_a_gradient_is_zero() -> None:
