@@ -22,6 +22,8 @@ def long_enough(x: jax.Array, size: int) -> jax.Array:
 
 def block_of(x: jax.Array, row: Any, number: Any, size: int) -> jax.Array:
     """A block [size, ...] of a row of x [batch, length, ...], length >= size; what lies beyond the end is any of the others."""
+    if x.dtype.itemsize == 2:  # else XLA:CPU converts all of it to float32 before the loop
+        x, row, number = lax.optimization_barrier((x, row, number))
     start, late = _start(x, number, size)
     part = lax.squeeze(cut(x, (row, start, *_zeros(x)), (1, size, *x.shape[2:])), (0,))
     return part if late is None else _rolled(part, late)
