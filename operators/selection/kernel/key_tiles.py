@@ -1,7 +1,7 @@
 """The keys that a block of queries meets, tile by tile: gathered for each query, or shared by the block and masked.
 
-A tile takes its keys out of any array [rows, kv_len, ...] and adds to such an array what belongs to them; rows are those of the
-batch, or of batch and kv heads. What no query of the block meets is taken as zeros, so that it has no effect, whatever it holds.
+A tile takes its keys out of any prepared array and adds to such an array what belongs to them. A row is one of batch and kv heads
+together. What no query of the block meets is taken as zeros, so that it has no effect, whatever it holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from ...kernels.varying import vary, varying
 from .row_blocks import block_of, long_enough, put_block
 from .visibility import VisibleBlocks
 
-__all__ = ["GatheredKeys", "KeyTile", "KeyTiles", "SelectedTiles", "VisibleTiles", "fold_blocks"]
+__all__ = [
+    "GatheredKeys",
+    "KeyTile",
+    "KeyTiles",
+    "SelectedTiles",
+    "VisibleTiles",
+    "fold_blocks",
+    "heads_first",
+    "heads_last",
+]
 
 Step = Callable[["KeyTile", Any], Any]
 
@@ -29,11 +38,14 @@ Step = Callable[["KeyTile", Any], Any]
 class KeyTile(Protocol):
     """Some keys. rows: 'q' if each query has its own, else ''; visible: bool [block_q, keys], of no query beyond the last."""
 
-    rows: str
-    visible: Bool[Array, "block_q keys"]
+    @property
+    def rows(self) -> str: ...
+
+    @property
+    def visible(self) -> Bool[Array, "block_q keys"]: ...
 
     def take(self, x: Array, row: Any) -> Array:
-        """The keys' part of a row of x [rows, kv_len, ...]: [block_q, keys, ...] or [keys, ...]."""
+        """The keys' part of a row of a prepared x: [block_q, keys, ...] or [keys, ...]."""
         ...
 
     def add(self, x: Array, part: Float[Array, ...], row: Any) -> Array:
@@ -42,12 +54,17 @@ class KeyTile(Protocol):
 
 
 class KeyTiles(Protocol):
-    """The tiles of each block of queries. What is taken from must have been made long enough first."""
+    """The tiles of each block of queries."""
 
-    block_q: int
+    @property
+    def block_q(self) -> int: ...
 
     def prepared(self, x: Array) -> Array:
-        """x with at least one tile."""
+        """x [batch, kv_len, heads, ...] as tiles are taken from it."""
+        ...
+
+    def restored(self, x: Array, heads: int) -> Array:
+        """The inverse."""
         ...
 
     def fold(self, row: Any, q_block: Any, step: Step, carry: Any) -> Any:
@@ -68,25 +85,36 @@ class GatheredTile:
 
     def take(self, x: Array, row: Any) -> Array:
         """See KeyTile."""
-        part = jnp.take(x.reshape(-1, *x.shape[2:]), self.positions + row * x.shape[1], axis=0, mode="clip")
+        part = jnp.take(x.reshape(-1, *x.shape[3:]), self._places(x, row), axis=0, mode="clip")
         return _zero_where(~self.visible, part)
 
     def add(self, x: Array, part: Float[Array, ...], row: Any) -> Array:
         """See KeyTile."""
-        flat = x.reshape(-1, *x.shape[2:])
-        place = jnp.where(self.visible, self.positions + row * x.shape[1], flat.shape[0])
+        flat = x.reshape(-1, *x.shape[3:])
+        place = jnp.where(self.visible, self._places(x, row), flat.shape[0])
         return flat.at[place].add(part, mode="drop").reshape(x.shape)
+
+    def _places(self, x: Array, row: Any) -> Int[Array, "block_q keys"]:
+        batch, head = split_index(row, x.shape[2], x.shape[0])
+        return (self.positions + batch * x.shape[1]) * x.shape[2] + head
 
 
 @dataclass(frozen=True)
 class GatheredKeys:
-    """KeyTiles of one tile: the selected keys of each query, copied. positions: int32 [batch, q_len, k], distinct in a row."""
+    """KeyTiles of one tile: the selected keys of each query, copied. positions: int32 [batch, q_len, k], distinct in a row.
+
+    Arrays are read where they lie, [batch, kv_len, heads, ...].
+    """
 
     positions: Int[Array, "batch q_len k"]
     kv_len: int
     block_q: int
 
     def prepared(self, x: Array) -> Array:
+        """See KeyTiles."""
+        return x
+
+    def restored(self, x: Array, heads: int) -> Array:
         """See KeyTiles."""
         return x
 
@@ -128,7 +156,11 @@ class SelectedTiles:
 
     def prepared(self, x: Array) -> Array:
         """See KeyTiles."""
-        return long_enough(x, self.block_kv)
+        return long_enough(heads_first(x), self.block_kv)
+
+    def restored(self, x: Array, heads: int) -> Array:
+        """See KeyTiles."""
+        return heads_last(x[:, : self.kv_len], heads)
 
     def fold(self, row: Any, q_block: Any, step: Step, carry: Any) -> Any:
         """See KeyTiles."""
@@ -153,11 +185,16 @@ class VisibleTiles:
 
     def __init__(self, mask: LocalMask, block_q: int, block_kv: int) -> None:
         self.block_q, self.block_kv = block_q, block_kv
+        self.kv_len = mask.kv_len
         self._q_len, self._blocks = mask.q_len, VisibleBlocks(mask, block_q, block_kv)
 
     def prepared(self, x: Array) -> Array:
         """See KeyTiles."""
-        return long_enough(x, self.block_kv)
+        return long_enough(heads_first(x), self.block_kv)
+
+    def restored(self, x: Array, heads: int) -> Array:
+        """See KeyTiles."""
+        return heads_last(x[:, : self.kv_len], heads)
 
     def fold(self, row: Any, q_block: Any, step: Step, carry: Any) -> Any:
         """See KeyTiles."""
@@ -167,6 +204,17 @@ class VisibleTiles:
             return step(SharedTile(self._blocks.seen(row, q_block, block) & inside, block), carry)
 
         return self._blocks.fold(row, q_block, visit, carry)
+
+
+def heads_first(x: Array) -> Array:
+    """[batch, length, heads, ...] as [batch * heads, length, ...]."""
+    x = x.swapaxes(1, 2)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def heads_last(x: Array, heads: int) -> Array:
+    """The inverse."""
+    return x.reshape(-1, heads, *x.shape[1:]).swapaxes(1, 2)
 
 
 def fold_blocks(batch: int, q_len: int, block_q: int, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:

@@ -21,7 +21,7 @@ from ...kernels.derivatives import once, reverse_only
 from ...kernels.lse import divisor_and_lse, subtracted
 from ...kernels.precision import exact
 from ...kernels.varying import vary, varying
-from .key_tiles import GatheredKeys, KeyTile, KeyTiles, SelectedTiles, fold_blocks
+from .key_tiles import GatheredKeys, KeyTile, KeyTiles, SelectedTiles, fold_blocks, heads_first, heads_last
 from .row_blocks import block_of, long_enough, put_block
 from .selected_sizes import Path, Sizes, choose
 
@@ -123,19 +123,21 @@ def _backward(static: _Static, saved: Any, cotangents: tuple[Array, Array]) -> t
     work = _Work(static, arrays, positions)
     d_output = d_output.astype(jnp.float32)
     delta = (d_output * output.astype(jnp.float32)).sum(-1) - d_lse.swapaxes(1, 2)
-    rows = tuple(work.by_kv_head(x) for x in (d_output, delta[..., None], lse[..., None]))
-    gradients = _Operands(*(None if x is None else work.zeros(x.shape, jnp.float32) for x in work.arrays), None)
+    rows = work.by_kv_head(d_output), work.by_kv_head(delta[..., None]), work.by_kv_head(lse[..., None])
+    d_value = None if work.value is None else work.zeros(work.value.shape, jnp.float32)
+    d_query, d_key = work.zeros(work.query.shape, jnp.float32), work.zeros(work.key.shape, jnp.float32)
+    gradients = _Operands(d_query, d_key, d_value, None)
     step = functools.partial(work.differentiate, rows=rows)
     gradients = fold_blocks(work.query.shape[0], work.query.shape[1], work.block_q, step, gradients)
-    query, key, value = arrays[:3]
     d_sinks = None
     if arrays.sinks is not None:
         share = jnp.exp(arrays.sinks.astype(jnp.float32)[None, None] - lse)
         share = jnp.where(share == 0, 0, share * delta)
         d_sinks = -share.sum((0, 1)).astype(arrays.sinks.dtype)
-    d_key = work.keys_as_given(gradients.key, key)
-    d_value = None if value is None else work.keys_as_given(gradients.value, value)
-    d_query = work.as_given(gradients.query).astype(query.dtype)
+    d_key = work.tiles.restored(gradients.key, work.kv_heads).astype(arrays.key.dtype)
+    if gradients.value is not None:
+        d_value = work.tiles.restored(gradients.value, work.kv_heads).astype(arrays.value.dtype)
+    d_query = work.as_given(gradients.query).astype(arrays.query.dtype)
     return _Operands(d_query, d_key, d_value, d_sinks), np.zeros(positions.shape, jax.dtypes.float0)
 
 
@@ -158,15 +160,9 @@ class _Work:
         else:
             self.tiles = SelectedTiles(positions, self.kv_len, sizes.block_q, sizes.block_kv)
         self.query = self.by_kv_head(arrays.query)
-        key, value = (None if x is None else self.tiles.prepared(_heads_first(x)) for x in arrays[1:3])
-        assert key is not None
-        self.key, self.value = key, value
+        self.key = self.tiles.prepared(arrays.key)
+        self.value = None if arrays.value is None else self.tiles.prepared(arrays.value)
         self.dtype = arrays.query.dtype
-
-    @property
-    def arrays(self) -> tuple[Array, Array, Array | None]:
-        """Query, key and value by kv head."""
-        return self.query, self.key, self.value
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, value: float = 0) -> Array:
         """A constant as a loop's first value."""
@@ -174,19 +170,12 @@ class _Work:
 
     def by_kv_head(self, x: Array) -> Array:
         """[batch, q_len, heads, n] as [batch * kv_heads, q_len, group, n]."""
-        x = x.reshape(*x.shape[:2], self.kv_heads, -1, x.shape[3])
-        return long_enough(_heads_first(x), self.block_q)
+        return long_enough(heads_first(x.reshape(*x.shape[:2], self.kv_heads, -1, x.shape[3])), self.block_q)
 
     def as_given(self, x: Array) -> Array:
         """The inverse."""
-        x = x[:, : self.q_len].reshape(self.batch, self.kv_heads, self.q_len, *x.shape[2:])
-        return x.swapaxes(1, 2).reshape(self.batch, self.q_len, self.heads, x.shape[-1])
-
-    def keys_as_given(self, x: Array | None, like: Array) -> Array:
-        """Of keys: [batch * kv_heads, kv_len, n] as [batch, kv_len, kv_heads, n]."""
-        assert x is not None
-        x = x[:, : self.kv_len].reshape(self.batch, self.kv_heads, self.kv_len, x.shape[-1])
-        return x.swapaxes(1, 2).astype(like.dtype)
+        x = heads_last(x[:, : self.q_len], self.kv_heads)
+        return x.reshape(self.batch, self.q_len, self.heads, x.shape[-1])
 
     def logits(self, query: Array, tile: KeyTile, row: Any) -> tuple[Array, Array, Array]:
         """(logits [block_q, group, keys], -inf where not visible; keys; values)."""
@@ -261,12 +250,6 @@ class _Work:
         number = row // np.int32(self.kv_heads)
         d_query, d_key, d_value = self.tiles.fold(number, q_block, visit, carry)
         return _Operands(put_block(gradients.query, d_query, row, q_block), d_key, d_value, None)
-
-
-def _heads_first(x: Array) -> Array:
-    """[batch, length, heads, ...] as [batch * heads, length, ...]."""
-    x = x.swapaxes(1, 2)
-    return x.reshape(-1, *x.shape[2:])
 
 
 def _check(
