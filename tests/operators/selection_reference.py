@@ -99,3 +99,36 @@ def gradients(function: Any, arrays: dict[str, Any]) -> dict[str, np.ndarray]:
             moved[place] += 1e-30j
             found[name][place] = function(**(arrays | {name: moved})).imag / 1e-30
     return found
+
+
+def indexer_loss(
+    index_query: Any,
+    index_key: Any,
+    weights: Any,
+    query: Any,
+    key: Any,
+    seen: np.ndarray,
+    scale: float,
+    index_scale: float,
+    soft_cap: float | None = None,
+    lse: Any = None,
+) -> Any:
+    """The mean over queries with keys of sum p (log p - log q); the indexer's arrays may be complex."""
+    total, count = 0.0, 0
+    query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
+    group = query.shape[2] // key.shape[2]
+    for b, i in np.ndindex(query.shape[:2]):
+        keys = np.flatnonzero(seen[b, i])
+        if not len(keys):
+            continue
+        p = np.zeros(len(keys))
+        for h in range(query.shape[2]):
+            logits = scale * key[b, keys, h // group] @ query[b, i, h]
+            logits = logits if soft_cap is None else soft_cap * np.tanh(logits / soft_cap)
+            p += np.exp(logits - (np.log(np.exp(logits).sum()) if lse is None else lse[b, h, i]))
+        p /= p.sum()
+        per_head = index_scale * (index_key[b, keys] @ index_query[b, i].T)
+        score = np.where(per_head.real > 0, per_head, 0) @ weights[b, i]
+        total = total + (p * (np.log(p) - score + np.log(np.exp(score).sum()))).sum()
+        count += 1
+    return total / max(count, 1)

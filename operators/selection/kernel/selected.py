@@ -16,11 +16,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ....errors import InputError, InputTypeError, is_whole, shown
+from ....errors import InputError, is_whole, shown
 from ...kernels.derivatives import once, reverse_only
 from ...kernels.lse import divisor_and_lse, subtracted
 from ...kernels.precision import exact
 from ...kernels.varying import vary, varying
+from .checks import check_attention, check_positions
 from .key_tiles import GatheredKeys, KeyTile, KeyTiles, SelectedTiles, fold_blocks, heads_first, heads_last
 from .row_blocks import block_of, long_enough, put_block
 from .selected_sizes import Path, Sizes, choose
@@ -255,23 +256,14 @@ class _Work:
 def _check(
     query: Array, key: Array, value: Array | None, positions: Array, sinks: Array | None, value_dim: int | None
 ) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value), ("sinks", sinks)):
-        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
-            raise InputTypeError(f"{name} is {x.dtype}; wanted a float dtype.")
-    if query.ndim != 4 or key.ndim != 4:
-        wanted = "query [batch, q_len, heads, dim] and key [batch, kv_len, kv_heads, dim]"
-        raise InputError(f"query has shape {query.shape} and key {key.shape}; wanted {wanted}.")
+    check_attention(query, key, value=value, sinks=sinks)
     batch, q_len, heads, dim = query.shape
-    if key.shape[0] != batch or key.shape[3] != dim or key.shape[2] == 0 or heads % key.shape[2]:
-        hint = "the number of heads is a multiple of that of kv heads"
-        raise InputError(f"key has shape {key.shape}; wanted [{batch}, kv_len, kv_heads, {dim}]: {hint}.")
     if value is not None and (value.ndim != 4 or value.shape[:3] != key.shape[:3]):
         raise InputError(f"value has shape {value.shape}; wanted {[*key.shape[:3], 'value_dim']}, as the key.")
     if (value is None) != (value_dim is not None):
         raise InputError(f"value_dim is {shown(value_dim)}; wanted it if value is None, and only then.")
     if value_dim is not None and not is_whole(value_dim, 1, dim):
         raise InputError(f"value_dim is {shown(value_dim)}; wanted an int from 1 to {dim}, the key's columns.")
-    if positions.ndim != 3 or positions.shape[:2] != (batch, q_len) or not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise InputError(f"positions is {shown(positions)}; wanted integers [{batch}, {q_len}, k].")
+    check_positions(positions, batch, q_len)
     if sinks is not None and sinks.shape != (heads,):
         raise InputError(f"sinks has shape {sinks.shape}; wanted [{heads}], one for each query head.")

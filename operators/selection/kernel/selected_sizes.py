@@ -34,11 +34,13 @@ def choose(
     *,
     group: int,
     dim: int,
+    together: int = 1,
     path: Path | None = None,
     block_q: int | None = None,
     block_kv: int | None = None,
 ) -> Sizes:
-    """The sizes for k of kv_len keys. group: query heads of a kv head; dim: numbers of a key that are copied, with its value.
+    """The sizes for k of kv_len keys. group: query heads of a kv head; dim: numbers of a key that are copied, with its value;
+    together: kv heads that are worked on together.
 
     Errors: InputError for a path or a size that isn't one.
     """
@@ -47,11 +49,11 @@ def choose(
     for name, size in (("block_q", block_q), ("block_kv", block_kv)):
         if size is not None and not is_whole(size, 1):
             raise InputError(f"{name} is {shown(size)}; wanted an int of at least 1, or None to choose it.")
-    rows = min(q_len, 128, max(8, _ROWS // group))
+    rows = min(q_len, 128, max(8, _ROWS // (group * together)))
     if path is None:
         gathered = k * (_COPIED + group)
         path = "gather" if gathered * rows < kv_len * (_READ + group * rows) else "tiles"
     if path == "gather":
-        copies = max(1, _GATHERED_BYTES // (4 * k * max(dim, group)))
+        copies = max(1, _GATHERED_BYTES // (4 * k * max(dim, group) * together))
         return Sizes(path, block_q or min(q_len, 128, copies), kv_len)
     return Sizes(path, block_q or rows, block_kv or min(kv_len, _KEYS))
