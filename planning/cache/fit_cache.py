@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -42,7 +43,11 @@ def fit_cache(cache: CacheFields, mesh: AnyMesh | None, kv_heads: str, device_ki
     """See KVCache.plan."""
     if kv_heads not in ("replicate", "error"):
         raise ConfigError(f"kv_heads={shown(kv_heads)}; wanted 'replicate' or 'error'.")
-    axes, target = axes_of(mesh), _target(mesh, device_kind)
+    return _fitted(cache, axes_of(mesh), _target(mesh, device_kind), kv_heads)
+
+
+@functools.lru_cache(maxsize=256)  # every layer's step asks
+def _fitted(cache: CacheFields, axes: tuple[MeshAxis, ...], target: _Target, kv_heads: str) -> CachePlan:
     shards, head_shards = _split(cache.pages_axis, axes), _split(cache.kv_head_axis, axes)
     along = _split(cache.page_sequence_axis, axes)
     sizes = CacheSizes(0, shards, along, kv_repeat(cache.kv_heads, head_shards), head_shards)
