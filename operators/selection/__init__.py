@@ -1,8 +1,17 @@
-"""Selected attention: an indexer scores keys, each query attends to the best of them."""
+"""Selected attention: an indexer scores keys, and each query attends to the best of them, or of their blocks."""
 
 from __future__ import annotations
 
 from .indexer import DsaIndexer, GlmMoeDsaIndexer, Indexer, IndexOutput
+from .kernel.block_recipes import (
+    merge_branches,
+    moba_blocks,
+    msa_blocks,
+    nsa_blocks,
+    nsa_compressed,
+    quest_bounds,
+    quest_pages,
+)
 from .kernel.distillation import indexer_loss
 from .kernel.selected import selected_attention
 from .kernel.top_k import Selection, top_k_keys
@@ -14,6 +23,13 @@ __all__ = [
     "Indexer",
     "Selection",
     "indexer_loss",
+    "merge_branches",
+    "moba_blocks",
+    "msa_blocks",
+    "nsa_blocks",
+    "nsa_compressed",
+    "quest_bounds",
+    "quest_pages",
     "selected_attention",
     "top_k_keys",
 ]

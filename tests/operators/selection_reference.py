@@ -132,3 +132,11 @@ def indexer_loss(
         total = total + (p * (np.log(p) - score + np.log(np.exp(score).sum()))).sum()
         count += 1
     return total / max(count, 1)
+
+
+def best_blocks(score: Any, allowed: Any, always: Any, k: int) -> np.ndarray:
+    """bool [blocks]: those that are always chosen, then the best, at equal scores the lower ones, k together."""
+    order = sorted(
+        np.flatnonzero(allowed), key=lambda j: (not always[j], np.isnan(score[j]), -np.nan_to_num(score[j]), j)
+    )
+    return np.isin(np.arange(len(score)), order[:k])
