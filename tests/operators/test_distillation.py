@@ -164,6 +164,11 @@ def test_memory_of_long_sequences() -> None:
         ({"key": jnp.ones((B, KV + 1, 2, DIM))}, InputError, "key"),
         ({"lse": jnp.ones((B, Q, HEADS))}, InputError, "lse has shape"),
         ({"positions": jnp.ones((B, Q, 3))}, InputError, "positions is"),
+        (
+            {"positions": jnp.ones((B, Q, 3), np.int32), "sliding_window": 4},
+            InputError,
+            "got positions and sliding_window",
+        ),
         ({"index_key": jnp.ones((B, KV, INDEX_DIM), np.int8)}, InputTypeError, "index_key is int8"),
         ({"path": "dense", "positions": jnp.ones((B, Q, 3), np.int32)}, InputError, "path is 'dense'"),
     ],

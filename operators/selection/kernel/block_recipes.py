@@ -232,7 +232,7 @@ def _ends(positions: Array, blocks: int, block_kv: int, init_blocks: int, local_
 
 
 def _mapped(function: Callable[[Any, Array, Array], Any], x: Array, query_offset: Offset) -> Any:
-    """function(row of the batch, positions, queries), on blocks of queries of x [batch, q_len, ...]; its results whole."""
+    """function(row of the batch, positions, queries), block by block of x [batch, q_len, ...]; its results as whole arrays."""
     batch, q_len = x.shape[:2]
     size = max(1, min(_ROWS, q_len))
     blocks, x = -(-q_len // size), long_enough(x, size)

@@ -21,7 +21,7 @@ from ...kernels.lse import log_of_sum, subtracted
 from ...kernels.precision import exact
 from ...kernels.primitives import numbers
 from ...kernels.varying import vary, varying
-from .checks import check_attention, check_positions
+from .checks import check_attention, check_lengths, check_positions
 from .index_scores import check_index, head_scores, index_scores, product_dtype
 from .key_tiles import GatheredKeys, KeyTile, KeyTiles, SelectedTiles, VisibleTiles, fold_blocks
 from .row_blocks import block_of, long_enough, put_block
@@ -59,7 +59,7 @@ def indexer_loss(
     """The mean of KL(p || softmax(index scores)) over the queries that have keys, float32, in nats; 0 if none has.
 
     p: the main attention's weights, averaged over its heads, divided by their sum. softmax and sum are over the query's keys:
-    those at `positions`, as selected (the words on visibility then say nothing), or all that are visible: see `local_mask`.
+    those at `positions`, all of which are visible, or all that `local_mask` shows.
     lse: that of the main attention, if it had others too (all visible ones, or sinks); None is that of the same keys.
 
     Gradients go to index_query, index_key and weights; p is a constant. There is a first derivative, in reverse mode.
@@ -68,13 +68,17 @@ def indexer_loss(
     check_index(index_query, index_key, weights)
     check_attention(query, key, index_query=index_query, index_key=index_key, lse=lse)
     batch, q_len, heads, dim = query.shape
-    if (batch, q_len) != index_query.shape[:2] or key.shape[1] != index_key.shape[1]:
-        lengths = f"[{index_query.shape[0]}, {index_query.shape[1]}, ..] and [.., {index_key.shape[1]}, ..]"
-        raise InputError(f"query has shape {query.shape} and key {key.shape}; wanted {lengths}, as the indexer's.")
-    if lse is not None and lse.shape != (batch, heads, q_len):
-        raise InputError(f"lse has shape {lse.shape}; wanted {[batch, heads, q_len]}.")
+    check_lengths(query, key, index_query, index_key, lse)
+    seen: dict[str, Any] = {"query_offset": query_offset, "q_positions": q_positions, "kv_lengths": kv_lengths}
+    seen |= {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids}
+    seen = {name: x for name, x in seen.items() if x is not None and not (isinstance(x, int) and x == 0)}
     if positions is not None:
         check_positions(positions, batch, q_len)
+        if seen or sliding_window is not None:
+            given = ", ".join(["sliding_window"] * (sliding_window is not None) + sorted(seen))
+            raise InputError(
+                f"got positions and {given}; wanted one of them: a selection has the keys that are visible."
+            )
     kv_heads = key.shape[2]
     if 0 in (batch, q_len, heads, key.shape[1]) or (positions is not None and positions.shape[2] == 0):
         return jnp.zeros((), jnp.float32)
@@ -89,13 +93,9 @@ def indexer_loss(
         block_q=block_q,
         block_kv=block_kv,
     )
-    offset = query_offset if isinstance(query_offset, int) else 0
+    offset = seen.pop("query_offset", 0) if isinstance(query_offset, int) else 0
     static = _Static(softmax_scale, index_scale, soft_cap, sizes, causal, sliding_window, offset)
-    seen = {"q_positions": q_positions, "kv_lengths": kv_lengths}
-    seen |= {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids}
-    if not isinstance(query_offset, int):
-        seen["query_offset"] = query_offset
-    constant = _Constant(query, key, lse, positions, {name: x for name, x in seen.items() if x is not None})
+    constant = _Constant(query, key, lse, positions, seen)
     learned = reverse_only(_Learned(index_query, index_key, weights), _NAME)
     return _loss(static, learned, lax.stop_gradient(constant))
 
@@ -148,7 +148,7 @@ def _forward(static: _Static, learned: _Learned, constant: _Constant) -> tuple[A
     first = _Sums(work.zeros((*shape, work.query.shape[2])), *(work.zeros(shape) for _ in range(3)))
     sums = fold_blocks(shape[0], work.q_len, work.block_q, work.measure, first)
     sums = _Sums(*(x[:, : work.q_len] for x in sums))
-    count = jnp.maximum((sums.total > 0).sum(dtype=jnp.int32), 1).astype(jnp.float32)
+    count = jnp.maximum((sums.total > 0).sum(dtype=jnp.float32), 1)
     return sums.loss.sum() / count, (learned, constant, sums, count)
 
 
@@ -156,15 +156,13 @@ def _backward(static: _Static, saved: Any, cotangent: Array) -> tuple[_Learned, 
     learned, constant, sums, count = saved
     cotangent = once(cotangent, _NAME)
     work = _Work(static, learned, constant)
-    arrays = work.index_query, work.index_key, work.weights
-    gradients = _Learned(*(work.zeros(x.shape) for x in arrays))
+    gradients = _Learned(*(work.zeros(x.shape) for x in (work.index_query, work.index_key, work.weights)))
     sums = _Sums(*(long_enough(x, work.block_q) for x in sums))
     step = functools.partial(work.differentiate, sums=sums, unit=cotangent / count)
     gradients = fold_blocks(work.query.shape[0], work.q_len, work.block_q, step, gradients)
     key = work.tiles.restored(gradients.key, 1)[:, :, 0]
-    query, weights = (x[:, : work.q_len] for x in (gradients.query, gradients.weights))
-    found = (x.astype(like.dtype) for x, like in zip((query, key, weights), learned, strict=True))
-    return _Learned(*found), None
+    found = gradients.query[:, : work.q_len], key, gradients.weights[:, : work.q_len]
+    return _Learned(*(x.astype(like.dtype) for x, like in zip(found, learned, strict=True))), None
 
 
 _loss.defvjp(_forward, _backward)
@@ -202,14 +200,11 @@ class _Work:
         """A constant as a loop's first value."""
         return vary(jnp.full(shape, value, jnp.float32), self.axes)
 
-    def index(self, query: Array, tile: KeyTile, row: Any) -> tuple[Array, Array]:
-        """(scores of the indexer's heads [block_q, heads, keys], its keys)."""
+    def index(self, query: Array, weights: Array, tile: KeyTile, row: Any) -> tuple[Array, Array, Array]:
+        """(index scores [block_q, keys], -inf where not visible; those of the heads [block_q, heads, keys]; index keys)."""
         key = tile.take(self.index_key, row)
-        return head_scores(query, key, self.static.index_scale), key
-
-    def scores(self, per_head: Array, weights: Array, tile: KeyTile) -> Array:
-        """Index scores [block_q, keys], -inf where not visible."""
-        return jnp.where(tile.visible, index_scores(per_head, weights), -jnp.inf)
+        per_head = head_scores(query, key, self.static.index_scale)
+        return jnp.where(tile.visible, index_scores(per_head, weights), -jnp.inf), per_head, key
 
     def logits(self, query: Array, tile: KeyTile, row: Any) -> Array:
         """Those of the main attention, [block_q, keys, heads], -inf where not visible."""
@@ -238,7 +233,7 @@ class _Work:
         known = None if self.lse is None else block_of(self.lse, row, q_block, self.block_q).astype(jnp.float32)
 
         def normalise(tile: KeyTile, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            index = self.scores(self.index(index_query, tile, row)[0], weights, tile)
+            index, _, _ = self.index(index_query, weights, tile, row)
             found = _added(carry[0], carry[1], index)
             return (
                 (*found, *carry[2:])
@@ -255,7 +250,7 @@ class _Work:
 
         def compare(tile: KeyTile, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             p = self.attended(query, tile, row, lse)
-            index = self.scores(self.index(index_query, tile, row)[0], weights, tile)
+            index, _, _ = self.index(index_query, weights, tile, row)
             some = p > 0
             term = jnp.where(some, p * (jnp.log(jnp.where(some, p, 1)) - jnp.where(some, index, 0)), 0)
             return carry[0] + p.sum(-1), carry[1] + term.sum(-1)
@@ -281,9 +276,9 @@ class _Work:
 
         def visit(tile: KeyTile, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             d_query, d_key, d_weights = carry
-            per_head, key = self.index(index_query, tile, row)
+            index, per_head, key = self.index(index_query, weights, tile, row)
             p = self.attended(query, tile, row, lse) / jnp.where(some, total, 1)[:, None]
-            estimate = jnp.exp(self.scores(per_head, weights, tile) - index_lse[:, None])
+            estimate = jnp.exp(index - index_lse[:, None])
             d_score = jnp.where(tile.visible & some[:, None], (estimate - p) * unit, 0)[:, None]
             d_weights = d_weights + (jnp.where(d_score == 0, 0, d_score * jnp.maximum(per_head, 0))).sum(-1)
             d_head = (
@@ -292,8 +287,8 @@ class _Work:
             d_query = d_query + product(f"qhn,{tile.rows}nd->qhd", d_head, key)
             return d_query, tile.add(d_key, product(f"qhn,qhd->{tile.rows}nd", d_head, index_query), row), d_weights
 
-        carry = self.zeros(index_query.shape), gradients.key, self.zeros(weights.shape)
-        d_query, d_key, d_weights = self.tiles.fold(row, q_block, visit, carry)
+        first = self.zeros(index_query.shape), gradients.key, self.zeros(weights.shape)
+        d_query, d_key, d_weights = self.tiles.fold(row, q_block, visit, first)
         d_query = put_block(gradients.query, d_query, row, q_block)
         return _Learned(d_query, d_key, put_block(gradients.weights, d_weights, row, q_block))
 
