@@ -303,7 +303,8 @@ class Tiles:
 
     def scaled(self, weights: jax.Array, scale: jax.Array, alive: jax.Array) -> jax.Array:
         """Weights times the scale of their values; one by token may be NaN where no row sees it."""
-        scale = jnp.where(alive[..., None, :], scale, 0) if scale.ndim > 3 else scale
+        by_token = self.operands.value_scale is not None and self.operands.value_scale.ndim == 3
+        scale = jnp.where(alive[..., None, :], scale, 0) if by_token else scale
         return operator.mul(*same_rank(weights, scale))
 
     def weighted(self, weights: jax.Array, values: jax.Array, alive: jax.Array) -> jax.Array:
