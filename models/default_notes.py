@@ -7,21 +7,21 @@ from typing import Any
 
 from .family import INDEXED
 
-__all__ = ["has_dims", "speaks"]
+__all__ = ["has_dims", "is_noted"]
 
 _PATTERNS = ("sliding_window_pattern", "global_attn_every_n_layers", "no_rope_layer_interval")
-_SAID_BY: dict[str, tuple[str, ...]] = {  # the keys that say the same for each layer
+_LISTED_BY: dict[str, tuple[str, ...]] = {  # the keys that list the same for each layer
     **dict.fromkeys(_PATTERNS, ("layer_types", "no_rope_layers")),
     **dict.fromkeys(("index_topk_freq", "index_skip_topk_offset"), ("indexer_types", "index_topk_pattern")),
     "global_head_dim": ("per_layer_config",),
 }
 
 
-def speaks(key: str, fields: Mapping[str, Any]) -> bool:
+def is_noted(key: str, fields: Mapping[str, Any]) -> bool:
     """Whether a note must mention a default that was used because the config doesn't have the key."""
     if key in ("sliding_window", "max_window_layers") and fields.get("use_sliding_window") is False:
         return False
-    if any(fields.get(other) for other in _SAID_BY.get(key, ())):
+    if any(fields.get(other) for other in _LISTED_BY.get(key, ())):
         return False
     if key == "hidden_size" and has_dims(fields):
         return False

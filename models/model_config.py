@@ -17,7 +17,7 @@ from ..errors import ConfigError, a_type, nearest, shown
 from ..names import checked_name
 from ..planning.notes import Note, note
 from ..strict_json import parse_json, read_text
-from .default_notes import has_dims, speaks
+from .default_notes import has_dims, is_noted
 from .families import ALIASES, COMPOSITES, FAMILIES, GLOBAL, PARTS, Family
 from .keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
 
@@ -97,7 +97,7 @@ def read_model_config(
             key_of = {canonical: key for key, canonical in FAMILIES[model].names.items()}
             names = ", ".join(key_of.get(key, key) for key in missing)
             raise ConfigError(f"{name}: {names} missing; wanted a whole config of a {model} model.")
-    taken = [f"{key}={fields[key]}" for key in sorted(fields.keys() - declared) if speaks(key, fields)]
+    taken = [f"{key}={fields[key]}" for key in sorted(fields.keys() - declared) if is_noted(key, fields)]
     off = "use_sliding_window" not in declared and fields.get("use_sliding_window") is False
     if off and "sliding_window" in declared and fields["sliding_window"] is not None:
         notes.append(note("model.window_off", size=fields["sliding_window"]))

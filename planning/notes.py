@@ -200,12 +200,17 @@ NOTES = _kinds(
     ("foreign.no_update", "update_kv_cache",
      "update_kv_cache=False: keys and values aren't read; the pages have them", "info"),
     # -- a selection of keys
+    ("index.unread", "metadata",
+     "{fields:list}: an indexer reads none of it; its scores are float32"),
+    ("index.idle_axes", "mesh", "{names:list} of the mesh split nothing of the selection: all their devices do the same work"),
     ("index.keys_gathered", "partition_axis",
      "queries of {axes:plus} select among all keys: index keys are gathered, {size:bytes} on each device"),
     # -- steps over pages
     ("paged.merged", "cache.page_sequence_axis",
      "each device attends to its own pages, and outputs are merged by their lse over {axes:plus}: all-reduces of {size:bytes}, "
      "{sent:bytes} sent per device and layer"),
+    ("paged.selected", "selected",
+     "each token gathers at most {count} keys from the pages, {size:bytes} for all tokens of a device and layer", "info"),
     ("paged.stored_as_given", "key_scale", "{names} come as {dtype} and are stored as they are", "info"),
     ("paged.cast", "runtime_dtype", "query cast from {given} to {runtime} (runtime_dtype); key and value are the cache's"),
     ("paged.policy_unread", "sequence_parallel", "{name}={value!r} is not read: sequences lie in pages"),

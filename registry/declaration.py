@@ -69,8 +69,12 @@ class Declaration(UnsetFieldsModel):
             raise ValueError(f"call.{given[0]} is declared beside latent, from which it follows; leave it out")
         if self.step is not None and self.step.q_heads not in (None, self.latent.heads):
             raise ValueError(f"step.q_heads={self.step.q_heads}, but latent.heads={self.latent.heads}; leave it out")
-        if self.cache is not None and (problem := self.latent.cache_problem(self.cache)):
-            raise ValueError(problem)
+        if self.cache is not None:
+            # A layer that the cache doesn't have is refused where the step is read.
+            known = self.step is not None and self.step.layer < self.cache.layer_count
+            layer = self.step.layer if self.step is not None and known else None
+            if problem := self.latent.cache_problem(self.cache, layer):
+                raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
@@ -101,10 +105,9 @@ class Declaration(UnsetFieldsModel):
             **self.to_dict(),
             "step" if in_pages else "call": inner.model_dump(mode="json", by_alias=True) | changes,
         }
-        for name in (
-            ("latent",) if in_pages else ("latent", "cache")
-        ):  # a cache beside a call holds latents, not its keys
-            fields.pop(name, None)
+        del fields["latent"]
+        if not in_pages:
+            fields.pop("cache", None)  # it holds latents, not the call's keys
         return type(self).from_dict(fields)
 
     @classmethod

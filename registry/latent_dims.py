@@ -40,21 +40,22 @@ class LatentDims(UnsetFieldsModel):
         """The default scale, that of the expanded form."""
         return float(self.head_dim**-0.5)
 
-    def cache_problem(self, cache: KVCache) -> str | None:
-        """Why a cache can't hold these latents, in words, or None. Its groups of another kind are other layers'."""
+    def cache_problem(self, cache: KVCache, layer: int | None = None) -> str | None:
+        """Why a layer of a cache can't hold these latents, in words, or None. Without a layer, any group of layers may."""
         if self.form == "expanded":
             return "latent.form is 'expanded' beside a cache, whose pages hold latents; leave form out"
         _, head_dim, value_dim = self.inner("absorbed")
-        parts = [part for number in range(len(cache.groups)) if (part := cache.part(number, 1)).kind == "latent"]
+        groups = range(len(cache.groups)) if layer is None else (cache.group_of(layer),)
+        parts = [part for number in groups if (part := cache.part(number, 1)).kind == "latent"]
         if not parts:
             return "the cache beside latent holds keys and values; declare its kind 'latent'"
-        for part in parts:
-            if (part.head_dim, part.value_size) != (head_dim, value_dim):
-                return (
-                    f"the cache's latents have head_dim={part.head_dim} and value_dim={part.value_size}; wanted "
-                    f"{head_dim}, latent_dim and rope_dim together, and {value_dim}, latent_dim"
-                )
-        return None
+        found = [(part.head_dim, part.value_size) for part in parts]
+        if (head_dim, value_dim) in found:
+            return None
+        return (
+            f"the cache's latents have head_dim={found[0][0]} and value_dim={found[0][1]}; wanted {head_dim}, latent_dim and "
+            f"rope_dim together, and {value_dim}, latent_dim"
+        )
 
     def inner(self, form: Form) -> tuple[int, int, int]:
         """(kv heads, head dim, value dim) of the attention that a form runs."""

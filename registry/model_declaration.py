@@ -122,14 +122,23 @@ class ModelDeclaration:
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """The layers grouped by window, as for KVCache(layers=...). Layers with another mask keep all tokens."""
+        """The layers grouped by window and by sizes that differ, as for KVCache(layers=...). Layers with another mask keep all
+        tokens."""
         windows: list[int | None] = []
         for layer in self.layers:
             mask = layer.declaration.call.mask
             window = None if mask is None else causal_window(mask)
             left = None if window is None else window.left
             windows.append(None if left is None else left + 1)
-        return layer_groups(windows)
+        calls = [layer.declaration.call for layer in self.layers]
+        sizes = [
+            (call.kv_heads, call.head_dim, call.head_dim if call.value_dim is None else call.value_dim)
+            for call in calls
+        ]
+        if len(set(sizes)) == 1:
+            return layer_groups(windows)
+        names = ("kv_heads", "head_dim", "value_dim")
+        return layer_groups(windows, [dict(zip(names, own, strict=True)) for own in sizes])
 
     def layer(self, number: int) -> LayerDeclaration:
         """The declaration of layer `number`, from 0. Errors: ConfigError for a layer that the model doesn't have."""

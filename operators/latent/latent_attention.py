@@ -22,7 +22,7 @@ from ..call.output import AttentionOutput
 from .forms import absorbed_inputs, absorbed_output, expanded_inputs
 from .latent_operands import LATENT, check_arrays
 from .latent_plan import LatentPlan
-from .latent_step import noted, step_inputs, step_shapes
+from .latent_step import check_cache, noted, step_inputs, step_shapes
 from .work import choose_form, form_note
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ class LatentAttention:
         arrays = dict(zip(LATENT.names, (q_nope, q_rope, latent, rope_key, w_uk, w_uv), strict=True))
         layout, options = self._options(call)
         if self._in_pages:
+            check_cache(self.dims, getattr(options.get("state"), "cache", None), options.get("layer"))
             stepped = self.attention(*step_inputs(self.dims, arrays), None, **options)
             attended = stepped.attention_outputs
             assert stepped.plan is not None  # the call itself sets it
@@ -170,6 +171,8 @@ class LatentAttention:
         arrays = dict(zip(LATENT.names, (q_nope, q_rope, latent, rope_key, w_uk, w_uv), strict=True))
         layout, options = self._options(call)
         if self._in_pages:
+            cache = options.get("cache", self.attention.declaration.cache)
+            check_cache(self.dims, getattr(cache, "cache", cache), options.get("layer"))
             return noted(self.dims, self.attention.plan(*step_shapes(self.dims, arrays), None, **options))
         return self._plan(arrays, layout, options)
 

@@ -9,14 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...errors import InputError
+from ...errors import InputError, is_whole
+from ...planning.cache.kv_cache import KVCache
 from ...planning.notes import note
 from ...planning.paged.paged_plan import PagedPlan
 from ...registry.latent_dims import LatentDims
 from .forms import absorbed_query
 from .latent_operands import check_arrays
 
-__all__ = ["noted", "step_inputs", "step_shapes"]
+__all__ = ["check_cache", "noted", "step_inputs", "step_shapes"]
 
 _LAYOUT = "thd"  # tokens of all sequences
 
@@ -42,6 +43,13 @@ def step_shapes(dims: LatentDims, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
         None if query is None else jax.ShapeDtypeStruct((query.shape[0], dims.heads, width), query.dtype),
         None if latent is None else jax.ShapeDtypeStruct((latent.shape[0], 1, width), latent.dtype),
     )
+
+
+def check_cache(dims: LatentDims, cache: Any, layer: Any) -> None:
+    """Refuse a cache whose layer doesn't hold these latents. Errors: InputError."""
+    known = isinstance(cache, KVCache) and (layer is None or is_whole(layer, 0, cache.layer_count - 1))
+    if known and (problem := dims.cache_problem(cache, layer)):  # others are refused by the step
+        raise InputError(f"{problem}.")
 
 
 def noted(dims: LatentDims, plan: PagedPlan) -> PagedPlan:

@@ -140,7 +140,9 @@ class PagedOperation(DeclaredOperation):
             declared, group, (query, key, value), step_arrays, step, mesh, (query, key, value, *step_arrays.flat)
         )
         has_values = batch is not None and all(known_values(x) is not None for x in jax.tree.leaves(batch))
-        return replace(decided, reads=page_reads(decided.problem, batch)) if has_values else decided
+        if not has_values or "selected" in decided.problem.features:  # what is gathered depends on the selection
+            return decided
+        return replace(decided, reads=page_reads(decided.problem, batch))
 
     def explain(
         self,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import and_
 from typing import Any, TypedDict, Unpack
 
 import jax
@@ -16,10 +14,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ...compat import tree_of
-from ...errors import ConfigError, InputError, InputTypeError, is_whole, nearest, shown
-from ...masks import Causal, Full, Mask, SlidingWindow
+from ...errors import InputError, InputTypeError, is_whole, nearest, shown
+from ...masks import Mask
 from ...planning import plan
 from ...planning.call_arguments import CallArray
+from ...planning.notes import note
 from ...planning.selection.index_operands import INDEX, SELECTIONS_OF
 from ...planning.selection.index_plan import SELECTIONS, IndexPlan
 from ...planning.selection.index_problem import IndexProblem
@@ -34,6 +33,7 @@ from ..call.declared import DeclaredOperation
 from ..call.planned_platform import planned_platform
 from ..call.program import Program, attention
 from .implementations import INDEX_ON_XLA, IndexCall
+from .index_checks import call_sizes, selected_count, static_options, unread_fields
 from .index_config import DsaIndexerConfig, GlmMoeDsaIndexerConfig, IndexerConfig
 from .kernel.top_k import Selection
 
@@ -173,16 +173,18 @@ class Indexer(DeclaredOperation):
         elif not is_whole(offset, 0):
             raise InputError(f"query_offset={shown(offset)}; wanted a whole number from 0 on, or integers [batch].")
         shapes = {name: shaped(name, x) for name, x in arrays.items()}
-        sizes = _sizes(shapes)
+        sizes = call_sizes(shapes)
         mesh, metadata = self._mesh(), self.metadata
         platform, kind, source = planned_platform(metadata, mesh, tuple(arrays.values()))
         config, notes = declared_config(type(self), metadata, platform)
-        scale = metadata.softmax_scale if call.get("softmax_scale") is None else call["softmax_scale"]
+        if unread := unread_fields(metadata):
+            notes.append(note("index.unread", fields=unread))
+        mask, scale = static_options(call, metadata.causal)
+        scale = metadata.softmax_scale if scale is None else scale
         scale = sizes["index_dim"] ** -0.5 if scale is None else scale
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        if not math.isfinite(scale):
             raise InputError(f"softmax_scale={shown(scale)}; wanted a finite number.")
         mode = canonical_mode(call.get("mode") or "train")
-        mask = _mask(call, metadata.causal)
         features = {
             "kv_lengths": "kv_lengths" in shapes,
             "segment_ids": "q_segment_ids" in shapes,
@@ -220,7 +222,7 @@ class Indexer(DeclaredOperation):
             q_len=sizes["q_len"],
             kv_len=sizes["kv_len"],
             index_dim=sizes["index_dim"],
-            top_k=_top_k(call.get("top_k"), getattr(config, "top_k", None)),
+            top_k=selected_count(call.get("top_k"), getattr(config, "top_k", None)),
             query_offset=None if "query_offsets" in shapes else int(offset),
             specs=tuple(specs.items()),
         )
@@ -241,49 +243,3 @@ class GlmMoeDsaIndexer(Indexer):
     name = "glm_moe_dsa_indexer"
     config = GlmMoeDsaIndexerConfig
     backend_operation = "indexer"
-
-
-def _sizes(shapes: Mapping[str, Any]) -> dict[str, int]:
-    """Every dim's size, checked. Errors: InputError for a shape or a dtype."""
-    sizes: dict[str, int] = {}
-    for name, x in shapes.items():
-        row = INDEX[name]
-        if len(x.shape) == len(row.dims):
-            sizes = dict(zip(row.dims, x.shape, strict=True)) | sizes
-        if row.accepted(tuple(x.shape), sizes, "bthd") is None or len(x.shape) != len(row.dims):
-            raise InputError(f"{name} has shape {tuple(x.shape)}; wanted {row.expected_shapes(sizes, 'bthd')}.")
-        integers = jnp.issubdtype(x.dtype, jnp.integer)
-        if row.dtype != "stored" and integers != (row.dtype == "integers"):
-            raise InputError(f"{name} is {x.dtype}; wanted {row.dtype}.")
-    if ("q_segment_ids" in shapes) != ("kv_segment_ids" in shapes):
-        raise InputError("segment ids of queries or of keys are given alone; wanted q_segment_ids and kv_segment_ids.")
-    stored = shapes["index_key"].dtype
-    if (stored.itemsize == 1) != ("key_scale" in shapes):
-        wanted = "a key_scale [batch, kv]" if stored.itemsize == 1 else "no key_scale"
-        raise InputError(f"index_key is {stored}; wanted {wanted} beside it.")
-    return sizes
-
-
-def _top_k(given: Any, declared: int | None) -> int:
-    if given is not None and not is_whole(given, 1):
-        raise InputError(f"top_k={shown(given)}; wanted a whole number from 1 on.")
-    if given is not None and declared is not None and given != declared:
-        raise ConfigError(f"top_k={given}, but the config declares {declared}; leave one of them out.")
-    if (chosen := declared if given is None else given) is None:
-        raise InputError(
-            "top_k is missing: how many keys does each query select? Pass it, or declare it in the config."
-        )
-    return int(chosen)
-
-
-def _mask(call: Mapping[str, Any], default_causal: bool) -> Mask:
-    mask, causal, window = (call.get(name) for name in ("mask", "causal", "sliding_window"))
-    if mask is not None and (not isinstance(mask, Mask) or not mask.is_static):
-        raise InputTypeError("mask isn't a Mask without arrays; wanted one of Causal and SlidingWindow.")
-    parts: list[Mask] = [] if mask is None else [mask]
-    if causal or (causal is None and default_causal and mask is None):
-        parts.append(Causal())
-    if window is not None:
-        left, right = (window, window) if is_whole(window, 0) else window
-        parts += [] if left is None and right is None else [SlidingWindow(left, right)]
-    return reduce(and_, parts) if parts else Full()

@@ -136,7 +136,7 @@ class CacheNumbers:
         if self.cache.max_tokens is None:
             return None
         if self.parts:  # layers run one after another
-            return max(part.token_bytes or 0 for part in self.parts)
+            return max(size for part in self.parts if (size := part.token_bytes) is not None)
         heads = self.pages_array.fitted
         split = math.prod(axis.size for axis in self.mesh if axis.name in heads.axes(self.heads_at))
         local_heads = self.cache.kv_heads // (

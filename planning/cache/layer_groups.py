@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator
@@ -131,15 +131,19 @@ def layer_numbers(groups: Sequence[LayerGroup]) -> tuple[Sequence[int], ...]:
     return tuple(numbers)
 
 
-def layer_groups(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
-    """Group a model's layers by window. `windows` has the window_tokens of each layer, or None if it sees all tokens.
+def layer_groups(
+    windows: Sequence[int | None], geometry: Sequence[Mapping[str, Any]] | None = None
+) -> tuple[LayerGroup, ...]:
+    """Group a model's layers by window, and by geometry where that differs. windows: the window_tokens of each layer, or None if
+    it sees all tokens; geometry: the fields of a group that each layer has of its own.
 
     Groups are in the order of their first layers. Errors: ConfigError for an invalid window.
     """
-    layers_by_window: dict[int | None, list[int]] = {}
+    alike: dict[tuple[Any, ...], list[int]] = {}
     for number, window in enumerate(windows):
-        layers_by_window.setdefault(window, []).append(number)
+        own = {} if geometry is None else geometry[number]
+        alike.setdefault((window, *own.items()), []).append(number)
     return tuple(
-        LayerGroup(layers=tuple(numbers), **({} if window is None else {"window_tokens": window}))
-        for window, numbers in layers_by_window.items()
+        LayerGroup(layers=tuple(numbers), **({} if window is None else {"window_tokens": window}), **dict(own))
+        for (window, *own), numbers in alike.items()
     )

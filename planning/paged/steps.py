@@ -12,6 +12,7 @@ from ..operation import PlannedOperation
 from ..planner import Planner
 from ..policy import Policy
 from ..tuning import Tuning
+from .page_reads import page_bytes
 from .paged_plan import PagedPlan, StepPlacement
 from .paged_problem import PagedProblem
 from .step_operands import RESULTS_OF_STEPS, STEP_OPERANDS, step_spec
@@ -51,10 +52,15 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
         method: str,
     ) -> tuple[str, ...]:
         del operation, policy, placement, method
-        if not (size := problem.combined_bytes):
-            return ()
-        n = problem.sequence_shards
-        return (note("paged.merged", axes=problem.sequence_axes, size=size, sent=2 * size * (n - 1) // n),)
+        notes: tuple[str, ...] = ()
+        if (selected := problem.operand("selected")) is not None:
+            count = selected.shape[1]
+            size = page_bytes(problem) // problem.page_size * count * problem.local_tokens
+            notes += (note("paged.selected", count=count, size=size),)
+        if size := problem.combined_bytes:
+            n = problem.sequence_shards
+            notes += (note("paged.merged", axes=problem.sequence_axes, size=size, sent=2 * size * (n - 1) // n),)
+        return notes
 
     def tune_key(self, method: str, problem: PagedProblem, placement: StepPlacement) -> dict[str, Any]:
         del placement

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from ...errors import RefusedShardingError
 from ...masks.causal_window import causal_window
-from ...sharding import FittedSpec, TensorShape, fit_tensor
+from ...sharding import FittedSpec, MeshAxis, TensorShape, fit_tensor
 from ..capability import Reason
 from ..decision import WHY, Decision
 from ..notes import is_info, note
@@ -34,6 +35,11 @@ class IndexPlacement(NamedTuple):
     def axes(self, tensor: str, at: int) -> tuple[str, ...]:
         """The mesh axes that split a dimension of a tensor."""
         return next((fitted.axes(at) for fitted in self.tensors if fitted.tensor == tensor), ())
+
+    def idle(self, mesh: tuple[MeshAxis, ...]) -> list[str]:
+        """`tp=2` for each mesh axis along which all devices do the same work: it splits neither batch nor queries."""
+        used = {*self.axes("index_query", 0), *self.axes("index_query", 1)}
+        return [f"{x.name}={x.size}" for x in mesh if x.size > 1 and x.kind != "manual" and x.name not in used]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -87,8 +93,10 @@ class _Selections(Planner[IndexProblem, IndexPlacement]):
     def placements(
         self, operation: type[PlannedOperation], problem: IndexProblem, policy: Policy
     ) -> Callable[[str], IndexPlacement]:
-        del operation, policy
+        del operation
         placement = IndexPlacement(_tensors(problem))
+        if policy.strict:
+            _refuse_unfit(problem, placement)
         return lambda _: placement
 
     def reasons(
@@ -117,14 +125,17 @@ class _Selections(Planner[IndexProblem, IndexPlacement]):
         method: str,
     ) -> tuple[str, ...]:
         del operation, policy, method
+        notes: tuple[str, ...] = ()
+        if idle := placement.idle(problem.mesh):
+            notes += (note("index.idle_axes", names=idle),)
         split = placement.axes("index_key", 1)
         if not split:
-            return ()
+            return notes
         sizes = {axis.name: axis.size for axis in problem.mesh}
         whole = next(x for x in placement.tensors if x.tensor == "index_key").local_bytes * math.prod(
             sizes[x] for x in split
         )
-        return (note("index.keys_gathered", axes=list(split), size=whole),)
+        return (*notes, note("index.keys_gathered", axes=list(split), size=whole))
 
     def tune_key(self, method: str, problem: IndexProblem, placement: IndexPlacement) -> dict[str, Any]:
         del placement
@@ -135,6 +146,20 @@ class _Selections(Planner[IndexProblem, IndexPlacement]):
     ) -> Tuning:
         del operation, method, problem, placement
         return Tuning("heuristic", "an indexer's blocks aren't searched for", {})
+
+
+def _refuse_unfit(problem: IndexProblem, placement: IndexPlacement) -> None:
+    """Errors: ShardingError for what `strict` refuses: axes that don't fit, and those that only repeat work."""
+    unfit = [
+        f"{x.tensor}: {drop.axis!r}: {drop.reason}"
+        for x in placement.tensors
+        for drop in x.dropped
+        if not drop.harmless
+    ]
+    if idle := placement.idle(problem.mesh):
+        unfit.append(f"{', '.join(idle)} split neither batch nor queries")
+    if unfit:
+        raise RefusedShardingError(f"strict: {problem.describe()}: " + "; ".join(unfit) + ".")
 
 
 def _tensors(problem: IndexProblem) -> tuple[FittedSpec, ...]:

@@ -23,7 +23,7 @@ from attnops import (
     RefusedError,
     SlidingWindow,
 )
-from attnops.errors import AttnOpsError, InputError, InputTypeError
+from attnops.errors import AttnOpsError, InputError, InputTypeError, RefusedShardingError
 from attnops.planning.notes import has_note
 
 NAMES = ("indexer", "dsa_indexer", "glm_moe_dsa_indexer")
@@ -144,6 +144,25 @@ def test_specs_per_mode() -> None:
         assert tuple(plan.specs["positions"]) == ("dp", queries, None), mode
 
 
+def test_strict_and_what_is_not_read() -> None:
+    """Axes that only repeat work are told, and refused with strict; so are axes that don't fit. Fields of attention are told."""
+    mesh = jax.sharding.AbstractMesh((2, 3), ("dp", "tp"))
+    axis = PartitionAxis(batch_axis="dp")
+    found = _make(mesh=mesh, partition_axis=axis, runtime_dtype="bfloat16", sequence_parallel="ring")
+    notes = {note.code: note.values for note in found.plan(*_arrays(), top_k=K).notes}
+    assert notes["index.idle_axes"] == {"names": ["tp=3"]}
+    assert notes["index.unread"] == {"fields": ["runtime_dtype", "sequence_parallel"]}
+    plain = _make(partition_axis=axis).plan(*_arrays(), top_k=K)
+    assert not has_note(plain.notes, "index.unread")
+    with pytest.raises(RefusedShardingError, match="tp=3"):
+        _make(mesh=mesh, partition_axis=axis, strict=True).plan(*_arrays(), top_k=K)
+    odd = jax.sharding.AbstractMesh((3,), ("mine",))
+    with pytest.raises(RefusedShardingError, match="mine"):
+        _make(mesh=odd, partition_axis=PartitionAxis(batch_axis="mine"), strict=True).plan(*_arrays(), top_k=K)
+    fits = jax.sharding.AbstractMesh((2,), ("dp",))
+    assert _make(mesh=fits, partition_axis=axis, strict=True).plan(*_arrays(), top_k=K).method == "forward_native"
+
+
 def test_the_plan_is_data() -> None:
     operation = _make(config={"top_k": K, "block_q": 8, "block_kv": 32})
     plan = operation.plan(*_arrays())
@@ -196,8 +215,11 @@ def test_a_gradient_is_zero() -> None:
         ({"top_k": None}, InputError),
         ({"top_k": True}, InputError),
         ({"topk": 3}, InputTypeError),
-        ({"mask": np.ones((Q, Q), bool)}, InputTypeError),
+        ({"mask": np.ones((1, 1, Q, Q), bool)}, InputTypeError),
         ({"softmax_scale": float("nan")}, InputError),
+        ({"softmax_scale": "1"}, InputTypeError),
+        ({"sliding_window": (1, 2, 3)}, AttnOpsError),
+        ({"sliding_window": "wide"}, AttnOpsError),
         ({"query_offset": -1}, InputError),
         ({"q_segment_ids": SEGMENTS}, InputError),
         ({"kv_lengths": np.zeros(3, np.int32)}, InputError),

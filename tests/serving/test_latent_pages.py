@@ -196,6 +196,37 @@ def test_files_that_disagree_are_refused(change: dict[str, Any], named: str) -> 
         Declaration.from_dict(_file() | change)
 
 
+def test_another_group_may_hold_other_latents() -> None:
+    """Index keys beside the latents; the step's own layer decides."""
+    groups = [{"layers": 1, "pages": 8}, {"layers": 1, "pages": 8, "head_dim": 16, "value_dim": 16}]
+    cache = {name: x for name, x in _file()["cache"].items() if name != "pages"} | {"layers": groups}
+    step = _file()["step"] | {"q_lens": [1], "kv_lens": [9]}
+    declaration = Declaration.from_dict(_file() | {"cache": cache, "step": step})
+    served, tokens = LatentAttention(declaration), (*_tokens(5), W_UK, W_UV)
+    state = init(declaration.cache)  # type: ignore[arg-type]
+    for layer in (0, 1):
+        part = declaration.cache.plan().groups[layer]  # type: ignore[union-attr]
+        batch = RaggedBatch.make(part, cu_q_lens=[0, 5], kv_lens=[5], page_table=[[1, 2]])
+        if layer == 0:
+            output = served(*tokens, state=state, layer=0, batch=batch).attention_outputs
+            np.testing.assert_allclose(output, _formula(*tokens[:4]), rtol=0, atol=5e-6)
+            continue
+        with pytest.raises(InputError, match="head_dim=16"):
+            served(*tokens, state=state, layer=1, batch=batch)
+        with pytest.raises(InputError, match="head_dim=16"):
+            served.plan(*tokens, layer=1)
+    with pytest.raises(ConfigError, match="head_dim=16"):
+        Declaration.from_dict(_file() | {"cache": cache, "step": step | {"layer": 1}})
+
+
+def test_keys_and_values_are_no_latents() -> None:
+    cache = KVCache(**FIELDS | {"kind": "kv", "kv_heads": 1})
+    batch = RaggedBatch.make(cache.plan(), cu_q_lens=[0, 5], kv_lens=[5], page_table=[[1, 2]])
+    call = {"state": init(cache), "layer": 0, "batch": batch, "update": "none"}
+    with pytest.raises(InputError, match="kind 'latent'"):
+        LatentAttention("paged", **SIZES)(*_tokens(5)[:2], None, None, W_UK, W_UV, **call)
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 

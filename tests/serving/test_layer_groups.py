@@ -149,6 +149,20 @@ def test_a_mistake_is_named(changes: dict[str, Any], said: str) -> None:
         cache_of(**changes)
 
 
+def test_a_models_groups_have_the_sizes_of_its_layers() -> None:
+    """Gemma 4's local layers have heads of 256, its global ones of 512."""
+    config = {
+        "model_type": "gemma4_text", "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "global_head_dim": 512, "sliding_window": 512, "hidden_size": 2304,
+    }  # fmt: skip
+    groups = ModelDeclaration.from_config(config).layer_groups
+    found = [(group.layers, group.window_tokens, group.kv_heads, group.head_dim, group.value_dim) for group in groups]
+    assert found == [((0, 1, 2, 3, 4), 512, 4, 256, 256), ((5,), None, 4, 512, 512)]
+    sizes = {"kv_heads": 4, "head_dim": 256, "bytes_per_device": 1 << 24, "max_sequences": 2, "max_length": 1024}
+    parts = KVCache(layers=groups, **sizes).plan().groups
+    assert [part.cache.head_dim for part in parts] == [256, 512]
+
+
 def test_schema() -> None:
     definitions = declaration_json_schema()["$defs"]
     own = {"kind", "kv_heads", "head_dim", "value_dim", "dtype"}

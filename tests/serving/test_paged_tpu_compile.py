@@ -94,6 +94,7 @@ def compile_one(
         (V5E, "joined", SMOLLM | DECODE | {"sliding_window": (511, 0), "sinks": True}),
         (TPU7X, "split", LLAMA | DECODE | {"pages_dtype": "int8", "scale": "head"}),
         (V5E, "heads", LLAMA | DECODE | {"writes": True}),
+        (V5E, "heads", {"heads": (32, 1)}),
         (V6E, "latent", LATENTS | DECODE | {"writes": True}),
         *(
             pytest.param(topology, "latent", LATENTS | call, marks=pytest.mark.slow)

@@ -12,10 +12,11 @@ import pytest
 from paged_batches import PagedCase
 from paged_kernel_runs import laid_out
 
-from attnops import InputError, KVCache, OperationMetadata, OperationRegistry
+from attnops import ConfigError, InputError, KVCache, OperationMetadata, OperationRegistry
 from attnops.errors import AttnOpsError
 from attnops.operators.kernels.pages.paged import paged_attention
-from attnops.operators.paged_cache import RaggedBatch, init
+from attnops.operators.paged.tpu_kernel import on_tpu
+from attnops.operators.paged_cache import RaggedBatch, attend, init
 from attnops.sharding import virtual_mesh
 from attnops.verify import reference_attention
 
@@ -205,6 +206,27 @@ def _step(selected: Any, batch: Any = BATCH, **call: Any) -> Any:
 def test_selections_that_are_refused(selected: Any, named: str) -> None:
     with pytest.raises(AttnOpsError, match=named):
         _step(selected)
+
+
+def test_the_plan_says_what_is_gathered_and_not_what_all_keys_are() -> None:
+    shape = lambda *sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    paged = OperationRegistry.create("paged")
+    arrays = shape(4, 4, 16), shape(4, 2, 16), shape(4, 2, 16)
+    plan = paged.plan(*arrays, cache=CACHE, batch=BATCH, selected=shape(4, 8, dtype=jnp.int32))
+    (found,) = (note.values for note in plan.notes if note.code == "paged.selected")
+    assert found == {
+        "count": 8,
+        "size": 4 * 8 * 2 * 2 * 16 * 4,
+    }  # tokens, keys of each, key and value, heads, dim, bytes
+    assert plan.reads is None
+    assert paged.plan(*arrays, cache=CACHE, batch=BATCH).reads is not None
+
+
+def test_the_kernel_refuses_what_it_would_leave_out() -> None:
+    q, k, v = (jnp.ones((4, heads, 16)) for heads in (4, 2, 2))
+    selected = jnp.zeros((4, 1), jnp.int32)
+    with pytest.raises(ConfigError, match="selected"):
+        attend(init(CACHE), 0, BATCH, q, k, v, selected=selected, method=on_tpu)
 
 
 def test_a_traced_selection_is_checked_with_debug() -> None:

@@ -1,0 +1,70 @@
+"""What an indexer's call is checked for: sizes and dtypes, how many keys, the mask; and what of the metadata it doesn't read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from ...errors import ConfigError, InputError, InputTypeError, is_whole, shown
+from ...masks import Mask
+from ...planning import Policy
+from ...planning.selection.index_operands import INDEX
+from ...registry import OperationMetadata
+from ..call.arguments import join_mask, split_arguments
+from ..call.arrays import Arrays
+
+__all__ = ["call_sizes", "selected_count", "static_options", "unread_fields"]
+
+
+def unread_fields(metadata: OperationMetadata) -> list[str]:
+    """The declared fields of the metadata that only attention reads."""
+    plain, default = OperationMetadata(), Policy()
+    names = ("runtime_dtype", "runtime_softmax_dtype", "dropout_prob")
+    policy = ("kv_heads", "sequence_parallel", "ring_order", "scan_ring_attention")
+    changed = [name for name in names if getattr(metadata, name) != getattr(plain, name)]
+    return changed + [name for name in policy if getattr(metadata.policy, name) != getattr(default, name)]
+
+
+def call_sizes(shapes: Mapping[str, Any]) -> dict[str, int]:
+    """Every dim's size, checked. Errors: InputError for a shape or a dtype."""
+    sizes: dict[str, int] = {}
+    for name, x in shapes.items():
+        row = INDEX[name]
+        if len(x.shape) == len(row.dims):
+            sizes = dict(zip(row.dims, x.shape, strict=True)) | sizes
+        if row.accepted(tuple(x.shape), sizes, "bthd") is None or len(x.shape) != len(row.dims):
+            raise InputError(f"{name} has shape {tuple(x.shape)}; wanted {row.expected_shapes(sizes, 'bthd')}.")
+        integers = jnp.issubdtype(x.dtype, jnp.integer)
+        if row.dtype != "stored" and integers != (row.dtype == "integers"):
+            raise InputError(f"{name} is {x.dtype}; wanted {row.dtype}.")
+    if ("q_segment_ids" in shapes) != ("kv_segment_ids" in shapes):
+        raise InputError("segment ids of queries or of keys are given alone; wanted q_segment_ids and kv_segment_ids.")
+    stored = shapes["index_key"].dtype
+    if (stored.itemsize == 1) != ("key_scale" in shapes):
+        wanted = "a key_scale [batch, kv]" if stored.itemsize == 1 else "no key_scale"
+        raise InputError(f"index_key is {stored}; wanted {wanted} beside it.")
+    return sizes
+
+
+def selected_count(given: Any, declared: int | None) -> int:
+    """How many keys each query selects. Errors: InputError for none and for no whole number, ConfigError for two."""
+    if given is not None and not is_whole(given, 1):
+        raise InputError(f"top_k={shown(given)}; wanted a whole number from 1 on.")
+    if given is not None and declared is not None and given != declared:
+        raise ConfigError(f"top_k={given}, but the config declares {declared}; leave one of them out.")
+    if (chosen := declared if given is None else given) is None:
+        raise InputError(
+            "top_k is missing: how many keys does each query select? Pass it, or declare it in the config."
+        )
+    return int(chosen)
+
+
+def static_options(call: Mapping[str, Any], default_causal: bool) -> tuple[Mask, float | None]:
+    """(the mask, the declared scale) of a call's keywords. Errors: InputTypeError for a mask with arrays; those of a call."""
+    names = ("mask", "causal", "sliding_window", "softmax_scale")
+    arrays, options = split_arguments(None, None, None, {name: call[name] for name in names if name in call})
+    if options.mask_is_array or arrays.mask_leaves:
+        raise InputTypeError("mask holds arrays; wanted a Mask of Causal and SlidingWindow.")
+    return join_mask(Arrays({}), options, default_causal), options.softmax_scale
