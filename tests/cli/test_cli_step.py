@@ -255,6 +255,7 @@ def test_whatever_the_compiler_raises_for_a_step_is_a_report(
     assert (report["outcome"], report["failure"]["memory"]) == ("failed", None)
 
 
+@pytest.mark.slow
 def test_in_time_the_process_gives_the_same_report_of_a_step(attnops: Callable[..., Any], tmp_path: Path) -> None:
     path = written(tmp_path)
     (alone,), (within,) = (

@@ -224,6 +224,7 @@ def test_a_pass_that_takes_too_long_is_not_compiled(
     assert "--timeout" in report["passes"][1]["uncompiled"]
 
 
+@pytest.mark.slow
 def test_in_time_the_process_gives_the_same_report(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
     arguments = ("verify", config(), "--mesh", "tp=2", "--mode", "prefill", "--json")
     (alone,), (within,) = (json.loads(attnops(*arguments, *more).out) for more in ((), ("--timeout", "300")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
+import pytest
 from hypothesis import strategies as st
 
 from attnops import Causal, Chunked, Dense, Full, Lengths, Mask, Positions, Prefix, SegmentIds, SlidingWindow
@@ -63,6 +63,7 @@ def _blocks(visible: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(TREES, st.sampled_from([(8, 16), (10, 10), (16, 8), (37, 50)]), st.integers(0, 9), st.integers(-9, 9))
 def test_never_wrong(mask: Mask, blocks: tuple[int, int], q_start: int, offset: int) -> None:

@@ -76,6 +76,7 @@ for i in range(12):
 """
 
 
+@pytest.mark.slow
 def test_several_writers_lose_nothing_and_readers_never_see_a_part() -> None:
     writers = [subprocess.Popen([sys.executable, "-c", _WRITER, str(n)]) for n in range(3)]
     key = {"operation": "splash", "device": "d"}

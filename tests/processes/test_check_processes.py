@@ -51,6 +51,7 @@ DIFFERENCES = {  # processes that are named, and on what
 }
 
 
+@pytest.mark.slow
 def test_processes_that_disagree() -> None:
     found, ended = job("differ", (2, 2, 2))
     assert [one.status for one in ended] == [0, 0, 0], told(ended)

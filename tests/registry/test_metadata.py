@@ -546,6 +546,7 @@ def test_copies_are_equal(mesh):
     assert copy.deepcopy({"metadata": metadata})["metadata"] == metadata
 
 
+@pytest.mark.slow
 def test_a_pickle_from_another_process_is_found_in_a_dict():
     """Hashes of strings differ between processes, so a hash that travels along would lose the key."""
     code = (

@@ -148,6 +148,7 @@ def test_windows(name: str) -> None:
     _steps(CASES[name], (1, 1, 4), window=(5, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_heads_on_devices(name: str) -> None:
     mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2])

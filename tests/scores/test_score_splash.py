@@ -114,6 +114,7 @@ def test_hidden_keys_and_padding_where_a_function_has_no_number_have_no_part_in_
     check(partial_functions(LENGTH)[name], _operation(**WAYS[way]), LENGTH, kv_heads=2)
 
 
+@pytest.mark.slow
 def test_vmap() -> None:
     """Calls that are mapped over tables of their own."""
     q, k, v = inputs(2, 256, 256)

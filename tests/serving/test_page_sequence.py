@@ -155,6 +155,7 @@ def test_without_its_mesh_the_same_comes_out() -> None:
     np.testing.assert_array_equal(alone.state.layers[1].key, on_mesh.state.layers[1].key)
 
 
+@pytest.mark.slow
 def test_where_nothing_is_split_the_program_is_the_same() -> None:
     """On one device, and on a mesh without the axis, page_sequence_axis changes no letter of the program."""
 
@@ -416,6 +417,7 @@ def test_the_tpu_kernel_says_no() -> None:
         attend(init(cache, mesh), 0, made, *arrays, mesh=mesh, method=on_tpu)
 
 
+@pytest.mark.slow
 def test_rows_that_see_nothing_anywhere() -> None:
     """0 and -inf, with a sink its own; in a batch whose sequences reach fewer pages than there are devices."""
     cache, mesh = KVCache(**FIELDS | SPLIT), mesh_of(sp=4)

@@ -439,6 +439,7 @@ def test_local_parts_in_a_shard_map() -> None:
         jax.jit(whole_heads)(init(cache, mesh), batch, key, value)
 
 
+@pytest.mark.slow
 @needs_jax_0_10("jit splits arguments of no sharding unevenly, and then refuses that")
 def test_fewer_heads_than_devices_are_repeated_in_the_cache() -> None:
     mesh = virtual_mesh({"tp": 4})
@@ -454,6 +455,7 @@ def test_fewer_heads_than_devices_are_repeated_in_the_cache() -> None:
                                   done.layers[0].value)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_shards_of_pages_in_every_function() -> None:
     mesh = virtual_mesh({"dp": 2, "tp": 2})
     cache = KVCache(**FIELDS, pages_axis="dp")

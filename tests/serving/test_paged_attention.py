@@ -122,6 +122,7 @@ def test_an_empty_batch_is_zero() -> None:
     assert np.isneginf(lse).all()
 
 
+@pytest.mark.slow
 def test_indices_have_32_bits_under_x64() -> None:
     case = PagedCase("mixed", window=(9, 0), sinks=True)
     arrays = batches.make(case)

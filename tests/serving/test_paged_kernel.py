@@ -164,6 +164,7 @@ def test_ids_that_are_no_pages_are_no_keys(layout: str) -> None:
         batches.agree(case, (np.asarray(output, np.float64), np.asarray(lse, np.float64)), want)
 
 
+@pytest.mark.slow
 def test_any_chunking_is_one_prefill() -> None:
     """Each chunk beside a decoding row; keys of later chunks aren't written yet when a chunk is attended to."""
     case, length = PagedCase("mixed", window=(19, 0)), 47

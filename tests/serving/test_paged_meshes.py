@@ -132,6 +132,7 @@ def test_functions_on_pages(case: str, placed: bool) -> None:
     np.testing.assert_array_equal(back.layers[0].key, changed)
 
 
+@pytest.mark.slow
 def test_outside_of_jit() -> None:
     """Arrays as they come, on one device, beside pages on the mesh."""
     _, cache, state, batch, (_, key, value) = _given("explicit", False)

@@ -400,6 +400,7 @@ def test_what_the_tpu_kernel_takes_slowly_is_noted() -> None:
     )
 
 
+@pytest.mark.slow
 def test_inside_a_shard_map_over_a_part_of_the_mesh() -> None:
     """The caller has dp for himself; heads are split over tp all the same."""
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
@@ -431,6 +432,7 @@ def test_inside_a_shard_map_over_the_heads() -> None:
     np.testing.assert_allclose(got, want, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_fused_inside_a_shard_map_whose_devices_share_the_pages() -> None:
     """Queries differ by device, pages don't: they are written first, and stay the same on all devices."""
     cache = KVCache(**FIELDS | {"kv_heads": 1, "head_dim": 128, "layout": "heads", "max_sequences": 2})
@@ -455,6 +457,7 @@ def test_fused_inside_a_shard_map_whose_devices_share_the_pages() -> None:
     np.testing.assert_array_equal(after.layers[0].key, wanted.layers[0].key)
 
 
+@pytest.mark.slow
 def test_fused_does_not_write_what_max_q_len_leaves_out() -> None:
     """As docs/serving.md says of a traced batch with a longer row; a known one is refused."""
     cache = KVCache(**FIELDS | {"layout": "joined"})

@@ -21,6 +21,7 @@ _bounds = st.one_of(st.none(), st.integers(-400, 400))
 _sizes = st.sampled_from([128, 256, 384, 640, 1024])
 
 
+@pytest.mark.slow
 @given(least=_bounds, most=_bounds, rows=_sizes, keys=_sizes, distance=st.integers(-300, 300), across=st.booleans())
 def test_hidden_keys_are_those_outside_the_bounds(
     least: int | None, most: int | None, rows: int, keys: int, distance: int, across: bool

@@ -65,6 +65,7 @@ def test_by_the_kernel(name: str, shape: tuple[int, ...], heads: int) -> None:
     assert not np.asarray(got)[..., :100, 600:].any() or name == "full"
 
 
+@pytest.mark.slow
 def test_heads_with_lists_of_different_lengths() -> None:
     """A shorter list stays at its last tile, whose gradient is kept."""
     layout = np.zeros((HEADS, 5, 6), bool)
@@ -91,6 +92,7 @@ def test_in_xla_where_the_kernel_can_not_sum(shape: tuple[int, ...], call: Any) 
     np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * max(1.0, float(np.abs(want).max())))
 
 
+@pytest.mark.slow
 def test_a_bias_that_is_not_differentiated_costs_no_pass() -> None:
     x = jnp.ones((1, 256, 2, 16), jnp.float32)
     bias = jnp.zeros((1, 2, 256, 256), jnp.float32)

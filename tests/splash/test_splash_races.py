@@ -142,6 +142,7 @@ def _races(run: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> bool:
 SOMETIMES = [pytest.param(way, marks=[] if way == "fused" else [pytest.mark.slow]) for way in WAYS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", SOMETIMES)
 def test_no_races_on_two_cores(way: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert not _races(lambda: _forward_and_gradients(way, TWO_CORES), capsys)

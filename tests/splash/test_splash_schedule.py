@@ -314,6 +314,7 @@ def test_planning_for_128k_tokens_looks_at_few_tiles(monkeypatch: pytest.MonkeyP
     assert sum(seen) < 100_000
 
 
+@pytest.mark.slow
 def test_bodies_of_many_different_tiles() -> None:
     """60,000 tiles, nearly all of a kind of their own: what a body leaves out or doesn't mask is so in all of its tiles."""
     tiles = np.random.default_rng(0).integers(0, 3, (60_000, 4, 4)).astype(np.int8)

@@ -84,6 +84,7 @@ def test_mapped_gradients_are_those_of_each_call(case: str, form: str) -> None:
             assert row_error(np.asarray(x[call]), *wanted[name]) < 3e-5, name
 
 
+@pytest.mark.slow
 def test_a_key_shared_by_all_calls_gets_the_sum_of_their_gradients() -> None:
     q, k, v = TENSORS
     loss = _loss(_attend("fused"), ())

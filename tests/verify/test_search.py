@@ -351,6 +351,7 @@ def test_a_process_that_dies_is_told_and_asked_again_later(monkeypatch: pytest.M
     assert report.measured("forward")[0].failure is None
 
 
+@pytest.mark.slow
 def test_what_does_not_compile_is_kept_with_its_reason() -> None:
     report = tune_plan(_plan(mode="prefill", config={"vmem_limit_bytes": 16 << 10}), most=1)
     (one,) = report.measured("forward")
