@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from ..registry import OperationRegistry
-from ..verify.call import verify_call
+from ..verify.passes import target_reports
 from ..verify.report import TargetReport
 from ..verify.targets import not_compiled
 from .entries import Entry, Refusals
-from .latent_form import call_arguments_of
+from .latent_form import planned_of
 from .machine import machine_of
 
 __all__ = ["Progress", "compile_best"]
@@ -68,4 +68,5 @@ def _compile(entry: Entry) -> TargetReport:
     mesh = target.described(entry.candidate.mesh)
     fields = {"platform": None, "backend": None, "mesh": mesh}
     operation = kind(entry.declaration.operation_metadata(fields))
-    return verify_call(operation, call_arguments_of(entry.declaration), entry.candidate.target)
+    *_, report = target_reports(planned_of(entry.declaration, operation), entry.candidate.target)
+    return report

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..operators.latent.work import choose_form
+from ..operators import Operation
+from ..operators.latent import choose_form
 from ..registry import OperationRegistry
 from ..registry.declaration import Declaration
+from ..verify.call import PlannedCall
+from ..verify.latent_call import PlannedLatent
 from .declared import metadata_for
 from .machine import Machine
 
-__all__ = ["call_arguments_of", "latent_note", "with_form"]
+__all__ = ["call_arguments_of", "latent_note", "planned_of", "with_form"]
 
 
 def with_form(declaration: Declaration, machine: Machine) -> Declaration:
@@ -33,8 +36,17 @@ def call_arguments_of(declaration: Declaration) -> dict[str, Any]:
     return declaration.call_arguments(declaration.shapes())
 
 
+def planned_of(declaration: Declaration, operation: Operation) -> PlannedCall:
+    """What is compiled: the call, or the latent attention with its projections."""
+    planned = PlannedCall(operation, call_arguments_of(declaration))
+    if declaration.latent is None:
+        return planned
+    choice = choose_form(declaration.latent, planned.call.problem)
+    return PlannedLatent(operation, planned.arguments, declaration.latent, choice)
+
+
 def latent_note(declaration: Declaration) -> tuple[str, ...]:
     """What an estimate of latent attention leaves out."""
     if declaration.latent is None:
         return ()
-    return ("times are of the attention inside; the projections of latents, queries and outputs aren't estimated",)
+    return ("times are of the attention inside; the projections of latents, queries and outputs are only compiled",)

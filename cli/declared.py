@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..operators import Operation
-from ..operators.latent.work import Choice, choose_form, form_note
+from ..operators.latent import Choice, choose_form, form_notes
 from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep
 from ..planning import Plan
@@ -69,8 +69,8 @@ class _Call(Declared):
 
 
 class _Latent(Declared):
-    """The attention inside a latent attention, in the form that the devices it is planned for make cheaper. Its projections are
-    products of their own."""
+    """A latent attention, in the form that the devices it is planned for make cheaper. Planned and tuned is the attention inside;
+    it is compiled with its projections."""
 
     def __init__(self, declaration: Declaration, inputs: Path | None, mode: str | None) -> None:
         if inputs is not None:
@@ -85,13 +85,14 @@ class _Latent(Declared):
     def plan(self, metadata: OperationMetadata) -> Plan:
         choice = self._choice(metadata)
         plan = self.forms[choice.form].plan(metadata)
-        return replace(plan, notes=(*plan.notes, form_note(choice)))
+        return replace(plan, notes=(*plan.notes, *form_notes(self.dims, choice, plan)))
 
     def planned(self, metadata: OperationMetadata) -> Planned:
+        from ..verify.latent_call import PlannedLatent
+
         choice = self._choice(metadata)
-        planned = self.forms[choice.form].planned(metadata)
-        planned.plan = replace(planned.plan, notes=(*planned.plan.notes, form_note(choice)))
-        return planned
+        inside = self.forms[choice.form]
+        return PlannedLatent(inside.kind(metadata), inside.arguments, self.dims, choice)
 
     def tune(self, metadata: OperationMetadata, how: str | None, max_candidates: int, progress: Progress) -> TuneReport:
         return self.forms[self._choice(metadata).form].tune(metadata, how, max_candidates, progress)

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..operators import Operation
+from ..operators.latent import LATENT, LatentAttention
 from ..planning import Plan
+from ..sharding import OperandTable
 from .with_gradient import is_differentiable, operands_of, outputs
 
 __all__ = ["call_program"]
 
 
 def call_program(
-    operation: Operation, arguments: Mapping[str, Any], plan: Plan, backward: bool
+    operation: Operation | LatentAttention,
+    arguments: Mapping[str, Any],
+    plan: Plan,
+    backward: bool,
+    spec_of: Callable[[str, tuple[int, ...]], PartitionSpec] | None = None,
 ) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
-    """(the jitted call, with or without its gradients; its arrays, laid out as planned).
+    """(the jitted call, with or without its gradients; its arrays, laid out as planned). spec_of: the spec of an array by its
+    name and shape, if it isn't one of the plan's.
 
     For the backward pass the arrays include the outputs' gradients, and each gradient is returned where its array lies. So all
     communication is for attention, not for a loss.
     """
-    mesh = operation.metadata.mesh
+    attends = operation.attention.operation if isinstance(operation, LatentAttention) else operation
+    mesh, spec = attends.metadata.mesh, spec_of or plan.placement.call_spec
 
     def laid_out(name: str, x: Any) -> jax.ShapeDtypeStruct:
-        return _on(mesh, x, plan.placement.call_spec(name, x.shape))
+        return _on(mesh, x, spec(name, x.shape))
 
     def holds_arrays(x: Any) -> bool:
         leaves = jax.tree.leaves(x)  # a mask may hold arrays; a static one has no leaves
@@ -50,7 +58,7 @@ def call_program(
     specs = [plan.placement.spec(name) for name in names[: len(output_shapes)]]
     specs = [PartitionSpec(*spec[1:]) if packed else spec for spec in specs]
     cotangents = tuple(_on(mesh, x, spec) for x, spec in zip(output_shapes, specs, strict=True))
-    table = operands_of(operation, arguments)
+    table = OperandTable(*operands_of(attends, arguments), *LATENT)
     smooth = {name: x for name, x in arrays.items() if is_differentiable(name, x, table)}
 
     def both(arguments: dict[str, Any]) -> Any:

@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from ..operators import Operation
+from ..operators.latent import LatentAttention
 from ..planning.score_operands import with_captures
 from ..sharding import OperandTable
 
 __all__ = ["is_differentiable", "operands_of", "outputs", "outputs_and_gradients"]
 
 
-def outputs(operation: Operation, arguments: Mapping[str, Any]) -> tuple[jax.Array, ...]:
+def outputs(operation: Operation | LatentAttention, arguments: Mapping[str, Any]) -> tuple[jax.Array, ...]:
     """What the call returns: its output, and the weights and the lse if requested."""
-    result = operation(**arguments)
+    result: Any = operation(**arguments)
     return tuple(x for x in (result.attention_outputs, result.attention_weights, result.lse) if x is not None)
 
 

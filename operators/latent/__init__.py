@@ -5,6 +5,17 @@ from __future__ import annotations
 from .latent_attention import LatentAttention
 from .latent_operands import LATENT
 from .latent_plan import LatentPlan
+from .latent_traffic import form_notes, projection_needs
 from .work import Choice, FormWork, choose_form, form_note
 
-__all__ = ["LATENT", "Choice", "FormWork", "LatentAttention", "LatentPlan", "choose_form", "form_note"]
+__all__ = [
+    "LATENT",
+    "Choice",
+    "FormWork",
+    "LatentAttention",
+    "LatentPlan",
+    "choose_form",
+    "form_note",
+    "form_notes",
+    "projection_needs",
+]

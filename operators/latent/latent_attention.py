@@ -23,7 +23,8 @@ from .forms import absorbed_inputs, absorbed_output, expanded_inputs
 from .latent_operands import LATENT, check_arrays
 from .latent_plan import LatentPlan
 from .latent_step import check_cache, noted, step_inputs, step_shapes
-from .work import choose_form, form_note
+from .latent_traffic import form_notes
+from .work import choose_form
 
 if TYPE_CHECKING:
     from ...planning.cache.kv_cache import KVCache
@@ -196,7 +197,7 @@ class LatentAttention:
         planned = inner(first)
         choice = choose_form(self.dims, planned.problem)
         planned = planned if choice.form == first else inner(choice.form)
-        planned = replace(planned, notes=(*planned.notes, form_note(choice)))
+        planned = replace(planned, notes=(*planned.notes, *form_notes(self.dims, choice, planned)))
         return LatentPlan(self.dims, choice, planned)
 
     # -- the declaration -----------------------------------------------------------------------------------------------

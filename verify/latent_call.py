@@ -1,0 +1,75 @@
+"""A planned latent attention, with its projections, as programs to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ..operators import Operation
+from ..operators.latent import LATENT, Choice, LatentAttention, LatentPlan, form_notes, projection_needs
+from ..planning.traffic import Traffic
+from ..registry.latent_dims import LatentDims
+from .call import PlannedCall
+from .call_program import call_program
+from .passes import Work
+
+__all__ = ["PlannedLatent"]
+
+_INSIDE = ("query", "key", "value")
+
+
+class PlannedLatent(PlannedCall):
+    """A latent attention as a model calls it: from the latents, with the projections of one form, and with the gradients of all
+    its arrays. `plan` is that of the attention inside.
+
+    operation, arguments: those of the attention inside, in the form of the choice.
+    """
+
+    def __init__(self, operation: Operation, arguments: Mapping[str, Any], dims: LatentDims, choice: Choice) -> None:
+        super().__init__(operation, arguments)
+        self.latent = LatentPlan(dims, choice, self.call)
+        self.plan = replace(self.call, notes=(*self.call.notes, *form_notes(dims, choice, self.call)))
+
+    def traced(self, name: str) -> Any:
+        dims = self.latent.dims.model_dump() | {"form": self.latent.form}
+        attend = LatentAttention(self.operation.name, **dims, metadata=self.operation.metadata)
+        rest = {name: x for name, x in self.arguments.items() if name not in _INSIDE}
+        specs, placement = self.latent.specs, self.call.placement
+
+        def spec_of(name: str, shape: tuple[int, ...]) -> PartitionSpec:
+            return specs[name] if name in LATENT else placement.call_spec(name, shape)
+
+        program, arrays = call_program(attend, self._shapes() | rest, self.call, "backward" in name, spec_of)
+        return program.trace(arrays)
+
+    def work(self, name: str, counted: Any, ends: int, loops: bool) -> Work:
+        counts = super().work(name, counted, ends, loops)
+        if counted is not None and not loops:
+            return counts
+        problem, dims = self.call.problem, self.latent.dims
+        rows = problem.q_len if self.latent.form == "absorbed" else problem.kv_len
+        products = 2 * problem.batch * rows * dims.heads * dims.latent_dim * (dims.nope_dim + dims.value_dim)
+        of_device = products * (3 if "backward" in name else 1) / problem.devices
+        return counts._replace(flops=counts.flops + of_device)
+
+    def traffic(self, name: str) -> Traffic:
+        inside = super().traffic(name)
+        around = projection_needs(self.latent) if "backward" in name else ()
+        return Traffic((*inside.needs, *around), inside.unknown)
+
+    def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        problem, dims = self.call.problem, self.latent.dims
+        sizes = {"batch": problem.batch, "q_len": problem.q_len, "kv_len": problem.kv_len}
+        sizes |= {name: getattr(dims, name) for name in ("heads", "nope_dim", "rope_dim", "value_dim", "latent_dim")}
+        dtypes = dict.fromkeys(LATENT.names, problem.key_dtype) | dict.fromkeys(
+            ("q_nope", "q_rope"), problem.input_dtype
+        )
+        return {
+            name: jax.ShapeDtypeStruct(LATENT[name].shape(sizes, problem.layout), jnp.dtype(dtype))
+            for name, dtype in dtypes.items()
+        }
