@@ -9,6 +9,7 @@ from typing import Any
 from ..planning import decide
 from .entries import Entry
 from .estimate import estimate
+from .latent_form import needs_around
 
 __all__ = ["better_blocks"]
 
@@ -23,6 +24,7 @@ def better_blocks(entry: Entry) -> Entry:
         return entry
     best = entry.estimate
     machine, order = best.machine, entry.candidate.mesh
+    around = needs_around(entry.base_declaration, plan)
     candidates = plan.runs.candidates(plan.problem, plan.placement)
     # Of all passes: those of one may depend on another's.
     chosen = {part: part_candidates[0] for part, part_candidates in candidates.items()}
@@ -32,7 +34,7 @@ def better_blocks(entry: Entry) -> Entry:
             again = decide.plan(plan.operation, replace(plan.problem, config=config), plan.policy)
             if again.implementation != plan.implementation:
                 continue
-            guess = estimate(again, machine, order)
+            guess = estimate(again, machine, order, around)
             if guess.seconds < best.seconds * _GAIN:
                 best, chosen[part] = guess, fields
     if best is entry.estimate:

@@ -137,11 +137,14 @@ class Estimate:
         }
 
 
-def estimate(plan: Plan, machine: Machine, sizes: Mapping[str, int] | None = None) -> Estimate:
-    """Estimate a planned call that can run. sizes: the plan's mesh in another order, which decides how its axes lie."""
+def estimate(
+    plan: Plan, machine: Machine, sizes: Mapping[str, int] | None = None, around: tuple[Need, ...] = ()
+) -> Estimate:
+    """Estimate a planned call that can run. sizes: the plan's mesh in another order, which decides how its axes lie. around: what
+    the backward pass sends besides, for projections around the call."""
     sizes = {axis.name: axis.size for axis in plan.problem.mesh} if sizes is None else sizes
     segments = assign_axes(machine.physical, sizes)
-    pass_costs = _pass_costs(plan, machine)
+    pass_costs = _pass_costs(plan, machine, around)
     passes = (_pass(plan, machine, segments, known_pass) for known_pass in pass_costs.passes)
     return Estimate(machine, tuple(passes), *pass_costs.bytes)
 
@@ -159,7 +162,7 @@ class _PassCosts(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _pass_costs(plan: Plan, machine: Machine) -> _PassCosts:
+def _pass_costs(plan: Plan, machine: Machine, around: tuple[Need, ...]) -> _PassCosts:
     """What doesn't depend on how the mesh lies."""
     backward = plan.problem.mode == "__train__"
     forward = min_traffic(plan, False)
@@ -168,7 +171,7 @@ def _pass_costs(plan: Plan, machine: Machine) -> _PassCosts:
     ]
     if backward:
         both = min_traffic(plan, True)
-        rest, unknown = both.needs[len(forward.needs) :], both.unknown[len(forward.unknown) :]
+        rest, unknown = (*both.needs[len(forward.needs) :], *around), both.unknown[len(forward.unknown) :]
         passes.append(_Pass("backward", compute_time(machine, plan, kernels_of_pass(plan, True)), rest, unknown))
     return _PassCosts(tuple(passes), (*_operands(plan, backward), _strategy_bytes(plan, machine, backward)))
 

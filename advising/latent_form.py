@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..operators import Operation
-from ..operators.latent import choose_form
+from ..operators.latent import LatentPlan, choose_form, projection_needs
+from ..planning import Plan
+from ..planning.traffic import Need
 from ..registry import OperationRegistry
 from ..registry.declaration import Declaration
 from ..verify.call import PlannedCall
@@ -13,7 +15,7 @@ from ..verify.latent_call import PlannedLatent
 from .declared import metadata_for
 from .machine import Machine
 
-__all__ = ["call_arguments_of", "latent_note", "planned_of", "with_form"]
+__all__ = ["call_arguments_of", "latent_note", "needs_around", "planned_of", "with_form"]
 
 
 def with_form(declaration: Declaration, machine: Machine) -> Declaration:
@@ -45,8 +47,15 @@ def planned_of(declaration: Declaration, operation: Operation) -> PlannedCall:
     return PlannedLatent(operation, planned.arguments, declaration.latent, choice)
 
 
+def needs_around(declaration: Declaration, plan: Plan) -> tuple[Need, ...]:
+    """What the projections of a latent attention send in its backward pass; nothing for a call. plan: of the attention inside."""
+    if declaration.latent is None:
+        return ()
+    return projection_needs(LatentPlan(declaration.latent, choose_form(declaration.latent, plan.problem), plan))
+
+
 def latent_note(declaration: Declaration) -> tuple[str, ...]:
     """What an estimate of latent attention leaves out."""
     if declaration.latent is None:
         return ()
-    return ("times are of the attention inside; the projections of latents, queries and outputs are only compiled",)
+    return ("times are of the attention inside; of its projections only what their gradients send is estimated",)

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import AttnOpsError, ConfigError, is_whole, shown
 from ..planning import Plan
 from ..planning.text import bytes_text
+from ..planning.traffic import Need
 from ..registry import OperationRegistry
 from ..registry.declaration import Declaration
 from ..sharding.modes import GENERATION
@@ -21,7 +22,7 @@ from .compiling import Progress, compile_best
 from .declared import SEARCHED, metadata_for
 from .entries import Entry, Refusals
 from .estimate import Estimate, estimate
-from .latent_form import call_arguments_of, latent_note, with_form
+from .latent_form import call_arguments_of, latent_note, needs_around, with_form
 from .machine import Machine, machine_of, with_devices
 from .search_scope import open_choices, requested_devices, with_batch, with_mode
 
@@ -150,7 +151,7 @@ def _planned(candidate: Candidate, declaration: Declaration) -> Entry | tuple[st
         return "; ".join(reasons), "; ".join(reasons.values())
     if plan.placement.repeated:
         return "repeated", f"devices do the same work: {plan.placement.repeated[0].reason}"
-    order, guess = _best_order(plan, machine)
+    order, guess = _best_order(plan, machine, needs_around(declaration, plan))
     if order != candidate.sizes:
         candidate = candidate._replace(sizes=order)
         plan = _plan(candidate, declaration, machine)
@@ -166,7 +167,7 @@ def _plan(candidate: Candidate, declaration: Declaration, machine: Machine) -> P
     return kind(metadata).plan(**call_arguments_of(declaration))
 
 
-def _best_order(plan: Plan, machine: Machine) -> tuple[tuple[tuple[str, int], ...], Estimate]:
+def _best_order(plan: Plan, machine: Machine, around: tuple[Need, ...]) -> tuple[tuple[tuple[str, int], ...], Estimate]:
     """The mesh's axes in the order that lies best on the links."""
     by_segments: dict[Any, tuple[tuple[tuple[str, int], ...], Estimate]] = {}
     axes = [(axis.name, axis.size) for axis in plan.problem.mesh]
@@ -174,7 +175,7 @@ def _best_order(plan: Plan, machine: Machine) -> tuple[tuple[tuple[str, int], ..
         segments = assign_axes(machine.physical, dict(order))
         key = tuple(sorted(segments.items()))
         if key not in by_segments:
-            by_segments[key] = order, estimate(plan, machine, dict(order))
+            by_segments[key] = order, estimate(plan, machine, dict(order), around)
     return min(by_segments.values(), key=lambda ordered: ordered[1].seconds)
 
 
