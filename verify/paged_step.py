@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -76,12 +75,11 @@ class PlannedStep(Planned):
 
 
 def step_traffic(problem: PagedProblem) -> Traffic:
-    """All that a step has to send: what merges the outputs of devices with pages of the same sequences."""
-    if not problem.combined_bytes:
+    """All that a step has to send: what merges the results of devices with pages of the same sequences."""
+    if (merge := problem.merge) is None:
         return Traffic(())
-    devices = math.prod(axis.size for axis in problem.mesh if axis.name in problem.sequence_axes)
-    sent = 2 * problem.combined_bytes * (devices - 1) / devices
-    return Traffic((Need("all-reduce", sent, "merging outputs by lse", axes=problem.sequence_axes),))
+    what = "merging outputs by lse" if problem.top_k is None else "merging selections"
+    return Traffic((Need(merge.kind, merge.sent, what, axes=problem.sequence_axes),))
 
 
 def unneeded(required: Traffic, sent: tuple[Collective, ...]) -> tuple[Collective, ...]:

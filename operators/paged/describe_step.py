@@ -14,7 +14,6 @@ from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
 from ...planning.notes import note
 from ...planning.paged.paged_problem import PagedProblem
-from ...planning.paged.step_operands import STEP_OPERANDS
 from ...planning.score_operands import captured_names, score_rows
 from ...registry import OperationMetadata
 from ...sharding import OperandShape, axes_of
@@ -22,6 +21,7 @@ from ...sharding.mesh import AnyMesh
 from ..api.declared_config import declared_config
 from ..call.arrays import shaped
 from ..call.planned_platform import planned_platform
+from ..notes.unread_fields import unread_fields
 from ..paged_cache.attend import check_written, default_scale
 from ..paged_cache.known_sizes import known_sizes
 from ..paged_cache.stored_tokens import check_token_scale
@@ -33,7 +33,7 @@ _FLOATS = ("float32", "bfloat16", "float16")
 
 
 def describe_step(
-    operation: type[PlannedOperation],
+    operation: Any,
     metadata: OperationMetadata,
     cache: KVCache,
     group: int,
@@ -43,8 +43,8 @@ def describe_step(
     mesh: AnyMesh | None,
     arrays: Any,
 ) -> PagedProblem:
-    """Build the problem of a step over a group's layers. `tokens` are query, key and value, `arrays` all that may determine where
-    it runs.
+    """Build the problem of a step over a group's layers. operation: a subclass of StepOperation. `tokens` are query, key and
+    value, `arrays` all that may determine where it runs.
 
     Errors: InputError and InputTypeError give the argument, its value, what is wanted and a hint.
     """
@@ -53,14 +53,17 @@ def describe_step(
     plan = cache.plan(mesh, kv_heads=metadata.policy.kv_heads, device_kind=kind or platform).groups[group]
     cache = cache.part(group, plan.pages)
     update = str(step.update or getattr(config, "update", "before"))
-    query, key, value = (None if x is None else shaped(n, x) for n, x in zip(_NAMES, tokens, strict=True))
-    known_sizes(query=query, key=key, value=value)
+    called = operation.token_names
+    query, key, value = (None if x is None else shaped(n, x) for n, x in zip(called, tokens, strict=True))
+    known_sizes(**dict(zip(called, (query, key, value), strict=True)))
     _check_arrays(step, update, query, key, value, latent=cache.values_in_keys)
     first = query if query is not None else key
     assert first is not None
     count, heads = first.shape[0], cache.kv_heads if query is None else query.shape[1]
     # Inside the caller's own shard_map heads are a device's part; attend checks them against its pages.
-    _check_tokens(cache, plan, count, query, key, value, parts=any(axis.kind == "manual" for axis in axes_of(mesh)))
+    # All index heads are summed over, so none of them are split.
+    parts = not operation.attends or any(axis.kind == "manual" for axis in axes_of(mesh))
+    _check_tokens(cache, plan, count, called, (query, key, value), parts=parts)
     if metadata.policy.strict and plan.idle_axes:
         names = ", ".join(f"{axis.name}={axis.size}" for axis in plan.idle_axes)
         raise RefusedShardingError(
@@ -68,12 +71,13 @@ def describe_step(
             "kv_head_axis or page_sequence_axis for them, or another mesh."
         )
     stored = []
-    for name, x, token_scale in (("key", key, step_arrays.key_scale), ("value", value, step_arrays.value_scale)):
+    scales = ("key_scale", step_arrays.key_scale), ("value_scale", step_arrays.value_scale)
+    for name, x, (scale_name, token_scale) in zip(called[1:], (key, value), scales, strict=True):
         if x is not None:
             check_token_scale(cache, name, x, token_scale)
             stored += [name] if x.dtype != jnp.dtype(cache.dtype) else []
         elif token_scale is not None:
-            raise InputError(f"{name}_scale is given without {name}; wanted both, or neither.")
+            raise InputError(f"{scale_name} is given without {name}; wanted both, or neither.")
     if stored:
         notes.append(note("paged.stored_as_given", names=" and ".join(stored), dtype=cache.stored_dtype))
     if step_arrays.sinks is not None and (s := shaped("softmax_aux", step_arrays.sinks)).shape != (heads,):
@@ -81,21 +85,16 @@ def describe_step(
     if step_arrays.selected is not None:
         _check_selected(step, count, shaped("selected", step_arrays.selected))
     scale = metadata.softmax_scale if step.softmax_scale is None else step.softmax_scale
-    scale = default_scale(cache) if scale is None else scale
+    if scale is None:
+        scale = default_scale(cache) if operation.attends else float(cache.head_dim**-0.5)
     if not math.isfinite(scale):
         raise InputError(f"softmax_scale={scale}; wanted a finite number.")
     cap = step.logits_soft_cap
     if cap is not None and not (math.isfinite(cap) and cap > 0):
         raise InputError(f"logits_soft_cap={cap}; wanted a positive number, or None for no cap.")
     input_dtype = cache.dtype if query is None else query.dtype.name
-    runtime = input_dtype if metadata.runtime_dtype is None else metadata.runtime_dtype.name
-    if runtime != input_dtype:
-        notes.append(note("paged.cast", given=input_dtype, runtime=runtime))
-    if metadata.dropout_prob > 0:
-        notes.append(note("dropout.serving", probability=metadata.dropout_prob))
-    for name in ("sequence_parallel", "ring_order", "scan_ring_attention"):
-        if (declared := getattr(metadata.policy, name)) != getattr(Policy(), name):
-            notes.append(note("paged.policy_unread", name=name, value=declared))
+    runtime, softmax, remarks = _computed_in(operation, metadata, input_dtype)
+    notes += remarks
     if metadata.partition_axis != OperationMetadata().partition_axis:
         notes.append(note("paged.axes_unread"))
     required = {
@@ -109,6 +108,7 @@ def describe_step(
         "latent_values": cache.values_in_keys,
         "quantized_kv": cache.quantised is not None,
     }
+    table = operation.operands
     return PagedProblem(
         operation=operation.name,
         config=config,
@@ -119,21 +119,23 @@ def describe_step(
         key_dtype=cache.dtype if key is None else key.dtype.name,
         value_dtype=cache.dtype if value is None else value.dtype.name,
         runtime_dtype=runtime,
-        softmax_dtype=metadata.runtime_softmax_dtype.name,
+        softmax_dtype=softmax,
         mode=step.mode,
         update=update,
         max_q_len=step.max_q_len,
+        top_k=step.top_k,
         mask=step.mask,
         features=step.mask.features() | {name for name, is_required in required.items() if is_required},
         softmax_scale=scale,
         logits_soft_cap=cap,
         operands=tuple(
-            OperandShape(STEP_OPERANDS[name], tuple(x.shape), x.dtype.name)
+            OperandShape(table[name], tuple(x.shape[: len(table[name].dims)]), x.dtype.name)
             for name, x in (
                 ("key_scale", step_arrays.key_scale),
                 ("value_scale", step_arrays.value_scale),
                 ("softmax_aux", step_arrays.sinks),
                 ("selected", step_arrays.selected),
+                ("index_weights", step_arrays.index_weights),
             )
             if x is not None
         )
@@ -147,7 +149,26 @@ def describe_step(
     )
 
 
-_NAMES = ("query", "key", "value")
+_SEQUENCES = ("sequence_parallel", "ring_order", "scan_ring_attention")  # of the policy
+
+
+def _computed_in(
+    operation: type[PlannedOperation], metadata: OperationMetadata, input_dtype: str
+) -> tuple[str, str, list[str]]:
+    """(the dtype of queries, that of the softmax or the scores, notes on what isn't read)."""
+    if not operation.attends:
+        unread = unread_fields(metadata, _SEQUENCES)
+        return input_dtype, "float32", [note("index.unread", fields=unread)] if unread else []
+    notes: list[str] = []
+    runtime = input_dtype if metadata.runtime_dtype is None else metadata.runtime_dtype.name
+    if runtime != input_dtype:
+        notes.append(note("paged.cast", given=input_dtype, runtime=runtime))
+    if metadata.dropout_prob > 0:
+        notes.append(note("dropout.serving", probability=metadata.dropout_prob))
+    for name in _SEQUENCES:
+        if (declared := getattr(metadata.policy, name)) != getattr(Policy(), name):
+            notes.append(note("paged.policy_unread", name=name, value=declared))
+    return runtime, metadata.runtime_softmax_dtype.name, notes
 
 
 def _check_selected(step: Step, tokens: int, selected: Any) -> None:
@@ -187,29 +208,32 @@ def _check_arrays(step: Step, update: str, query: Any, key: Any, value: Any, *, 
 
 
 def _check_tokens(
-    cache: KVCache, plan: CachePlan, count: int, query: Any, key: Any, value: Any, *, parts: bool
+    cache: KVCache,
+    plan: CachePlan,
+    count: int,
+    names: tuple[str, str, str],
+    tokens: tuple[Any, Any, Any],
+    *,
+    parts: bool,
 ) -> None:
     """Check shapes and dtypes of the token arrays; heads may be as declared or as stored."""
     heads = {cache.kv_heads, plan.stored_heads}
-    for name, x, dim in (
-        ("query", query, cache.head_dim),
-        ("key", key, cache.head_dim),
-        ("value", value, cache.value_size),
-    ):
+    query = tokens[0]
+    for name, x, dim in zip(names, tokens, (cache.head_dim, cache.head_dim, cache.value_size), strict=True):
         if x is None:
             continue
         if len(x.shape) != 3 or x.shape[2] != dim:
             raise InputError(f"{name} has shape {x.shape}; wanted [tokens, heads, {dim}], as the cache declares.")
         if x.shape[0] != count:
             raise InputError(f"{name} has {x.shape[0]} tokens and the query {count}; wanted the same number.")
-        if name != "query" and not parts and x.shape[1] not in heads:
+        if x is not query and not parts and x.shape[1] not in heads:
             raise InputError(f"{name} has {x.shape[1]} heads; wanted {cache.kv_heads}, the cache's kv_heads.")
     if query is not None and query.dtype.name not in _FLOATS:
-        raise InputTypeError(f"query is {query.dtype}; wanted one of {', '.join(_FLOATS)}.")
+        raise InputTypeError(f"{names[0]} is {query.dtype}; wanted one of {', '.join(_FLOATS)}.")
     if query is not None and not parts and query.shape[1] % plan.stored_heads:
         stored = "" if plan.kv_repeat == 1 else f", each stored {plan.kv_repeat} times"
         raise InputError(
-            f"query has {query.shape[1]} heads; wanted a multiple of the cache's {cache.kv_heads} kv heads{stored}."
+            f"{names[0]} has {query.shape[1]} heads; wanted a multiple of the cache's {cache.kv_heads} kv heads{stored}."
         )
     if cache.max_tokens is not None and count > cache.max_tokens:
         raise InputError(

@@ -2,63 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from dataclasses import replace
-from typing import Any, ClassVar, Unpack
+from typing import Unpack
 
-import jax
-from jax.sharding import get_abstract_mesh
-
-from ...errors import InputError, ShardingWarning, warn_caller
-from ...masks.int_arrays import known_values
-from ...planning import Reason, plan
 from ...planning.cache.kv_cache import KVCache
 from ...planning.call_arguments import CallArray
-from ...planning.paged.page_reads import page_reads
 from ...planning.paged.paged_plan import PagedPlan
-from ...planning.paged.paged_problem import PagedProblem
-from ...planning.paged.step_operands import STEP_OPERANDS
-from ...planning.paged.steps import STEPS
-from ...planning.repeated import named_axes
-from ...planning.tune_cache import cache_generation
-from ...sharding import describe_mesh
-from ...sharding.mesh import AnyMesh
-from ..call.current_device import current_device
-from ..call.declared import DeclaredOperation, signature
-from ..call.program import Program, attention
-from ..choices.bounded_cache import BoundedCache
-from ..paged_cache.attend import check_longest
 from ..paged_cache.batch import RaggedBatch
-from ..paged_cache.check_selected import check_selected
-from ..paged_cache.insert import check_step
-from ..paged_cache.join_shards import check_mesh
-from ..paged_cache.state import CacheState, alone
-from .describe_step import describe_step
-from .implementations import PAGES_ON_TPU, PAGES_ON_XLA, PagedImplementation
+from ..paged_cache.state import CacheState
+from .implementations import PAGES_ON_TPU, PAGES_ON_XLA
 from .paged_config import PagedConfig
-from .run_step import StepInputs, run_step
-from .step_arguments import Step, StepArguments, StepArrays, cache_of, step_of
+from .step_arguments import StepArguments, cache_of, step_of
+from .step_operation import StepOperation
 from .step_output import StepOutput
-from .step_reasons import step_reasons
 
 __all__ = ["Paged", "PagedOperation"]
 
 
-_wide = operator.attrgetter("jax_enable_x64")  # decides the dtype of a float64 array
-_prepared: BoundedCache[PagedPlan] = BoundedCache(512)  # for all operations: equal ones share their plans
-
-
-class PagedOperation(DeclaredOperation):
-    """Base class of operations over the pages of a declared KV cache. `Operation(metadata)(query, key, value, ...)` runs one."""
-
-    keys_in = "pages"
-    planner = STEPS
-    operands = STEP_OPERANDS
-    # The page layout that other libraries' names for it stand for.
-    cache_layout: ClassVar[str | None] = None
-
-    # -- calling -----------------------------------------------------------------------------------------------------
+class PagedOperation(StepOperation):
+    """Base class of attention over the pages of a declared KV cache. `Operation(metadata)(query, key, value, ...)` runs one."""
 
     def __call__(
         self,
@@ -79,38 +40,8 @@ class PagedOperation(DeclaredOperation):
         gradient. Errors: InputError, InputTypeError (bad arguments, known invalid batches), RefusedError (nothing can run it).
         """
         step, step_arrays = step_of(call, self.metadata.causal, query)
-        layer_state = alone(state, layer, batch)
-        pages, group = layer_state.layers[0], state.cache.group_of(int(layer))
-        mesh = self._mesh()
-        arrays = (query, key, value, *step_arrays.flat, pages, batch)
-        request = (
-            self,
-            mesh,
-            current_device(jax.tree.leaves(arrays)) if mesh is None else get_abstract_mesh(),
-            state.cache,
-            group,
-            step,
-            cache_generation(),
-            _wide(jax.config),
-            *map(signature, (query, key, value, *step_arrays.flat)),
-        )
-        decided = _prepared.find(request)
-        if decided is None:
-            decided = self._prepare(state.cache, group, (query, key, value), step_arrays, step, mesh, arrays)
-            _prepared.put(request, decided)
-        _check_pages(decided, state, pages, mesh)
-        tokens = key if query is None else query
-        layer_state = replace(layer_state, cache=state.cache.part(group, decided.cache.pages))
-        check_step(layer_state, 0, batch, tokens, debug=False, writes=decided.problem.update != "none")
-        check_longest(batch, step.max_q_len, debug=False)
-        if step_arrays.selected is not None:
-            check_selected(batch, step_arrays.selected, debug=False)
-        # One layer, so that all layers of a group share a program.
-        program = Program(self, decided, mesh, step.debug)
-        output, lse, after = attention(program, StepInputs(layer_state, batch, query, key, value, step_arrays))
-        return StepOutput(
-            output, lse if step.return_lse else None, state.with_layer(layer, after.layers[0]), plan=decided
-        )
+        decided, (output, lse, after) = self._run(state, layer, batch, (query, key, value), step, step_arrays)
+        return StepOutput(output, lse if step.return_lse else None, after, plan=decided)
 
     def plan(
         self,
@@ -130,19 +61,7 @@ class PagedOperation(DeclaredOperation):
         """
         declared = cache_of(cache)
         step, step_arrays = step_of(call, self.metadata.causal, query)
-        if layer is None and len(declared.groups) > 1:
-            raise InputError(
-                f"the cache's layers are in {len(declared.groups)} groups; specify the step's layer, such as layer=0."
-            )
-        group = declared.group_of(0 if layer is None else layer)
-        mesh = self._mesh()
-        decided = self._plan(
-            declared, group, (query, key, value), step_arrays, step, mesh, (query, key, value, *step_arrays.flat)
-        )
-        has_values = batch is not None and all(known_values(x) is not None for x in jax.tree.leaves(batch))
-        if not has_values or "selected" in decided.problem.features:  # what is gathered depends on the selection
-            return decided
-        return replace(decided, reads=page_reads(decided.problem, batch))
+        return self._planned(declared, layer, batch, (query, key, value), step, step_arrays)
 
     def explain(
         self,
@@ -158,55 +77,6 @@ class PagedOperation(DeclaredOperation):
         """Return the plan of the same step as text."""
         return self.plan(query, key, value, cache=cache, layer=layer, batch=batch, **call).explain()
 
-    # -- the steps of a call ------------------------------------------------------------------------------------------
-
-    def _plan(
-        self,
-        cache: KVCache,
-        group: int,
-        tokens: tuple[Any, Any, Any],
-        step_arrays: StepArrays,
-        step: Step,
-        mesh: AnyMesh | None,
-        arrays: Any,
-    ) -> PagedPlan:
-        problem = describe_step(type(self), self.metadata, cache, group, tokens, step_arrays, step, mesh, arrays)
-        decided: PagedPlan = plan(type(self), problem, self.metadata.policy)
-        return decided
-
-    def _prepare(
-        self,
-        cache: KVCache,
-        group: int,
-        tokens: tuple[Any, Any, Any],
-        step_arrays: StepArrays,
-        step: Step,
-        mesh: AnyMesh | None,
-        arrays: Any,
-    ) -> PagedPlan:
-        decided = self._ready(self._plan(cache, group, tokens, step_arrays, step, mesh, arrays), arrays, mesh)
-        axes = named_axes(self.metadata.partition_axis)
-        idle = tuple(f"{a.name}={a.size}" for a in decided.cache.idle_axes if a.name not in axes)
-        if idle:
-            _warn_of_idle(self.name, idle)
-        return decided
-
-    def run_program(self, program: Program, inputs: StepInputs) -> Any:
-        """Run a planned step; traceable."""
-        return run_step(program, inputs)
-
-    # -- what planning uses ------------------------------------------------------------------------------------------
-
-    @classmethod
-    def reasons_against(cls, method: str, problem: PagedProblem) -> tuple[Reason, ...]:
-        """Every reason against a method: missing features, rules that fail, the layout that a name stands for."""
-        runs = cls.implementation(method)
-        reasons = step_reasons(problem, method, runs.capability.consumes, cls.name, cls.cache_layout)
-        reasons += runs.reasons(problem) if isinstance(runs, PagedImplementation) else ()
-        rules = runs.capability.rules
-        reasons += [r for rule in rules if (r := rule.check(problem, problem.config)) is not None]  # type: ignore[arg-type]
-        return tuple(reasons)
-
 
 class Paged(PagedOperation):
     """Attention over the pages of a declared KV cache; writes the step's keys first."""
@@ -215,25 +85,3 @@ class Paged(PagedOperation):
     config = PagedConfig
     forward_tpu = PAGES_ON_TPU
     forward_native = PAGES_ON_XLA
-
-
-def _check_pages(decided: PagedPlan, state: CacheState, pages: Any, mesh: AnyMesh | None) -> None:
-    """Refuse a state made for a different mesh than the one in force."""
-    if mesh is not None and any(axis.kind == "manual" for axis in decided.problem.mesh):
-        return  # inside the caller's own shard_map: these are a device's parts
-    planned_shape = decided.cache.pages_array.fitted.shape
-    check_mesh(state, decided.cache)
-    if pages.key.shape != planned_shape:
-        raise InputError(
-            f"the state's pages have shape {pages.key.shape}; on the mesh {describe_mesh(decided.problem.mesh)} they are "
-            f"{planned_shape}: make the state with init(cache, mesh) of the operation's mesh and kv_heads policy."
-        )
-
-
-@functools.lru_cache(maxsize=256)
-def _warn_of_idle(name: str, axes: tuple[str, ...]) -> None:
-    warn_caller(
-        f"{name}: {', '.join(axes)} of the mesh split nothing of the cache: all their devices do the same work. Declare "
-        "pages_axis, kv_head_axis or page_sequence_axis of the cache for them. strict=True refuses such steps.",
-        ShardingWarning,
-    )

@@ -40,7 +40,7 @@ class StepArguments(TypedDict, total=False):
 
 
 class Step(NamedTuple):
-    """The static arguments of a step, checked. `update` is None if the config decides."""
+    """The static arguments of a step, checked. `update` is None if the config decides; top_k: for a step that selects keys."""
 
     mask: Mask
     softmax_scale: float | None
@@ -51,6 +51,7 @@ class Step(NamedTuple):
     update: str | None
     max_q_len: int | None
     debug: bool
+    top_k: int | None = None
 
 
 class StepArrays(NamedTuple):
@@ -61,11 +62,12 @@ class StepArrays(NamedTuple):
     value_scale: Any = None
     captures: tuple[Any, ...] = ()  # of the score, in its order
     selected: Any = None
+    index_weights: Any = None
 
     @property
     def flat(self) -> tuple[Any, ...]:
         """All of them."""
-        return *self[:3], *self.captures, *(() if self.selected is None else (self.selected,))
+        return *self[:3], *self.captures, *(x for x in (self.selected, self.index_weights) if x is not None)
 
 
 _ELSEWHERE = {

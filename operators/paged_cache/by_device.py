@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 
 from ...sharding import axes_at, axes_of, on_auto_axes, pin, spec_of
 from ...sharding.mesh import AnyMesh
-from ..kernels.lse import combine_by_lse, combine_over_devices
 from .batch import RaggedBatch
 from .join_shards import check_mesh
 from .logit_arrays import LogitArrays
@@ -37,20 +36,27 @@ def by_device(
     mesh: AnyMesh | None,
     kv_heads: Any,
     check_vma: bool,
-) -> Attended:
-    """Each shard of the pages with its own part of the batch; on a mesh, each device also with its own heads."""
+    result: type[Any] = Attended,
+) -> Any:
+    """Each shard of the pages with its own part of the batch; on a mesh, each device also with its own heads of attention.
+
+    result: the class of what `shard` returns, which merges the results of parts of the keys: Attended, or one with its methods.
+    """
     if mesh is None or mesh.size == 1 or all(axis.kind == "manual" for axis in axes_of(mesh)):
         arrays = jnp.asarray(query), pages, batch, of_logits, rows
-        return on_auto_axes(partial(_all_shards, shard), *arrays, specs=lambda: _specs_like(*arrays[:2], rows))
+        run = partial(_all_shards, shard, result)
+        return on_auto_axes(run, *arrays, specs=lambda: _specs_like(result, *arrays[:2], rows))
     plan = state.cache.plan(mesh, kv_heads=kv_heads).require()
     check_mesh(state, plan)
     of_query, of_layer, of_batch = step_specs(plan)
+    tokens, heads = (axes_at(of_query, index) or None for index in (0, 1))
+    weights = of_logits.index_weights is not None  # index heads are summed over, so each device has all of them
+    of_query = PartitionSpec(tokens, None, None) if weights else of_query
     specs = of_query, of_layer, replace(of_batch, group=batch.group)
-    tokens, heads = (axes_at(specs[0], index) or None for index in (0, 1))
     of_table = plan["page_table"].fitted.spec
     along = axes_at(of_table, len(of_table) - 3) if plan.sequence_shards > 1 else ()
 
-    def body(query: Any, pages: LayerPages, batch: RaggedBatch, of_logits: LogitArrays, rows: Any) -> Attended:
+    def body(query: Any, pages: LayerPages, batch: RaggedBatch, of_logits: LogitArrays, rows: Any) -> Any:
         count = query.shape[1]
         head_start = lax.axis_index(heads) * np.int32(count) if heads and dims else 0
         if batch.shards is not None:  # a device has one shard
@@ -59,14 +65,14 @@ def by_device(
             return shard(query, pages, batch, of_logits, rows, head_start=head_start)
         index = lax.axis_index(along)
         batch = replace(batch, page_table=batch.page_table[0])
-        result = shard(query, pages, batch, of_logits.of_shard(index), rows, index, head_start)
-        return Attended(*combine_over_devices(result.output, result.lse, along))
+        return shard(query, pages, batch, of_logits.of_shard(index), rows, index, head_start).merged_over(along)
 
     of_rows = None if rows is None else jax.tree.map(lambda _: PartitionSpec(tokens, heads), rows)
     of_captures = (PartitionSpec(*(heads if dim == "heads" else None for dim in of)) for of in dims)
     of_sinks = None if of_logits.sinks is None else PartitionSpec(heads)
     of_selected = None if of_logits.selected is None else PartitionSpec(tokens, None)
-    in_specs = (*specs, LogitArrays(of_sinks, tuple(of_captures), of_selected), of_rows)
+    of_weights = PartitionSpec(tokens, None) if weights else None
+    in_specs = (*specs, LogitArrays(of_sinks, tuple(of_captures), of_selected, of_weights), of_rows)
     operands = jax.tree.map(
         lambda x, spec: pin(jnp.asarray(x), spec, mesh), (query, pages, batch, of_logits, rows), in_specs
     )
@@ -74,7 +80,7 @@ def by_device(
         body,
         mesh=mesh,
         in_specs=in_specs,
-        out_specs=Attended(PartitionSpec(tokens, heads, None), PartitionSpec(tokens, heads), _written(specs[1], rows)),
+        out_specs=result.specs(tokens, heads, _written(specs[1], rows)),
         axis_names={axis.name for axis in axes_of(mesh) if axis.kind != "manual"},
         check_vma=check_vma,
     )(*operands)
@@ -87,27 +93,27 @@ def _written(of_layer: LayerPages, rows: LayerPages | None) -> LayerPages | None
     return LayerPages(*(None if array is None else spec for spec, array in zip(of_layer, rows, strict=True)))  # type: ignore[arg-type]
 
 
-def _specs_like(query: jax.Array, pages: LayerPages, rows: LayerPages | None) -> Attended:
+def _specs_like(result: type[Any], query: jax.Array, pages: LayerPages, rows: LayerPages | None) -> Any:
     """Of Explicit axes, those that split the query and the pages."""
     tokens, heads = (axes_at(spec_of(query), index) or None for index in (0, 1))
     after = _written(jax.tree.map(spec_of, pages), rows)
-    return Attended(PartitionSpec(tokens, heads, None), PartitionSpec(tokens, heads), after)
+    return result.specs(tokens, heads, after)
 
 
 def _all_shards(
-    shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, of_logits: LogitArrays, rows: Any
-) -> Attended:
+    shard: Any, result: type[Any], query: Any, pages: LayerPages, batch: RaggedBatch, of_logits: LogitArrays, rows: Any
+) -> Any:
     """Without a mesh: one shard of the pages after the other."""
     if batch.shards is None:
-        return _merged_over_shards(shard, query, pages, batch, of_logits, rows)
+        return _merged_over_shards(shard, result, query, pages, batch, of_logits, rows)
     parts = [_part(batch.shards, n, query, pages, batch, of_logits, rows) for n in range(batch.shards)]
-    results = [_merged_over_shards(shard, *part) for part in parts]
+    results = [_merged_over_shards(shard, result, *part) for part in parts]
     return jax.tree.map(lambda *of_shards: jnp.concatenate(of_shards), *results)
 
 
 def _merged_over_shards(
-    shard: Any, query: Any, pages: LayerPages, batch: RaggedBatch, of_logits: LogitArrays, rows: Any
-) -> Attended:
+    shard: Any, result: type[Any], query: Any, pages: LayerPages, batch: RaggedBatch, of_logits: LogitArrays, rows: Any
+) -> Any:
     """Without a mesh: one sequence shard after the other, if there are several, with their outputs merged."""
     if (n := batch.sequence_shards) == 1:
         return shard(query, pages, batch, of_logits, rows)
@@ -116,7 +122,7 @@ def _merged_over_shards(
         shard_pages: Any = (x if x is None or x.ndim < 3 else rows_by_shard(n, x, "pages")[index] for x in pages)
         table = replace(batch, page_table=batch.page_table[index])
         results.append(shard(query, LayerPages(*shard_pages), table, of_logits.of_shard(index), rows, index))
-    return Attended(*combine_by_lse([(x.output, x.lse) for x in results]))
+    return result.merged(results)
 
 
 def _part(
@@ -134,5 +140,6 @@ def _part(
         return rows_by_shard(shards, x, "rows")[n]
 
     shard_pages: Any = (x if x is None or x.ndim < 3 else part(x) for x in pages)
-    own = of_logits._replace(selected=jax.tree.map(part, of_logits.selected))
+    by_token = jax.tree.map(part, (of_logits.selected, of_logits.index_weights))
+    own = of_logits._replace(selected=by_token[0], index_weights=by_token[1])
     return part(query), LayerPages(*shard_pages), jax.tree.map(lambda x: x[n], batch), own, jax.tree.map(part, rows)

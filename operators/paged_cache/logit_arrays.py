@@ -1,4 +1,5 @@
-"""LogitArrays: what a step has for its logits besides query and keys: sinks, its score's arrays, the keys that it selects."""
+"""LogitArrays: what a step has for its logits besides query and keys: sinks, its score's arrays, the keys that it selects; or the
+weights of an indexer's heads."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ __all__ = ["LogitArrays", "by_place"]
 
 
 class LogitArrays(NamedTuple):
-    """sinks [heads], the score's arrays as given, and selected int32 [tokens, n]."""
+    """sinks [heads], the score's arrays as given, and selected int32 [tokens, n]; for a step that selects index_weights [tokens,
+    heads]."""
 
     sinks: Any = None
     captures: tuple[Any, ...] = ()
     selected: Any = None
+    index_weights: Any = None
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+from jax.sharding import PartitionSpec
 
 from ...errors import ConfigError
 from ...scores.steps import Steps
+from ..kernels.lse import combine_by_lse, combine_over_devices
 from ..kernels.pages.paged import paged_attention
 from .batch import RaggedBatch
 from .state import LayerPages
@@ -34,6 +36,7 @@ class PagedCall(NamedTuple):
     `rows`: for update 'fused', each token as the pages store it. What rows of several tokens write is in the pages already; a
     row of one token is written by the method. score: steps by place, and the arrays that they read; head_start: this device's
     first query head. selected [tokens, n]: the positions of the keys that each token attends to; None: all that it sees.
+    index_weights [tokens, heads], top_k: of a step that selects; None for one that attends.
     """
 
     query: jax.Array
@@ -56,6 +59,8 @@ class PagedCall(NamedTuple):
     captures: tuple[jax.Array, ...] = ()
     head_start: jax.Array | int = 0
     selected: jax.Array | None = None
+    index_weights: jax.Array | None = None
+    top_k: int | None = None
 
     def kernel_arguments(self) -> dict[str, Any]:
         """The pages, the batch and what is declared of the logits, by the names that kernels of every platform take them by."""
@@ -87,8 +92,23 @@ class Attended(NamedTuple):
     lse: Any
     pages: LayerPages | None = None
 
+    @classmethod
+    def specs(cls, tokens: Any, heads: Any, pages: Any) -> Attended:
+        """The specs of a result whose tokens and query heads are split over these axes."""
+        return cls(PartitionSpec(tokens, heads, None), PartitionSpec(tokens, heads), pages)
 
-PagedMethod: TypeAlias = Callable[[PagedCall], Attended]
+    @classmethod
+    def merged(cls, parts: Sequence[Attended]) -> Attended:
+        """The result over all keys from those over parts of them."""
+        return cls(*combine_by_lse([(x.output, x.lse) for x in parts]))
+
+    def merged_over(self, axes: tuple[str, ...]) -> Attended:
+        """The same inside a shard_map, from the devices along some axes."""
+        return Attended(*combine_over_devices(self.output, self.lse, axes))
+
+
+PagedMethod: TypeAlias = Callable[[PagedCall], Any]
+"""Returns an Attended, or for a step that selects another class with its methods."""
 
 
 def on_xla(call: PagedCall) -> Attended:

@@ -15,12 +15,15 @@ from .kernel.block_recipes import (
 from .kernel.distillation import indexer_loss
 from .kernel.selected import selected_attention
 from .kernel.top_k import Selection, top_k_keys
+from .paged_indexer import IndexStepOutput, PagedIndexer
 
 __all__ = [
     "DsaIndexer",
     "GlmMoeDsaIndexer",
     "IndexOutput",
+    "IndexStepOutput",
     "Indexer",
+    "PagedIndexer",
     "Selection",
     "indexer_loss",
     "merge_branches",

@@ -1,4 +1,4 @@
-"""What an indexer's call is checked for: sizes and dtypes, how many keys, the mask; and what of the metadata it doesn't read."""
+"""What an indexer's call is checked for: sizes and dtypes, how many keys, the mask."""
 
 from __future__ import annotations
 
@@ -9,22 +9,11 @@ import jax.numpy as jnp
 
 from ...errors import ConfigError, InputError, InputTypeError, is_whole, shown
 from ...masks import Mask
-from ...planning import Policy
 from ...planning.selection.index_operands import INDEX
-from ...registry import OperationMetadata
 from ..call.arguments import join_mask, split_arguments
 from ..call.arrays import Arrays
 
-__all__ = ["call_sizes", "selected_count", "static_options", "unread_fields"]
-
-
-def unread_fields(metadata: OperationMetadata) -> list[str]:
-    """The declared fields of the metadata that only attention reads."""
-    plain, default = OperationMetadata(), Policy()
-    names = ("runtime_dtype", "runtime_softmax_dtype", "dropout_prob")
-    policy = ("kv_heads", "sequence_parallel", "ring_order", "scan_ring_attention")
-    changed = [name for name in names if getattr(metadata, name) != getattr(plain, name)]
-    return changed + [name for name in policy if getattr(metadata.policy, name) != getattr(default, name)]
+__all__ = ["call_sizes", "selected_count", "static_options"]
 
 
 def call_sizes(shapes: Mapping[str, Any]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""IndexerConfig: what can be declared for an indexer."""
+"""What can be declared for an indexer: IndexerConfig over arrays, PagedIndexerConfig over pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import PositiveInt
 
 from ...planning import OperationConfig
 
-__all__ = ["DsaIndexerConfig", "GlmMoeDsaIndexerConfig", "IndexerConfig"]
+__all__ = ["DsaIndexerConfig", "GlmMoeDsaIndexerConfig", "IndexerConfig", "PagedIndexerConfig"]
 
 
 class IndexerConfig(OperationConfig):
@@ -33,3 +33,19 @@ class GlmMoeDsaIndexerConfig(IndexerConfig):
     """See IndexerConfig."""
 
     operation: Literal["glm_moe_dsa_indexer"] = "glm_moe_dsa_indexer"  # type: ignore[assignment]
+
+
+class PagedIndexerConfig(OperationConfig):
+    """top_k: how many keys each token selects; a step may give it instead. update: as for `paged`, of index keys.
+
+    pages_per_block, queries_per_block: pages and tokens that are worked on together; if unset or None, by their sizes. The pages
+    of a block hold a multiple of 32 keys.
+    """
+
+    feeds: ClassVar = {}
+
+    operation: Literal["paged_indexer"] = "paged_indexer"
+    top_k: PositiveInt | None = None
+    update: Literal["before", "fused", "none"] = "before"
+    pages_per_block: PositiveInt | None = None
+    queries_per_block: PositiveInt | None = None

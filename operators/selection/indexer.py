@@ -32,12 +32,15 @@ from ..call.arrays import is_array, shaped
 from ..call.declared import DeclaredOperation
 from ..call.planned_platform import planned_platform
 from ..call.program import Program, attention
+from ..notes.unread_fields import unread_fields
 from .implementations import INDEX_ON_XLA, IndexCall
-from .index_checks import call_sizes, selected_count, static_options, unread_fields
+from .index_checks import call_sizes, selected_count, static_options
 from .index_config import DsaIndexerConfig, GlmMoeDsaIndexerConfig, IndexerConfig
 from .kernel.top_k import Selection
 
 __all__ = ["DsaIndexer", "GlmMoeDsaIndexer", "IndexArguments", "IndexOutput", "Indexer"]
+
+_UNREAD = ("kv_heads", "sequence_parallel", "ring_order", "scan_ring_attention")
 
 
 class IndexArguments(TypedDict, total=False):
@@ -177,7 +180,7 @@ class Indexer(DeclaredOperation):
         mesh, metadata = self._mesh(), self.metadata
         platform, kind, source = planned_platform(metadata, mesh, tuple(arrays.values()))
         config, notes = declared_config(type(self), metadata, platform)
-        if unread := unread_fields(metadata):
+        if unread := unread_fields(metadata, _UNREAD):
             notes.append(note("index.unread", fields=unread))
         mask, scale = static_options(call, metadata.causal)
         scale = metadata.softmax_scale if scale is None else scale

@@ -97,6 +97,7 @@ class PagedPlan(Decision[PagedProblem, StepPlacement]):
         return self.decision_dict() | {
             "update": problem.update,
             "max_q_len": problem.max_q_len,
+            **({} if problem.top_k is None else {"top_k": problem.top_k}),
             "group": 0 if problem.cache.group is None else problem.cache.group[0],
             "dtypes": {
                 "query": problem.input_dtype,
@@ -126,7 +127,10 @@ def step_rows(plan: PagedPlan, *, verbose: bool = True) -> list[tuple[str, str]]
     rows = [
         ("platform", f"{problem.platform}, from {problem.platform_source}"),
         ("mask", problem.mask.describe()),
-        ("scale", f"{problem.softmax_scale:.6g}, softmax in {problem.softmax_dtype}"),
+        (
+            "scale",
+            f"{problem.softmax_scale:.6g}, {'softmax' if problem.top_k is None else 'scores'} in {problem.softmax_dtype}",
+        ),
     ]
     if problem.logits_soft_cap is not None:
         rows.append(("soft cap", f"{problem.logits_soft_cap:g}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -11,10 +12,20 @@ from ..cache.cache_checks import axis_names
 from ..cache.cache_plan import CachePlan
 from ..problem import Problem, heads_text, platform_text
 
-__all__ = ["STEP_MODES", "PagedProblem"]
+__all__ = ["STEP_MODES", "Merge", "PagedProblem"]
 
 STEP_MODES = ("prefill", "autoregressive", "insert", "mixed")
 """Chunks of prompts; one or a few tokens of each sequence; writes only; chunks and single tokens together."""
+
+
+class Merge(NamedTuple):
+    """What devices with pages of the same sequences send to each other in a layer: the kind of collective, what it is of, its
+    bytes, and those that each device sends."""
+
+    kind: str
+    what: str
+    size: int
+    sent: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +34,15 @@ class PagedProblem(Problem):
 
     tokens: the length of the token arrays, including padding. max_q_len: the maximum number of queries per sequence; None: any.
     update: when the step's own keys are written: 'before', 'fused', or 'none'. key_dtype, value_dtype: of the step's own keys
-    and values, the cache's or that of quantised pages.
+    and values, the cache's or that of quantised pages. top_k: for a step that selects keys and doesn't attend, how many; its
+    query and keys are those of an indexer. None: it attends.
     """
 
     cache: CachePlan
     tokens: int
     update: str
     max_q_len: int | None
+    top_k: int | None = None
 
     @property
     def contiguous_positions(self) -> bool:
@@ -74,11 +87,16 @@ class PagedProblem(Problem):
         return tuple(a.name for a in self.mesh if a.name in named and a.size > 1 and a.kind != "manual")
 
     @property
-    def combined_bytes(self) -> int:
-        """Bytes per device that are summed over these devices: float32 outputs, and two numbers for each."""
-        if self.sequence_shards == 1 or self.mode == "insert":
-            return 0
-        return 4 * self.local_tokens * self.local_heads[0] * (self.value_dim + 2)
+    def merge(self) -> Merge | None:
+        """What merges these devices' results: sums of float32 outputs and two numbers for each, or the selections of all."""
+        n = self.sequence_shards
+        if n == 1 or self.mode == "insert":
+            return None
+        if self.top_k is not None:
+            part = 8 * self.local_tokens * self.top_k
+            return Merge("all-gather", "selections", n * part, (n - 1) * part)
+        size = 4 * self.local_tokens * self.local_heads[0] * (self.value_dim + 2)
+        return Merge("all-reduce", "output, lse", size, 2 * size * (n - 1) / n)
 
     @property
     def local_tokens(self) -> int:
@@ -101,7 +119,12 @@ class PagedProblem(Problem):
             return operand.shape, jnp.dtype(operand.dtype).itemsize
         writes, attends = self.update != "none", self.mode != "insert"
         q, kv = (self.tokens, self.q_heads), (self.tokens, self.kv_heads)
+        top_k = self.top_k or 0
         every = {
+            "index_query": ((*q, self.head_dim), self.input_dtype, attends),
+            "index_key": ((self.tokens, self.head_dim), self.key_dtype, writes),
+            "positions": ((self.tokens, top_k), "int32", attends),
+            "counts": ((self.tokens,), "int32", attends),
             "query": ((*q, self.head_dim), self.input_dtype, True),
             "key": ((*kv, self.head_dim), self.key_dtype, writes),
             "value": ((*kv, self.value_dim), self.value_dtype, writes and not self.cache.cache.values_in_keys),
@@ -119,6 +142,8 @@ class PagedProblem(Problem):
         heads = heads_text(self.q_heads, self.kv_heads, self.head_dim, self.value_dim)
         stored = "" if cache.quantised is None else f" in {cache.quantised.dtype}"
         limit = "" if self.max_q_len is None else f" of at most {self.max_q_len} per sequence"
+        if self.top_k is not None:
+            heads = f"the {self.top_k} best keys by {self.q_heads} index heads of {self.head_dim}"
         return (
             f"{platform_text(self)}: {self.tokens} tokens{limit}, up to {cache.max_sequences} sequences, {heads}, "
             f"{self.runtime_dtype}, pages of {cache.page_size}{stored}, mode {self.mode}, mesh {describe_mesh(self.mesh)}"

@@ -8,7 +8,7 @@ from ...sharding import Operand, OperandTable, axes_at
 from ..cache.cache_checks import axis_names
 from ..cache.cache_plan import CachePlan
 
-__all__ = ["RESULTS_OF_STEPS", "STEP_OPERANDS", "step_spec", "token_specs"]
+__all__ = ["INDEX_STEP", "RESULTS_OF_INDEX_STEPS", "RESULTS_OF_STEPS", "STEP_OPERANDS", "step_spec", "token_specs"]
 
 STEP_OPERANDS = OperandTable(
     Operand("query", ("tokens", "heads", "head_dim"), gradient=False, inside_dtype="runtime"),
@@ -22,6 +22,18 @@ STEP_OPERANDS = OperandTable(
 RESULTS_OF_STEPS = (
     Operand("output", ("tokens", "heads", "value_dim"), gradient=False, inside_dtype="runtime"),
     Operand("lse", ("tokens", "heads"), gradient=False, inside_dtype="float32"),
+)
+
+# Those of a step that selects. Every device that has a sequence's pages scores all index heads.
+INDEX_STEP = OperandTable(
+    Operand("index_query", ("tokens", "index_heads", "index_dim"), gradient=False),
+    Operand("index_key", ("tokens", "index_dim"), dtype="stored", gradient=False),
+    Operand("index_weights", ("tokens", "index_heads"), gradient=False),
+    Operand("key_scale", ("tokens",), gradient=False),
+)
+RESULTS_OF_INDEX_STEPS = (
+    Operand("positions", ("tokens", "top_k"), dtype="integers", gradient=False),
+    Operand("counts", ("tokens",), dtype="integers", gradient=False),
 )
 
 

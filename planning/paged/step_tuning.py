@@ -23,7 +23,7 @@ def step_key(method: str, problem: PagedProblem) -> dict[str, Any]:
     """All that a measured choice depends on, as JSON values. Sequence lengths are traced, so they are not included."""
     cache = problem.cache.cache
     return {
-        "operation": "paged",
+        "operation": "paged" if problem.top_k is None else "paged_indexer",
         "method": method,
         "device": problem.device,
         "dtype": problem.runtime_dtype,
@@ -37,6 +37,7 @@ def step_key(method: str, problem: PagedProblem) -> dict[str, Any]:
         "table": (problem.cache.local_sequences, problem.cache.table_width // problem.sequence_shards),
         "sequence_shards": problem.sequence_shards,
         "max_q_len": problem.max_q_len,
+        **({} if problem.top_k is None else {"top_k": problem.top_k}),
         "writes": problem.update == "fused",  # a kernel that writes takes more memory and cycles
         "mask": problem.mask.describe(),
         "features": sorted(problem.features),

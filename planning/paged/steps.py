@@ -15,7 +15,7 @@ from ..tuning import Tuning
 from .page_reads import page_bytes
 from .paged_plan import PagedPlan, StepPlacement
 from .paged_problem import PagedProblem
-from .step_operands import RESULTS_OF_STEPS, STEP_OPERANDS, step_spec
+from .step_operands import step_spec
 from .step_tuning import step_key
 
 __all__ = ["STEPS"]
@@ -27,8 +27,8 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
     def placements(
         self, operation: type[PlannedOperation], problem: PagedProblem, policy: Policy
     ) -> Callable[[str], StepPlacement]:
-        del operation, policy
-        placement = StepPlacement(_tensors(problem))
+        del policy
+        placement = StepPlacement(_tensors(operation, problem))
         return lambda _: placement
 
     def reasons(
@@ -57,9 +57,9 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
             count = selected.shape[1]
             size = page_bytes(problem) // problem.page_size * count * problem.local_tokens
             notes += (note("paged.selected", count=count, size=size),)
-        if size := problem.combined_bytes:
-            n = problem.sequence_shards
-            notes += (note("paged.merged", axes=problem.sequence_axes, size=size, sent=2 * size * (n - 1) // n),)
+        if (merge := problem.merge) is not None:
+            code = "paged.merged" if problem.top_k is None else "index.merged"
+            notes += (note(code, axes=problem.sequence_axes, size=merge.size, sent=int(merge.sent)),)
         return notes
 
     def tune_key(self, method: str, problem: PagedProblem, placement: StepPlacement) -> dict[str, Any]:
@@ -74,11 +74,11 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
         return Tuning("heuristic", why, {})
 
 
-def _tensors(problem: PagedProblem) -> tuple[FittedSpec, ...]:
-    """Where a step's arrays and results are, by the table of its operands."""
+def _tensors(operation: Any, problem: PagedProblem) -> tuple[FittedSpec, ...]:
+    """Where a step's arrays and results are, by the tables of its operation."""
     tensors = []
     captures = [x.operand for x in problem.operands if x.operand.feature == "score"]
-    rows = [(row, problem.tensor(row.name)) for row in (*STEP_OPERANDS, *captures, *RESULTS_OF_STEPS)]
+    rows = [(row, problem.tensor(row.name)) for row in (*operation.operands, *captures, *operation.results)]
     for row, tensor in rows:
         if tensor is None:
             continue

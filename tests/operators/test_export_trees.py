@@ -50,7 +50,7 @@ from attnops import (
 from attnops.operators import LocalOutput, paged_cache
 from attnops.operators.paged.step_output import StepOutput
 from attnops.operators.paged_cache import CacheState, LayerPages, PagedOutput, RaggedBatch, SavedSequence, init
-from attnops.operators.selection import IndexOutput
+from attnops.operators.selection import IndexOutput, IndexStepOutput
 from attnops.scores import PositionTemperature
 
 pytest.importorskip("flatbuffers", reason="pip install 'attnops[test]'")
@@ -109,6 +109,7 @@ EXAMPLES: list[Any] = [
     PagedOutput(X, X, init(CACHE)),
     StepOutput(X, None, init(CACHE)),
     IndexOutput(X, X),
+    IndexStepOutput(X, None, init(CACHE)),
 ]
 
 
@@ -178,8 +179,8 @@ def test_names_stay() -> None:
         "And", "ALiBi", "Chain", "Distance", "Forgetting", "PositionTemperature", "RelativeBias", "RelativeBias2D",
         "ScoreFunction", "SoftCap", "Temperature",
         "AttentionOutput", "Blocks", "CacheState", "Causal", "ChosenBlocks", "Chunked", "Dense", "Full", "LayerPages",
-        "IndexOutput", "Lengths", "LocalOutput", "MaskFunction", "Not", "Or", "PagedOutput", "Positions", "Prefix", "RaggedBatch",
-        "SavedSequence", "SegmentIds", "SlidingWindow", "Slot", "StepOutput",
+        "IndexOutput", "IndexStepOutput", "Lengths", "LocalOutput", "MaskFunction", "Not", "Or", "PagedOutput", "Positions",
+        "Prefix", "RaggedBatch", "SavedSequence", "SegmentIds", "SlidingWindow", "Slot", "StepOutput",
     }  # fmt: skip
 
 

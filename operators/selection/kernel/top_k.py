@@ -5,6 +5,7 @@ The scores of a block of queries stand in memory, never those of all. Source: De
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +15,11 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from ....errors import InputError, is_whole, shown
 from ...kernels.local_mask import LocalMask
-from ...kernels.primitives import cut_along, loop, put, split_index
+from ...kernels.primitives import loop, split_index
 from ...kernels.varying import vary, varying
+from .best_places import best_places
 from .index_scores import check_index, head_scores, index_scores
-from .ordering import WORD, least_chosen, ordered, packed, positions_of, without_later_bits
+from .ordering import WORD, ordered
 from .row_blocks import block_of, long_enough, put_block
 from .visibility import VisibleBlocks, Window, local_mask
 
@@ -119,32 +121,14 @@ def _selected(
         row, q_block = split_index(n, q_blocks, batch)
         q, w = (block_of(x, row, q_block, block_q) for x in (query, weights))
 
-        def score(block: Any, order: Array) -> Array:
+        def score(block: Any) -> Array:
             scale = None if key_scale is None else block_of(key_scale, row, block, block_kv)
             per_head = head_scores(q, block_of(key, row, block, block_kv), softmax_scale, scale)
-            new = ordered(index_scores(per_head, w), visible.seen(row, q_block, block))
-            return put(order, new[None], (block, 0, 0))
+            return ordered(index_scores(per_head, w), visible.seen(row, q_block, block))
 
-        order = visible.fold(row, q_block, score, zeros((kv_blocks, block_q, block_kv), jnp.uint32))
-
-        def count(least: Array) -> Array:
-            def more(block: Any, total: Array) -> Array:
-                return total + (cut_along(order, block, 1)[0] >= least[:, None]).sum(1, dtype=jnp.int32)
-
-            return visible.fold(row, q_block, more, zeros((block_q,), jnp.int32))
-
-        least, chosen = least_chosen(count, k, count(zeros((block_q,), jnp.uint32) + jnp.uint32(1)))
-
-        def bits(block: Any, words: tuple[Array, Array]) -> tuple[Array, Array]:
-            part = cut_along(order, block, 1)[0]
-            greater, equal = packed(part > least[:, None]), packed((part == least[:, None]) & (part > 0))
-            place = (0, block * (block_kv // WORD))
-            return put(words[0], greater, place), put(words[1], equal, place)
-
-        nothing = zeros((block_q, kv_blocks * block_kv // WORD), jnp.uint32)
-        greater, equal = visible.fold(row, q_block, bits, (nothing, nothing))
-        left = chosen - lax.population_count(greater).astype(jnp.int32).sum(1)
-        found = positions_of(greater | without_later_bits(equal, left), k)
+        found, chosen, _ = best_places(
+            partial(visible.fold, row, q_block), score, k, (kv_blocks, block_q, block_kv), zeros
+        )
         return put_block(carry[0], found, row, q_block), put_block(carry[1], chosen, row, q_block)
 
     shape = batch, max(q_len, block_q)
