@@ -106,6 +106,10 @@ def _declaration(declaration: Declaration | Mapping[str, Any] | str | Path) -> D
         )
     if declaration.step is not None or not declaration.is_set("call"):
         raise ConfigError("advise is for calls, and this declares none or a step over pages. Hint: declare `call`.")
+    if not declaration.attends:
+        raise ConfigError(
+            f"advise is for attention, and operation {declaration.operation!r} selects keys. Hint: `attnops verify` compiles it."
+        )
     if "partition_axis" in declaration.metadata or "partition_manager" in declaration.metadata:
         raise ConfigError(
             f"advise names the mesh axes itself ({', '.join(AXES)}), but metadata.partition_axis names others. Hint: remove it."

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError
 from ..operators import Operation
 from ..operators.latent import Choice, choose_form, form_notes
-from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep
+from ..operators.paged.step_operation import StepOperation
 from ..planning import Plan
 from ..planning.paged.paged_plan import PagedPlan
+from ..planning.selection.index_plan import IndexPlan
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from ..registry.latent_dims import FORMS
 from .call_arrays import call_shapes
+from .index_inputs import index_input_shapes
 from .step import one_layer, refuse_inputs, step_of
 
 if TYPE_CHECKING:  # what compiles and searches is imported by the command that does it
@@ -68,6 +70,31 @@ class _Call(Declared):
         return tune_plan(self.plan(metadata), how=how, most=max_candidates, progress=progress)
 
 
+class _Indexer(Declared):
+    """A call that selects keys and doesn't attend."""
+
+    def __init__(self, declaration: Declaration, inputs: Path | None, mode: str | None) -> None:
+        arrays, self.notes = index_input_shapes(declaration, inputs)
+        self.kind: Any = OperationRegistry.get(declaration.operation)
+        self.arguments = declaration.call_arguments(arrays, mode=mode)
+
+    def plan(self, metadata: OperationMetadata) -> IndexPlan:
+        decided: IndexPlan = self.kind(metadata).plan(**self.arguments)
+        return decided
+
+    def planned(self, metadata: OperationMetadata) -> Planned:
+        from ..verify.index_call import PlannedIndexer
+
+        return PlannedIndexer(self.kind(metadata), self.arguments)
+
+    def tune(self, metadata: OperationMetadata, how: str | None, max_candidates: int, progress: Progress) -> TuneReport:
+        del metadata, how, max_candidates, progress
+        raise ConfigError(
+            f"operation {self.kind.name!r} has no sizes to search: its blocks are chosen by rule, or declared in its config. The "
+            "blocks of 'paged_indexer' can be searched."
+        )
+
+
 class _Latent(Declared):
     """A latent attention, in the form that the devices it is planned for make cheaper. Planned and tuned is the attention inside;
     it is compiled with its projections."""
@@ -106,11 +133,11 @@ class _Step(Declared):
         self.declaration, self.mode = declaration, mode
 
     def plan(self, metadata: OperationMetadata) -> PagedPlan:
-        from ..verify.paged_step import plan_declared
+        from ..verify.drawn_step import plan_declared
 
         return plan_declared(*step_of(self.declaration, metadata, self.mode))
 
-    def _alone(self, metadata: OperationMetadata) -> tuple[PagedOperation, DeclaredStep]:
+    def _alone(self, metadata: OperationMetadata) -> tuple[StepOperation, DeclaredStep]:
         return step_of(one_layer(self.declaration, metadata)[0], metadata, self.mode)
 
     def planned(self, metadata: OperationMetadata) -> Planned:
@@ -126,8 +153,14 @@ class _Step(Declared):
 
 def declared(declaration: Declaration, inputs: Path | None, mode: str | None) -> Declared:
     """What the file declares. Errors: ConfigError for --inputs beside a step or a latent attention, whose sizes are declared."""
+    if declaration.latent is not None and not declaration.attends:
+        raise ConfigError(
+            f"the file declares a latent attention, but operation {declaration.operation!r} selects keys; declare one that "
+            "attends, or leave latent out."
+        )
     if declaration.latent is not None and declaration.in_pages:
         return _Step(declaration.of_form("absorbed"), inputs, mode)
     if declaration.latent is not None:
         return _Latent(declaration, inputs, mode)
-    return (_Step if declaration.in_pages else _Call)(declaration, inputs, mode)
+    kind = _Step if declaration.in_pages else _Call if declaration.attends else _Indexer
+    return kind(declaration, inputs, mode)

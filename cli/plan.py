@@ -13,6 +13,7 @@ from ..planning.decision import WHY
 from ..planning.notes import is_info
 from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
 from ..planning.plan_text import decision_rows, placement_rows, screen_rows, tensor_rows
+from ..planning.selection.index_plan import IndexPlan, index_rows
 from ..planning.text import bytes_text
 from .cache import print_cache
 from .console import Columns, fields, table, text, title
@@ -54,7 +55,7 @@ def print_plan(
         # On one device specs split nothing, so the table is left out.
         shows_arrays = verbose or math.prod(axis.size for axis in plan.problem.mesh) > 1
         if shows_arrays:
-            console.print(_step_tensors(plan), "", sep="\n")
+            console.print(_fitted_tensors(plan), "", sep="\n")
         print_cache(plan.cache if cache is None else cache, arrays=shows_arrays)
         if not verbose:
             asides = len(plan.notes) + len(notes) - len(printed)
@@ -64,6 +65,13 @@ def print_plan(
                 *([f"{asides} notes"] if asides else []),
             ]
             console.print("", fields([("more", f"--verbose adds {', '.join(left_out)}")]), sep="\n")
+        return
+    if isinstance(plan, IndexPlan):
+        rows += [*rejected_rows(plan), *sourced(index_rows(plan))]
+        rows += [("note", note) for note in (*plan.notes, *notes) if verbose or not is_info(note)]
+        console.print(fields(rows))
+        if verbose or plan.problem.devices > 1:
+            console.print("", _fitted_tensors(plan), sep="\n")
         return
     if verbose:
         rows += rejected_rows(plan)
@@ -88,6 +96,8 @@ def brief_rows(plan: AnyPlan) -> list[tuple[str, str | Text]]:
             table, limit = bytes_text(plan.cache.page_table_bytes), bytes_text(plan.cache.scalar_limit)
             rows.append(("cache", f"page table: {table} of {limit} of scalar memory"))
         return rows if plan.reads is None else [*rows, ("reads", plan.reads.describe())]
+    if isinstance(plan, IndexPlan):
+        return rows
     query = plan.placement.fitted.get("query")
     if query is not None and plan.problem.devices > 1:
         shape = "x".join(map(str, query.local_shape))
@@ -126,7 +136,7 @@ def _tensors(plan: Plan) -> Columns:
     return tensors
 
 
-def _step_tensors(plan: PagedPlan) -> Columns:
+def _fitted_tensors(plan: PagedPlan | IndexPlan) -> Columns:
     tensors = table("tensor", "fitted", "shape", "per device", "bytes")
     for row in token_rows(plan):
         tensors.add_row(*row)

@@ -19,7 +19,14 @@ from .console import seconds_text
 from .progress import ReportProgress, bar
 from .run_call import Compiled, time_calls
 
-__all__ = ["Ran", "Runnable", "ran_rows", "timed"]
+__all__ = ["Ran", "Runnable", "main_result", "ran_rows", "timed"]
+
+
+def main_result(output: Any) -> tuple[str, jax.Array]:
+    """(name, array) of what was computed: the attention's output, or the positions that an indexer selected."""
+    if (positions := getattr(output, "positions", None)) is not None:
+        return "positions", positions
+    return "output", output.attention_outputs
 
 
 class Ran(NamedTuple):
@@ -37,7 +44,7 @@ class Ran(NamedTuple):
 
     @property
     def output(self) -> Any:
-        """The AttentionOutput or StepOutput."""
+        """The operation's own: an AttentionOutput, a StepOutput, or an indexer's."""
         return self.compiled.result
 
     @property
@@ -84,20 +91,20 @@ def timed(runnable: Runnable, repeats: int, *, checked: bool, compares: bool = T
     if checked:
         with bar("check against the float64 reference", quiet=quiet) as progress:
             checks = runnable.check(compiled.result, progress)
-    unsound = _not_finite(compiled.result.attention_outputs, runnable.arrays)
+    unsound = _not_finite(main_result(compiled.result)[1], runnable.arrays)
     notes = (*runnable.notes, *(() if checked else runnable.unchecked))
     return Ran(runnable.plan, compiled, compared, tuple(seconds), repeats, tuple(checks), unsound, notes)
 
 
 def ran_rows(ran: Ran) -> list[tuple[str, str | Text]]:
     """The rows for the output, times, the comparison and the checks."""
-    output = ran.output.attention_outputs
+    name, output = main_result(ran.output)
     shape = f"{'x'.join(map(str, output.shape))} {output.dtype.name}, "
     finite = Text("NOT FINITE: " + ran.unsound, style="red") if ran.unsound else Text("every value finite")
     runs = f"median of {ran.repeats} runs" if ran.repeats > 1 else "1 run"
     runs += ", the layer's pages copied" if isinstance(ran.plan, PagedPlan) else ""
     took = f"{seconds_text(ran.seconds[0])}, {runs}; compile {ran.compiled.compile_seconds:.2f} s"
-    rows: list[tuple[str, str | Text]] = [("output", Text.assemble(shape, finite))]
+    rows: list[tuple[str, str | Text]] = [(name, Text.assemble(shape, finite))]
     rows.append(("time", f"{took}; {_memory_text(ran.compiled)}"))
     if ran.compared is not None:
         rows += _compared_rows(ran, ran.compared)

@@ -34,7 +34,7 @@ def report_page(report: PageData) -> str:
     """The page as HTML."""
     described = report.plan.problem.describe()
     name = f"{described.partition(' on ')[0]}:{described.partition(':')[2].rpartition(', mesh')[0]}"
-    kind = "call" if isinstance(report.plan, Plan) else "step"
+    kind = "step" if isinstance(report.plan, PagedPlan) else "call"
     targets = [(f"target-{n}", target) for n, target in enumerate(report.targets)]
     sections = [
         ("declaration", "Declaration", [code(report.declaration.to_json())]),
@@ -57,7 +57,7 @@ _UNCOMPILED = (
 
 def _subject(report: PageData) -> list[tuple[str, str, list[str]]]:
     """The sections of a call's mask, or of a step's batch and its cache."""
-    if isinstance(report.plan, Plan):
+    if not isinstance(report.plan, PagedPlan):
         return [("mask", "Mask", list(mask(report.plan)))]
     sections = [("batch", "Batch", list(batch(report.plan, report.batch)))]
     return sections if report.cache is None else [*sections, ("cache", "Cache", list(cache(report.cache)))]
@@ -66,12 +66,12 @@ def _subject(report: PageData) -> list[tuple[str, str, list[str]]]:
 def _plan(plan: AnyPlan) -> Iterator[str]:
     """One screen of the plan, the whole plan folded, and where its tensors are."""
     runs = ("runs", f"{plan.implementation or 'nothing'} ({WHY[plan.kind]})")
-    rows_of_plan = (
-        page_rows(plan) if isinstance(plan, PagedPlan) else [row for row in screen_rows(plan) if row[0] != "more"]
-    )
+    rows_of_plan = [row for row in screen_rows(plan) if row[0] != "more"] if isinstance(plan, Plan) else page_rows(plan)
     yield rows([runs, *rows_of_plan])
     yield folded("The whole plan", code(plan.explain(verbose=True)))
-    if isinstance(plan, Plan) or math.prod(axis.size for axis in plan.problem.mesh) > 1:
+    if isinstance(plan, Plan) or (
+        isinstance(plan, PagedPlan) and math.prod(axis.size for axis in plan.problem.mesh) > 1
+    ):
         yield subsection("Placement")
         yield pictures([plan.draw().svg()])
 

@@ -12,6 +12,7 @@ from ..planning import Plan
 from ..planning.cache.cache_plan import CachePlan, array_rows, fact_rows
 from ..planning.paged.page_reads import SequenceReads
 from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
+from ..planning.selection.index_plan import IndexPlan, index_rows
 from ..planning.text import bytes_text
 from ..scores.node import GIVEN
 from .plan import rejected_rows
@@ -21,7 +22,7 @@ __all__ = ["batch", "cache", "mask", "page_rows"]
 _MAX_TILES = 2**20
 
 
-def mask(plan: Plan) -> Iterator[str]:
+def mask(plan: Plan | IndexPlan) -> Iterator[str]:
     """The mask's structure, next to it the kernel's tiles if they are known and not too many, and the score."""
     problem = plan.problem
     sizes = [getattr(plan.route or plan.config, name, None) for name in ("block_q", "block_kv")]
@@ -75,9 +76,10 @@ def cache(plan: CachePlan) -> Iterator[str]:
     yield folded("Arrays", rows([(row[0], ", ".join(row[1:])) for row in array_rows(plan)]))
 
 
-def page_rows(plan: PagedPlan) -> list[tuple[str, str]]:
-    """One screen of a step's plan, after what runs."""
-    rows = [*rejected_rows(plan), *step_rows(plan, verbose=False), *(("note", note) for note in plan.notes)]
+def page_rows(plan: PagedPlan | IndexPlan) -> list[tuple[str, str]]:
+    """One screen of the plan of a step or a selection, after what runs."""
+    about = step_rows(plan, verbose=False) if isinstance(plan, PagedPlan) else index_rows(plan)
+    rows = [*rejected_rows(plan), *about, *(("note", note) for note in plan.notes)]
     for name, spec, shape, local, size in token_rows(plan):
         rows.append(("tensor", f"{name}: {spec}, {shape} -> {local}, {size}"))
     return rows

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ConfigError
+from ..registry import OperationRegistry
 from ..registry.declaration import Declaration
 from .console import errors, fields, text, title
 from .file_notes import file_notes
@@ -16,6 +17,7 @@ from .json_output import print_json
 from .plan import brief_rows, print_plan
 from .ran import Ran, Runnable, ran_rows, timed
 from .ran_call import RunnableCall
+from .run_indexer import RunnableIndexer
 from .run_json import ran_json
 from .run_step import RunnableStep
 from .step import refuse_inputs
@@ -51,8 +53,9 @@ def run(options: RunOptions) -> int:
     if options.output is not None:
         check_output_path(options.output)
     declaration = options.declaration
-    if declaration.in_pages and not options.compares:
-        raise ConfigError("--no-compare has no effect for a step, which jax.nn can't express; leave it out.")
+    what = "a step" if declaration.in_pages else "a selection"
+    if not options.compares and (declaration.in_pages or not OperationRegistry.get(declaration.operation).attends):
+        raise ConfigError(f"--no-compare has no effect for {what}, which jax.nn can't express; leave it out.")
     ran = ran_declared(options)
     plan, notes = ran.plan, ran.notes
     if options.output is not None:
@@ -86,6 +89,8 @@ def ran_declared(options: RunOptions) -> Ran:
     if declaration.in_pages:
         refuse_inputs(options.inputs)
         runnable = RunnableStep(declaration, *placing)
+    elif not OperationRegistry.get(declaration.operation).attends:
+        runnable = RunnableIndexer(declaration, options.inputs, *placing)
     else:
         runnable = RunnableCall(declaration, options.inputs, *placing)
     runnable.notes += file_notes(declaration)
@@ -93,6 +98,7 @@ def ran_declared(options: RunOptions) -> Ran:
 
 
 def _results(output: Any) -> dict[str, np.ndarray]:
-    weights = getattr(output, "attention_weights", None)  # a step has none
-    named = {"output": output.attention_outputs, "lse": output.lse, "weights": weights}
+    names = {"attention_outputs": "output", "attention_weights": "weights"}
+    every = (*names, "lse", "positions", "counts")
+    named = {names.get(field, field): getattr(output, field, None) for field in every}
     return {name: np.asarray(x) for name, x in named.items() if x is not None}

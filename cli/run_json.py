@@ -6,17 +6,17 @@ import math
 from typing import Any
 
 from .compared import Compared
-from .ran import Ran
+from .ran import Ran, main_result
 
 __all__ = ["ran_json"]
 
 
 def ran_json(ran: Ran, notes: tuple[str, ...]) -> dict[str, Any]:
     """The plan, the output's shape, times in seconds, memory in bytes, the checks, and for a call the comparison."""
-    output = ran.output.attention_outputs
+    name, output = main_result(ran.output)
     data = {
         "plan": ran.plan.to_dict(),
-        "output": {"shape": list(output.shape), "dtype": output.dtype.name, "finite": not ran.unsound},
+        name: {"shape": list(output.shape), "dtype": output.dtype.name, "finite": not ran.unsound},
         "time": {
             "seconds": ran.seconds[0],
             "repeats": ran.repeats,

@@ -13,15 +13,16 @@ from ..masks.causal_window import causal_window
 from ..operators.paged.step_output import StepOutput
 from ..operators.paged_cache import LayerPages, RaggedBatch
 from ..operators.paged_cache.sequence_shards import stored_ids, whole_table
+from ..operators.selection import IndexStepOutput
 from ..page_layouts import LAYOUTS
 from ..planning.cache.cache_fields import CacheFields
 from ..planning.paged.paged_plan import PagedPlan
 from ..planning.score_operands import held_captures
 from ..registry.declaration import Declaration
 from ..verify.closeness import lse_size, row_sizes
-from ..verify.drawn_step import draw_step
-from ..verify.paged_reference import paged_reference
-from ..verify.paged_step import plan_declared
+from ..verify.drawn_step import draw_step, plan_declared
+from ..verify.paged_reference import paged_reference, tokens_of
+from ..verify.selection_error import index_reference, selection_error, window_shows
 from .check import Comparison, Worst, tolerance_of
 from .progress import ReportProgress
 from .ran import Runnable
@@ -51,7 +52,39 @@ class RunnableStep(Runnable):
 
     def check(self, output: Any, progress: ReportProgress) -> list[Comparison]:
         del progress
+        if self.paged.problem.top_k is not None:
+            return [_check_selection(self.paged, output, self.arrays, self.batch)]
         return _check(self.paged, output, self.arrays, self.batch)
+
+
+def _check_selection(
+    plan: PagedPlan, output: IndexStepOutput, arrays: dict[str, Any], ragged: RaggedBatch
+) -> Comparison:
+    """Compare the selected keys' scores with the float64 reference over the pages, after the step's own keys were written."""
+    problem, rows = plan.problem, plan.cache.local_pages
+    after = jax.tree.map(np.asarray, output.state.layers[0])
+    keys, window = _split(plan.cache.cache, after)[0], causal_window(problem.mask)
+    assert window is not None
+    positions, counts = np.asarray(output.positions), np.asarray(output.counts)
+    worst, relative = 0.0, 0.0
+    for n in range(plan.cache.shards):
+        shard, first = slice(n * rows, (n + 1) * rows), n * problem.local_tokens
+        batch = ragged if ragged.shards is None else jax.tree.map(lambda x, n=n: np.asarray(x)[n], ragged)
+        scale, table = _of_shard(plan.cache.cache, after.key_scale, shard), _stored_table(batch, rows)
+        for s in range(int(batch.num_seqs)):
+            start, end, length = int(batch.cu_q_lens[s]), int(batch.cu_q_lens[s + 1]), int(batch.kv_lens[s])
+            position = np.arange(length - (end - start), length)
+            own = slice(first + start, first + end)
+            begin = 0 if window.left is None else max(0, length - (end - start) - window.left)
+            key = tokens_of(keys[shard], scale, table[s], begin, length)[:, 0]
+            seen = window_shows(position, np.arange(begin, length), window)
+            scores, sizes = index_reference(
+                arrays["index_query"][own], key, arrays["index_weights"][own], problem.softmax_scale
+            )
+            chosen = np.where(positions[own] >= 0, positions[own] - begin, -1)
+            found = selection_error(chosen, counts[own], scores, sizes, seen)
+            worst, relative = max(worst, found[0]), max(relative, found[1])
+    return Comparison("selected scores", "float64 reference over the pages", worst, relative, tolerance_of(plan))
 
 
 def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], ragged: RaggedBatch) -> list[Comparison]:
@@ -84,7 +117,8 @@ def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], ragged: 
             causal=window.causal,
             sliding_window=window.window,
             logits_soft_cap=problem.logits_soft_cap,
-            sinks=arrays["sinks"],
+            sinks=arrays["softmax_aux"],
+            selected=None if (chosen := arrays["selected"]) is None else chosen[tokens],
             score=problem.score,
             captures=held_captures(problem.score, problem.q_heads),
             **scales,

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..operators.api.declared_config import declared_config
-from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep, declared_step
+from ..operators.paged.step_operation import StepOperation
 from ..planning.cache.kv_cache import KVCache
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
@@ -19,7 +19,7 @@ __all__ = ["one_layer", "refuse_inputs", "step_of"]
 
 def step_of(
     declaration: Declaration, metadata: OperationMetadata, mode: str | None
-) -> tuple[PagedOperation, DeclaredStep]:
+) -> tuple[StepOperation, DeclaredStep]:
     """(the operation, the arguments of its step)."""
     operation: Any = OperationRegistry.create(declaration.operation, metadata)
     cache = plan_cache(declaration, metadata)

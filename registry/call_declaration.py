@@ -22,7 +22,7 @@ from ..planning.unset_fields import UnsetFieldsModel
 from ..scores import Score
 from ..sharding import ATTENTION, MODES, Operand, OperandTable, canonical_mode
 
-__all__ = ["DECLARED_BY", "CallDeclaration", "Size"]
+__all__ = ["DECLARED_BY", "CallDeclaration", "Size", "segments"]
 
 Size = Annotated[int, Field(strict=True, ge=1, le=LIMIT)]
 _Distance = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
@@ -270,7 +270,7 @@ class CallDeclaration(UnsetFieldsModel):
             elif name == "kv_segment_ids" and n["q_len"] == n["kv_len"]:
                 arrays[name] = arrays["q_segment_ids"]
             elif name.endswith("segment_ids"):
-                arrays[name] = _segments(random, struct.shape, self.segment_ids or 1)
+                arrays[name] = segments(random, struct.shape, self.segment_ids or 1)
             elif name in ("key", "value") and self.kv_dtype is not None and self.kv_scales is not None:
                 drawn = random.standard_normal(struct.shape, np.float32)
                 arrays[name], scale = quantise(drawn, self.kv_dtype, self.kv_scales, self.layout)
@@ -286,7 +286,7 @@ class CallDeclaration(UnsetFieldsModel):
         return arrays
 
 
-def _segments(random: np.random.Generator, shape: tuple[int, ...], count: int) -> np.ndarray:
+def segments(random: np.random.Generator, shape: tuple[int, ...], count: int) -> np.ndarray:
     """Sorted ids 1..count; every row has each id at least once."""
     length = shape[-1]
 

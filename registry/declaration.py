@@ -21,6 +21,7 @@ from ..planning.unset_fields import UnsetFieldsModel, explain_validation
 from ..sharding import OperandTable
 from ..strict_json import parse_json, read_text, refuse_surrogates
 from .call_declaration import CallDeclaration, InputDtype
+from .index_declaration import index_arguments, index_arrays, index_shapes
 from .latent_dims import Form, LatentDims
 from .metadata import OperationMetadata
 from .registry import OperationRegistry
@@ -152,22 +153,23 @@ class Declaration(UnsetFieldsModel):
         return OperationMetadata.from_dict(self.checked().metadata | dict(changes or {}))
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """See CallDeclaration.shapes."""
-        return self.checked().call.shapes(self._input_dtype(), self.operands)
+        """See CallDeclaration.shapes; of an indexer, see index_declaration."""
+        checked = self.checked()
+        if not checked.attends:
+            return index_shapes(checked.call, self._input_dtype())
+        return checked.call.shapes(self._input_dtype(), self.operands)
 
     def draw(self, seed: int) -> dict[str, np.ndarray]:
         """See CallDeclaration.draw."""
-        return self.checked().call.draw(seed, self._input_dtype(), self.operands)
+        checked = self.checked()
+        if not checked.attends:
+            return index_arrays(checked.call, seed, self._input_dtype())
+        return checked.call.draw(seed, self._input_dtype(), self.operands)
 
     @property
     def in_pages(self) -> bool:
         """Whether the operation's keys lie in a cache's pages. Errors: ConfigError for a file with the other kind of call."""
         operation = OperationRegistry.get(self.operation)
-        if not operation.attends:
-            raise ConfigError(
-                f"operation {self.operation!r} selects keys and doesn't attend; call it by OperationRegistry.create, and declare "
-                "the attention by its own operation."
-            )
         paged = operation.keys_in == "pages"
         if paged and self.is_set("call"):
             raise ConfigError(f"operation {self.operation!r} runs steps over pages; declare `step` instead of `call`.")
@@ -176,6 +178,11 @@ class Declaration(UnsetFieldsModel):
                 f"the file declares a step, but operation {self.operation!r} runs calls; use 'paged', or declare `call`."
             )
         return paged
+
+    @property
+    def attends(self) -> bool:
+        """Whether the operation attends; an indexer selects keys."""
+        return OperationRegistry.get(self.operation).attends
 
     @property
     def operands(self) -> OperandTable:
@@ -190,6 +197,8 @@ class Declaration(UnsetFieldsModel):
     def call_arguments(self, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
         """Return the keyword arguments of the call for these arrays. `mode` overrides the declared one."""
         call = self.checked().call
+        if not self.attends:
+            return index_arguments(call, arrays, mode)
         mask: Any = call.mask
         if "mask" in arrays:
             mask = arrays["mask"] if mask is None else mask & Dense(arrays["mask"])

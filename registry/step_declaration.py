@@ -62,6 +62,10 @@ class StepDeclaration(UnsetFieldsModel):
     logits_soft_cap: Annotated[_Number, Field(gt=0)] | None = None
     score: Score | None = None
     softmax_aux: Annotated[StrictBool, Field(description="Whether each head has a sink.")] = False
+    selected: Annotated[
+        _Size | None,
+        Field(description="Number of keys that each token attends to, chosen for each; null: all that it sees."),
+    ] = None
     return_lse: StrictBool = False
 
     def rows(self, cache: KVCache) -> tuple[tuple[int, int], ...]:

@@ -55,7 +55,9 @@ def tables() -> str:
         "- A row is the output of one query and head, or the gradient of one query and head, or of one key and head. Each "
         "log-sum-exp, and the gradient of each sink, is a row of its own.\n"
         "- The size of a row is its largest absolute value, but at least the root of the sum of squares of the terms that are "
-        "added to make it. The size of a log-sum-exp is at least 1.",
+        "added to make it. The size of a log-sum-exp is at least 1.\n"
+        "- An indexer's error is how far the greatest score that a query leaves out is above the least that it selects; the size "
+        "is the sum over the heads of |weight| times scale times the lengths of query and longest key.",
         _tolerances(distinct),
     ]
     return "\n\n".join(parts)

@@ -9,53 +9,67 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep
-from ..operators.paged.step_output import StepOutput
+from ..operators.paged.step_operation import StepOperation
 from ..operators.paged_cache import CacheState, LayerPages, RaggedBatch, init, shardings
+from ..planning.cache.cache_plan import CachePlan
 from ..planning.cache.kv_cache import KVCache
+from ..planning.paged.paged_plan import PagedPlan
+from ..planning.paged.step_operands import step_spec
 
-__all__ = ["DrawnStep", "draw_step", "step_program"]
+__all__ = ["DrawnStep", "array_specs", "draw_step", "plan_declared", "step_program"]
 
 _AMPLITUDE = 40  # largest value drawn for int8 pages
 
 
 class DrawnStep(NamedTuple):
-    """`run(state, batch, tokens, sinks)` is the step of the declared layer; `arguments` are its arguments, placed; `arrays` the
-    arrays as drawn."""
+    """`run(state, batch, arrays)` is the step of the declared layer; `arguments` are its arguments, placed; `arrays` the arrays
+    as drawn, by argument."""
 
-    run: Callable[..., StepOutput]
-    arguments: tuple[CacheState, RaggedBatch, tuple[Any, Any, Any], Any]
+    run: Callable[..., Any]
+    arguments: tuple[CacheState, RaggedBatch, dict[str, Any]]
     arrays: dict[str, Any]
 
 
-def draw_step(operation: PagedOperation, step: DeclaredStep, seed: int) -> DrawnStep:
+def draw_step(operation: StepOperation, step: DeclaredStep, seed: int) -> DrawnStep:
     """Draw tokens, and pages already full of other tokens. The lse is requested too."""
     arrays = step.draw(seed)
     mesh, kv_heads = operation.metadata.mesh, operation.metadata.policy.kv_heads
     devices = mesh if isinstance(mesh, Mesh) else None
     state = _drawn_state(step.cache, devices, kv_heads, seed)
     batch: Any = step.batch
-    tokens = arrays["query"], arrays["key"], arrays["value"]
+    placed = arrays
     if devices is not None:
         at = shardings(step.cache, devices, kv_heads=kv_heads)
         batch = jax.device_put(batch, at.batch if isinstance(at.batch, RaggedBatch) else at.batch[batch.group])
-        tokens = jax.device_put(tokens, (at.query, *(None if x is None else at.key for x in tokens[1:])))
+        specs = array_specs(operation, plan_declared(operation, step).cache)
+        placed = {n: x if x is None else jax.device_put(x, NamedSharding(devices, specs[n])) for n, x in arrays.items()}
 
-    run = step_program(operation, step, step.layer, return_lse=True)
-    return DrawnStep(run, (state, batch, tokens, arrays["sinks"]), arrays)
+    run = step_program(operation, step, step.layer, **({"return_lse": True} if operation.attends else {}))
+    return DrawnStep(run, (state, batch, placed), arrays)
 
 
-def step_program(
-    operation: PagedOperation, step: DeclaredStep, layer: int, **options: Any
-) -> Callable[..., StepOutput]:
-    """The step as a function of state, batch, (query, key, value) and sinks; `more` are options besides the declared ones."""
+def plan_declared(operation: StepOperation, step: DeclaredStep) -> PagedPlan:
+    """The plan of a declared step, with what its batch reads."""
+    planned: Any = operation
+    plan: PagedPlan = planned.plan(**step.arrays, cache=step.cache, layer=step.layer, batch=step.batch, **step.options)
+    return plan
 
-    def run(state: CacheState, batch: RaggedBatch, tokens: tuple[Any, Any, Any], sinks: Any) -> StepOutput:
-        call = step.options | {"softmax_aux": sinks} | options
-        return operation(*tokens, state=state, layer=layer, batch=batch, **call)
+
+def array_specs(operation: StepOperation, cache: CachePlan) -> dict[str, PartitionSpec]:
+    """The spec of each array of a step's call, by argument."""
+    return {row.name: step_spec(cache, row.dims) for row in operation.operands}
+
+
+def step_program(operation: StepOperation, step: DeclaredStep, layer: int, **options: Any) -> Callable[..., Any]:
+    """The step as a function of state, batch and arrays by argument; `options` besides the declared ones. It returns the
+    operation's own output."""
+    called: Any = operation
+
+    def run(state: CacheState, batch: RaggedBatch, arrays: dict[str, Any]) -> Any:
+        return called(**arrays, state=state, layer=layer, batch=batch, **step.options | options)
 
     return run
 

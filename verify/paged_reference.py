@@ -11,7 +11,7 @@ from ..scores import Score
 from .closeness import output_size
 from .reference import reference_attention
 
-__all__ = ["PagedReference", "paged_reference"]
+__all__ = ["PagedReference", "paged_reference", "tokens_of"]
 
 
 class PagedReference(NamedTuple):
@@ -40,6 +40,7 @@ def paged_reference(
     captures: Mapping[str, Any] | None = None,
     key_scale: np.ndarray | float | None = None,
     value_scale: np.ndarray | float | None = None,
+    selected: np.ndarray | None = None,
 ) -> PagedReference:
     """Attend sequence by sequence. Shapes and meaning as in `operators.kernels.pages.paged.paged_attention`.
 
@@ -56,8 +57,8 @@ def paged_reference(
         if not q_len:
             continue
         begin = 0 if left is None else max(0, length - q_len - left)
-        key = _tokens(key_pages, key_scale, page_table[s], begin, length)
-        value = _tokens(value_pages, value_scale, page_table[s], begin, length)
+        key = tokens_of(key_pages, key_scale, page_table[s], begin, length)
+        value = tokens_of(value_pages, value_scale, page_table[s], begin, length)
         row, col = np.arange(length - q_len, length)[:, None], np.arange(begin, length)[None, :]
         mask = np.ones((q_len, length - begin), bool)
         if causal:
@@ -66,6 +67,8 @@ def paged_reference(
             mask &= col >= row - left
         if right is not None:
             mask &= col <= row + right
+        if selected is not None:
+            mask &= np.stack([np.isin(np.arange(begin, length), chosen) for chosen in selected[rows]])
         result = reference_attention(
             query[None, rows],
             key[None],
@@ -84,7 +87,9 @@ def paged_reference(
     return PagedReference(output, lse, sizes)
 
 
-def _tokens(pages: np.ndarray, scale: np.ndarray | float | None, table: np.ndarray, begin: int, end: int) -> np.ndarray:
+def tokens_of(
+    pages: np.ndarray, scale: np.ndarray | float | None, table: np.ndarray, begin: int, end: int
+) -> np.ndarray:
     """The keys (or values) of a sequence's tokens, [end - begin, kv_heads, dim], times their scale."""
     page = pages.shape[1]
     places = np.arange(begin, end)

@@ -7,28 +7,18 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep
+from ..operators.paged.step_operation import StepOperation
 from ..operators.paged_cache.batch import RaggedBatch
 from ..operators.paged_cache.state import abstract
-from ..planning.paged.page_reads import step_flops
-from ..planning.paged.paged_plan import PagedPlan
+from ..planning.paged.page_reads import selected_bytes, step_flops
 from ..planning.paged.paged_problem import PagedProblem
-from ..planning.paged.step_operands import token_specs
 from ..planning.traffic import Need, Traffic
-from ..sharding import axes_at
 from .collectives import Collective
-from .drawn_step import step_program
+from .drawn_step import array_specs, plan_declared, step_program
 from .passes import Planned, Work
 
-__all__ = ["PlannedStep", "plan_declared", "step_traffic", "unneeded"]
-
-
-def plan_declared(operation: PagedOperation, step: DeclaredStep) -> PagedPlan:
-    """The plan of a declared step, with what its batch reads."""
-    options = step.options | {"softmax_aux": step.sinks}
-    tokens = step.query, step.key, step.value
-    return operation.plan(*tokens, cache=step.cache, layer=step.layer, batch=step.batch, **options)
+__all__ = ["PlannedStep", "step_traffic", "unneeded"]
 
 
 class PlannedStep(Planned):
@@ -36,7 +26,7 @@ class PlannedStep(Planned):
 
     names = ("step",)
 
-    def __init__(self, operation: PagedOperation, step: DeclaredStep) -> None:
+    def __init__(self, operation: StepOperation, step: DeclaredStep) -> None:
         self.operation, self.step = operation, step
         self.paged = self.plan = plan_declared(operation, step)
         self.mesh = operation.metadata.mesh
@@ -45,13 +35,12 @@ class PlannedStep(Planned):
         """One layer of the cache, donated."""
         del name
         step, cache = self.step, self.paged.cache
-        query, key = token_specs(cache)
         names = ("cu_q_lens", "kv_lens", "page_table", "num_seqs")
         batch = RaggedBatch(*(self._laid_out(getattr(step.batch, n), cache[n].fitted.spec) for n in names))
-        tokens = tuple(self._laid_out(x, spec) for x, spec in ((step.query, query), (step.key, key), (step.value, key)))
-        sinks = self._laid_out(step.sinks, PartitionSpec(axes_at(query, 1) or None))
+        specs = array_specs(self.operation, cache)
+        arrays = {name: self._laid_out(x, specs[name]) for name, x in step.arrays.items()}
         run = jax.jit(step_program(self.operation, step, 0), donate_argnums=0)
-        return run.trace(abstract(cache, self.mesh, layers=1), batch, tokens, sinks)
+        return run.trace(abstract(cache, self.mesh, layers=1), batch, arrays)
 
     def _laid_out(self, x: Any, spec: PartitionSpec) -> Any:
         sharding = None if self.mesh is None else NamedSharding(self.mesh, spec)
@@ -59,8 +48,9 @@ class PlannedStep(Planned):
 
     def work(self, name: str, counted: Any, ends: int, loops: bool) -> Work:
         del name, counted, ends, loops
-        reads = self.paged.reads
-        return Work(step_flops(self.paged.problem, self.step.batch), 0 if reads is None else reads.device_bytes)
+        reads, problem = self.paged.reads, self.paged.problem
+        read = selected_bytes(problem) if reads is None else reads.device_bytes
+        return Work(step_flops(problem, self.step.batch), read)
 
     def traffic(self, name: str) -> Traffic:
         del name

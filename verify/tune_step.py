@@ -8,17 +8,16 @@ from typing import Any
 import jax
 
 from ..errors import ConfigError, RefusedError
-from ..operators.paged import PagedOperation
 from ..operators.paged.declared_step import DeclaredStep
+from ..operators.paged.step_operation import StepOperation
 from ..operators.paged.tpu_kernel import tpu_call
 from ..planning import OperationConfig
 from ..planning.paged.page_reads import sequence_reads
 from ..planning.paged.paged_plan import PagedPlan
 from ..planning.paged.step_tuning import step_key
 from ..planning.tuning import config_with
-from .drawn_step import draw_step
+from .drawn_step import draw_step, plan_declared
 from .paged_clock import LocalStep, kernels_of_step, step_visits
-from .paged_step import plan_declared
 from .search import MAX_CANDIDATES, Progress, Scheduled, Search, TuneReport, run_search
 from .tune import measured_by
 
@@ -28,7 +27,7 @@ __all__ = ["tune_step"]
 class _StepSearch(Search):
     """A declared step: its one pass, for the declared batch."""
 
-    def __init__(self, operation: PagedOperation, step: DeclaredStep, plan: PagedPlan, method: str) -> None:
+    def __init__(self, operation: StepOperation, step: DeclaredStep, plan: PagedPlan, method: str) -> None:
         self.operation, self.step, self.plan, self.method = operation, step, plan, method
         self.key = step_key(method, plan.problem)
         self.device_kind = plan.problem.device_kind
@@ -56,7 +55,7 @@ class _StepSearch(Search):
 
         return run
 
-    def _with(self, fields: Mapping[str, Any]) -> PagedOperation:
+    def _with(self, fields: Mapping[str, Any]) -> StepOperation:
         """The operation with these sizes declared and no lookup, so that an empty choice means the rule's."""
         metadata, name = self.operation.metadata, self.operation.name
         config: Any = metadata.operation_configs.get(name) or self.operation.config.coerce({})
@@ -72,7 +71,7 @@ class _StepSearch(Search):
 
 
 def tune_step(
-    operation: PagedOperation,
+    operation: StepOperation,
     step: DeclaredStep,
     *,
     how: str | None = None,

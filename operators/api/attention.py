@@ -60,6 +60,11 @@ class Attention:
             raise ConfigError("the declaration has latent; use attnops.LatentAttention, whose arrays are latents.")
         name = self.declaration.operation
         operation: Any = OperationRegistry.get(name)
+        if not operation.attends:
+            raise ConfigError(
+                f"operation {name!r} selects keys and doesn't attend; call it by OperationRegistry.create, and declare the "
+                "attention by its own operation."
+            )
         self.operation: Any = operation(metadata)
         self._in_pages = self.declaration.in_pages
         self._plans: dict[Any, Any] = {}

@@ -43,6 +43,14 @@ def step_options(declaration: Declaration, query: Any, step: dict[str, Any]) -> 
         return step
     if declared.softmax_aux and step.get("softmax_aux") is None:
         raise InputError("step.softmax_aux is declared, but the step has no softmax_aux; pass it, or leave it out.")
+    if declared.selected is not None:
+        chosen = step.get("selected")
+        if chosen is None:
+            raise InputError("step.selected is declared, but the step has no selected; pass it, or leave it out.")
+        if is_array(chosen) and chosen.shape[1:] != (declared.selected,):
+            raise InputError(
+                f"selected has shape {tuple(chosen.shape)}; the file declares step.selected={declared.selected}."
+            )
     if is_array(query):
         heads, dtype = query.shape[1:2], shaped("query", query).dtype
         if declared.q_heads is not None and heads != (declared.q_heads,):

@@ -13,6 +13,7 @@ from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
 from ...planning.cache.window_pages import first_visible_page
 from ...planning.score_operands import captured_names, held_captures
+from ...registry import OperationRegistry
 from ...registry.declaration import Declaration
 from ..paged_cache.batch import RaggedBatch
 
@@ -20,28 +21,40 @@ __all__ = ["DeclaredStep", "declared_step"]
 
 
 class DeclaredStep(NamedTuple):
-    """query, key, value and sinks as shapes; the batch on the host, with pages handed out in order, as far as the window of the
-    layer's group keeps them; options of the call."""
+    """The arrays of the operation's call, by argument, as shapes; the batch on the host, with pages handed out in order, as far
+    as the window of the layer's group keeps them; options of the call."""
 
     cache: KVCache
     layer: int
-    query: jax.ShapeDtypeStruct
-    key: jax.ShapeDtypeStruct | None
-    value: jax.ShapeDtypeStruct | None
-    sinks: jax.ShapeDtypeStruct | None
+    arrays: dict[str, jax.ShapeDtypeStruct | None]
     batch: RaggedBatch
     options: dict[str, Any]
 
     def draw(self, seed: int) -> dict[str, Any]:
-        """Normal query, key, value and sinks, in the dtypes of the shapes; None for absent ones."""
+        """Normal numbers in the shapes' dtypes, and for `selected` some of the keys up to each token; None for absent ones."""
         random = np.random.default_rng(seed)
         arrays: dict[str, Any] = {}
-        for name in ("query", "key", "value", "sinks"):
-            shape = getattr(self, name)
-            arrays[name] = (
-                None if shape is None else random.standard_normal(shape.shape, np.float32).astype(shape.dtype)
-            )
+        for name, shape in self.arrays.items():
+            if shape is None:
+                arrays[name] = None
+            elif name == "selected":
+                arrays[name] = _drawn_positions(random, shape.shape, self.batch)
+            else:
+                arrays[name] = random.standard_normal(shape.shape, np.float32).astype(shape.dtype)
         return arrays
+
+
+def _drawn_positions(random: np.random.Generator, shape: tuple[int, ...], batch: RaggedBatch) -> np.ndarray:
+    """int32 [tokens, n]: positions of each token's sequence up to its own, each once, then -1."""
+    positions, parts = np.full(shape, -1, np.int32), batch.shards or 1
+    rows = (np.asarray(x).reshape(parts, -1) for x in (batch.cu_q_lens, batch.kv_lens, batch.num_seqs))
+    for shard, (starts, lengths, count) in enumerate(zip(*rows, strict=True)):
+        for row in range(int(count[0])):
+            for token in range(int(starts[row]), int(starts[row + 1])):
+                seen = int(lengths[row] - starts[row + 1]) + token + 1
+                chosen = random.choice(seen, min(seen, shape[1]), replace=False)
+                positions[shard * (shape[0] // parts) + token, : len(chosen)] = chosen
+    return positions
 
 
 def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: str | None = None) -> DeclaredStep:
@@ -59,6 +72,11 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
         raise ConfigError(f"operation {declaration.operation!r} has steps, but the file declares none; declare `step`.")
     if step.q_heads is None:
         raise ConfigError("step.q_heads missing; declare the number of the query's heads.")
+    attends = OperationRegistry.get(declaration.operation).attends
+    if not attends and (unread := [name for name in _ATTENTION_ONLY if step.is_set(name)]):
+        raise ConfigError(
+            f"step.{unread[0]}: operation {declaration.operation!r} selects keys and has none; leave it out."
+        )
     held = held_captures(step.score, step.q_heads)
     if missing := [name for name in (captured_names(step.score) if step.score else ()) if name not in held]:
         raise ConfigError(
@@ -78,24 +96,36 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
             )
         tokens = step.tokens // plan.shards
     batches = [_batch(plan, shard_rows, tokens) for shard_rows in shards]
-    count, dtype = tokens * plan.shards, step.dtype or plan.cache.dtype
+    count, dtype = tokens * plan.shards, jnp.dtype(step.dtype or plan.cache.dtype)
     options = step.options() | ({} if mode is None else {"mode": mode})
     writes = (step.update or update) != "none"
     own = plan.cache  # the sizes of the step's group of layers
 
-    def shape(heads: int, dim: int, dtype: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((count, heads, dim), jnp.dtype(dtype))
+    def shape(*sizes: int, dtype: Any = own.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count, *sizes), jnp.dtype(dtype))
 
-    return DeclaredStep(
-        cache,
-        step.layer,
-        shape(step.q_heads, own.head_dim, dtype),
-        shape(own.kv_heads, own.head_dim, own.dtype) if writes else None,
-        shape(own.kv_heads, own.value_size, own.dtype) if writes and not own.values_in_keys else None,
-        jax.ShapeDtypeStruct((step.q_heads,), jnp.float32) if step.softmax_aux else None,
-        batches[0] if plan.cache.pages_axis is None else RaggedBatch.stack(batches),
-        options,
-    )
+    arrays: dict[str, jax.ShapeDtypeStruct | None]
+    if attends:
+        arrays = {
+            "query": shape(step.q_heads, own.head_dim, dtype=dtype),
+            "key": shape(own.kv_heads, own.head_dim) if writes else None,
+            "value": shape(own.kv_heads, own.value_size) if writes and not own.values_in_keys else None,
+            "softmax_aux": jax.ShapeDtypeStruct((step.q_heads,), jnp.float32) if step.softmax_aux else None,
+            "selected": None if step.selected is None else shape(step.selected, dtype=jnp.int32),
+        }
+    else:
+        options = {name: x for name, x in options.items() if name not in _ATTENTION_ONLY}
+        selects = options["mode"] != "insert"
+        arrays = {
+            "index_query": shape(step.q_heads, own.head_dim, dtype=dtype) if selects else None,
+            "index_key": shape(own.head_dim) if writes else None,
+            "index_weights": shape(step.q_heads, dtype=jnp.float32) if selects else None,
+        }
+    whole = batches[0] if plan.cache.pages_axis is None else RaggedBatch.stack(batches)
+    return DeclaredStep(cache, step.layer, arrays, whole, options)
+
+
+_ATTENTION_ONLY = ("logits_soft_cap", "score", "softmax_aux", "selected", "return_lse")
 
 
 def _batch(plan: CachePlan, rows: tuple[tuple[int, int], ...], tokens: int) -> RaggedBatch:

@@ -39,7 +39,9 @@ def step_reasons(problem: PagedProblem, method: str, consumes: Set[str], name: s
     reasons = []
     if causal_window(problem.mask) is None:
         text = f"the mask {problem.mask.describe()}: over pages it is Causal and SlidingWindow, by positions"
-        reasons.append(Reason("paged.mask", "mask", text, "Attend to a dense cache with 'vanilla' for any other."))
+        of_attention = "Attend to a dense cache with 'vanilla' for any other."
+        hint = of_attention if problem.top_k is None else "Leave the rest of the mask to the attention."
+        reasons.append(Reason("paged.mask", "mask", text, hint))
     reasons += _window_reasons(problem)
     for feature in sorted(problem.features - consumes - problem.mask.features()):
         hint = "Leave it out, or declare fallback='allow'."

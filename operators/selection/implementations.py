@@ -34,9 +34,7 @@ class IndexOnXla(Implementation[IndexerConfig]):
 
     operation = "indexer"
     config = IndexerConfig
-    capability = declares(
-        consumes=_FEATURES, tolerance={"float32": (0.0, None), "bfloat16": (0.0, None), "float16": (0.0, None)}
-    )
+    capability = declares(consumes=_FEATURES, tolerance=dict.fromkeys(("float32", "bfloat16", "float16"), (4e-6, None)))
 
     def __call__(self, call: IndexCall) -> Selection:
         """Select."""

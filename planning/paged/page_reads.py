@@ -13,7 +13,9 @@ from ..cache.window_pages import first_visible_page
 from ..text import bytes_text
 from .paged_problem import PagedProblem
 
-__all__ = ["PageReads", "SequenceReads", "page_bytes", "page_reads", "sequence_reads", "step_flops", "visible_pages"]
+__all__ = [
+    "PageReads", "SequenceReads", "page_bytes", "page_reads", "selected_bytes", "sequence_reads", "step_flops", "visible_pages",
+]  # fmt: skip
 
 
 class PageReads(NamedTuple):
@@ -62,6 +64,13 @@ def page_bytes(problem: PagedProblem) -> int:
     return sum(array.device_bytes // max(1, array.fitted.local_shape[0]) for array in arrays)
 
 
+def selected_bytes(problem: PagedProblem) -> int:
+    """Bytes of the selected keys that all tokens of a device gather at most, in one layer; 0 where none are selected."""
+    selected = problem.operand("selected")
+    count = 0 if selected is None else selected.shape[1]
+    return page_bytes(problem) // problem.page_size * count * problem.local_tokens
+
+
 class SequenceReads(NamedTuple):
     """A sequence's row in a batch: its shard, the step's own tokens, all its tokens, and the pages that some query sees."""
 
@@ -102,7 +111,9 @@ def page_reads(problem: PagedProblem, batch: Any) -> PageReads:
 
 
 def step_flops(problem: PagedProblem, batch: Any) -> float:
-    """Operations in the products with visible keys and values, on the device that has the most."""
+    """Operations in the products with visible keys and values, on the device that has the most; of selected ones, with as many of
+    them as can be."""
+    selected = problem.operand("selected")
     causal, left, right = causal_window(problem.mask) or ANY_CAUSAL
     max_pairs, shards = 0, problem.sequence_shards
     for starts, lens, count in _by_shard(batch):
@@ -113,10 +124,13 @@ def step_flops(problem: PagedProblem, batch: Any) -> float:
             last = last if right is None else np.minimum(last, place + right)
             first = np.zeros_like(place) if left is None else np.maximum(place - left, 0)
             end = np.maximum(last + 1, first)
+            end = end if selected is None else np.minimum(end, first + selected.shape[1])
             pairs += [
                 int((_keys_below(end, at, problem) - _keys_below(first, at, problem)).sum()) for at in range(shards)
             ]
         max_pairs = max(max_pairs, int(pairs.max()))
+    if problem.top_k is not None:  # a score is a product with the key, and a weight
+        return 2.0 * max_pairs * problem.q_heads * (problem.head_dim + 1)
     return 2.0 * max_pairs * problem.local_heads[0] * (problem.head_dim + problem.value_dim)
 
 

@@ -141,7 +141,7 @@ def step_rows(plan: PagedPlan, *, verbose: bool = True) -> list[tuple[str, str]]
         window = problem.cache.window_tokens
         tokens_text = "all tokens" if window is None else f"a window of {window} tokens"
         rows.append(("layers", f"of group {number} of {count}: {tokens_text}"))
-    rows.append(("update", _UPDATES[problem.update]))
+    rows.append(("update", (_UPDATES if problem.top_k is None else _INDEX_UPDATES)[problem.update]))
     lines = [] if plan.method is None else plan.config_lines()
     if lines := [line for line in lines if verbose or line.origin != "default"]:
         rows.append(("config", ", ".join(lines)))
@@ -152,7 +152,7 @@ def step_rows(plan: PagedPlan, *, verbose: bool = True) -> list[tuple[str, str]]
     return rows
 
 
-def token_rows(plan: PagedPlan) -> list[tuple[str, str, str, str, str]]:
+def token_rows(plan: Decision[Any, Any]) -> list[tuple[str, str, str, str, str]]:
     """Rows (tensor, spec, shape, per-device shape, per-device bytes)."""
 
     def shape(sizes: tuple[int, ...]) -> str:
@@ -160,7 +160,7 @@ def token_rows(plan: PagedPlan) -> list[tuple[str, str, str, str, str]]:
 
     return [
         (x.tensor, spec_text(x.spec), shape(x.shape), shape(x.local_shape), bytes_text(x.local_bytes))
-        for x in plan.tensors
+        for x in plan.placement.tensors
     ]
 
 
@@ -169,3 +169,5 @@ _UPDATES = {
     "fused": "fused: the kernel writes keys and values to their pages while it attends, if it can",
     "none": "none: the pages are used as they are",
 }
+_INDEX_UPDATES = dict.fromkeys(("before", "fused"), "before: index keys are written to their pages, then selected from")
+_INDEX_UPDATES["none"] = _UPDATES["none"]

@@ -106,6 +106,8 @@ class PagedProblem(Problem):
     @property
     def local_heads(self) -> tuple[int, int]:
         """(query heads, kv heads) per device. If heads are split over a Manual axis, the query's heads are already split."""
+        if self.top_k is not None:  # each device has all index heads
+            return self.q_heads, 1
         fitted, declared = self.cache.pages_array.fitted, axis_names(self.cache.cache.kv_head_axis)
         shards, manual = 1, 1
         for axis in self.mesh:

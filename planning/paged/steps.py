@@ -12,7 +12,7 @@ from ..operation import PlannedOperation
 from ..planner import Planner
 from ..policy import Policy
 from ..tuning import Tuning
-from .page_reads import page_bytes
+from .page_reads import selected_bytes
 from .paged_plan import PagedPlan, StepPlacement
 from .paged_problem import PagedProblem
 from .step_operands import step_spec
@@ -54,9 +54,7 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
         del operation, policy, placement, method
         notes: tuple[str, ...] = ()
         if (selected := problem.operand("selected")) is not None:
-            count = selected.shape[1]
-            size = page_bytes(problem) // problem.page_size * count * problem.local_tokens
-            notes += (note("paged.selected", count=count, size=size),)
+            notes += (note("paged.selected", count=selected.shape[1], size=selected_bytes(problem)),)
         if (merge := problem.merge) is not None:
             code = "paged.merged" if problem.top_k is None else "index.merged"
             notes += (note(code, axes=problem.sequence_axes, size=merge.size, sent=int(merge.sent)),)

@@ -24,7 +24,7 @@ from ..tuning import Tuning
 from .index_operands import INDEX, SELECTIONS_OF
 from .index_problem import IndexProblem
 
-__all__ = ["SELECTIONS", "IndexPlacement", "IndexPlan"]
+__all__ = ["SELECTIONS", "IndexPlacement", "IndexPlan", "index_rows"]
 
 
 class IndexPlacement(NamedTuple):
@@ -60,8 +60,7 @@ class IndexPlan(Decision[IndexProblem, IndexPlacement]):
         """The decision as text: what runs and why, and what needs your attention."""
         problem = self.problem
         lines = [problem.describe(), f"runs      {self.implementation or 'nothing'} ({WHY[self.kind]})"]
-        lines.append(f"mask      {problem.mask.describe()}")
-        lines.append(f"scale     {problem.softmax_scale:g}, scores in float32")
+        lines += [f"{name:<9} {text}" for name, text in index_rows(self)]
         for rejected in self.rejected:
             lines.append(f"not       {rejected.implementation}:")
             lines.extend(f"            {reason}" for reason in rejected.reasons)
@@ -85,6 +84,18 @@ class IndexPlan(Decision[IndexProblem, IndexPlacement]):
                 for x in self.tensors
             },
         }
+
+
+def index_rows(plan: IndexPlan) -> list[tuple[str, str]]:
+    """The labelled lines after what runs."""
+    problem = plan.problem
+    rows = [
+        ("platform", f"{problem.platform}, from {problem.platform_source}"),
+        ("mask", problem.mask.describe()),
+        ("scale", f"{problem.softmax_scale:.6g}, scores in float32"),
+    ]
+    lines = [] if plan.method is None else [line for line in plan.config_lines() if line.origin != "default"]
+    return rows + ([("config", ", ".join(lines))] if lines else [])
 
 
 class _Selections(Planner[IndexProblem, IndexPlacement]):

@@ -316,8 +316,8 @@ def test_a_file_with_a_step_is_an_attention_that_a_model_calls() -> None:
     tokens = arrays["query"], arrays["key"], arrays["value"]
     call: dict[str, Any] = {"state": init(cache), "layer": 0, "batch": drawn.batch}
     options = {name: value for name, value in step.options().items() if value is not None}
-    out = attend(*tokens, softmax_aux=arrays["sinks"], **call)
-    want = attend.operation(*tokens, softmax_aux=arrays["sinks"], **call, **options)
+    out = attend(*tokens, softmax_aux=arrays["softmax_aux"], **call)
+    want = attend.operation(*tokens, softmax_aux=arrays["softmax_aux"], **call, **options)
     np.testing.assert_array_equal(out.attention_outputs, want.attention_outputs)
     assert attend.plans == (out.plan,)
     assert attend.plan(*tokens, layer=0).problem.mask == out.plan.problem.mask

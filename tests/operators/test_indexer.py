@@ -255,5 +255,5 @@ def test_declared_and_given_disagree() -> None:
 def test_it_is_no_attention(name: str) -> None:
     with pytest.raises(ConfigError):
         Attention(name)
-    with pytest.raises(AttnOpsError):
-        _ = Declaration.from_dict({"operation": name, "call": {"q_len": 4}}).in_pages
+    with pytest.raises(ConfigError):
+        Attention(Declaration.from_dict({"operation": name, "call": {"q_len": 4}}))

@@ -338,7 +338,7 @@ def test_reads_and_products_are_those_of_the_device_with_most(window: Any) -> No
         "q_heads": HEADS, "q_lens": list(q_lens), "kv_lens": list(kv_lens),
     }})  # fmt: skip
     step = declared_step(file, cache.plan(described(sp=n)), "before")
-    plan = paged.plan(step.query, step.key, step.value, cache=cache, batch=step.batch, sliding_window=window)
+    plan = paged.plan(**step.arrays, cache=cache, batch=step.batch, sliding_window=window)
     pages, pairs = np.zeros(n, int), np.zeros(n, int)
     for q_len, length in zip(q_lens, kv_lens, strict=True):
         left = None if window is None else window[0]

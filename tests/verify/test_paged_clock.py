@@ -45,7 +45,8 @@ def _step(rows: list[tuple[int, int]], mesh: Any, options: dict[str, Any], **cac
     dims = declared.head_dim, declared.head_dim, declared.value_size
     arrays = [shape(h, d) for h, d in zip((4, 2, 2), dims, strict=True)]
     operation = OperationRegistry.create("paged", OperationMetadata(mesh=mesh))
-    return operation, DeclaredStep(declared, 0, *arrays, None, batch, options)
+    named = dict(zip(("query", "key", "value"), arrays, strict=True))
+    return operation, DeclaredStep(declared, 0, named, batch, options)
 
 
 def _abstract() -> AbstractMesh:
@@ -64,7 +65,7 @@ def test_counts_the_blocks_that_the_kernels_visit(
 ) -> None:
     """Against a matrix of what each row sees."""
     operation, step = _step(rows, _abstract(), {} if window is None else {"sliding_window": window})
-    plan = operation.plan(step.query, step.key, step.value, cache=step.cache, batch=step.batch, **step.options)
+    plan = operation.plan(**step.arrays, cache=step.cache, batch=step.batch, **step.options)
     geometry, options = tpu_call(plan.problem, plan.problem.config)
     local = LocalStep(geometry, replace(options, pages_per_block=pages, queries_per_block=queries))
     counted = {"attnops_paged_decode": np.zeros(3, int), "attnops_paged_chunks": np.zeros(3, int)}
@@ -93,7 +94,7 @@ def test_a_kernel_that_writes_is_tuned_apart() -> None:
     operation, step = _step([(1, 40)], _abstract(), {"max_q_len": 1})
     keys = []
     for update in ("before", "fused"):
-        plan = operation.plan(step.query, step.key, step.value, cache=step.cache, batch=step.batch, update=update)
+        plan = operation.plan(**step.arrays, cache=step.cache, batch=step.batch, update=update)
         keys.append(step_key(plan.method, plan.problem))
         assert tpu_call(plan.problem, plan.problem.config)[1].writes == (update == "fused")
     assert keys[0] != keys[1]
@@ -106,7 +107,7 @@ def _tree(start: int, end: int, *inside: Region, loop: bool = False, products: i
 def test_reads_the_cycles_of_each_path() -> None:
     """Of 900 cycles around a block: a loop of 50 over single pages, and two paths of 100 and 200, mostly loops over heads."""
     operation, step = _step([(20, 40)], _abstract(), {})
-    plan = operation.plan(step.query, step.key, step.value, cache=step.cache, batch=step.batch)
+    plan = operation.plan(**step.arrays, cache=step.cache, batch=step.batch)
     local = LocalStep(*tpu_call(plan.problem, plan.problem.config))
     paths = [
         _tree(300, 400, _tree(305, 395, loop=True, products=50), products=50),
@@ -151,7 +152,7 @@ def test_a_search_by_static_clock(name: str, topology: str, tmp_path: Any, monke
     assert [one.failure for one in measured] == [None] * len(report.candidates["step"])
     assert all(one.detail["cycles"] > 0 for one in measured)
     best = min(measured, key=lambda one: one.seconds or 0.0)
-    plan = operation.plan(step.query, step.key, step.value, cache=step.cache, batch=step.batch, **options)
+    plan = operation.plan(**step.arrays, cache=step.cache, batch=step.batch, **options)
     assert plan.tuning.source == "cache"
     assert {name: getattr(plan.config, name) for name in best.fields} == best.fields
 
@@ -163,7 +164,7 @@ def test_a_search_that_cannot_be_is_refused(tmp_path: Any, monkeypatch: pytest.M
         tune_step(operation, step, how="device")
     if find_spec("libtpu") is not None:
         empty = step.batch.__class__.make(
-            step.cache.plan(), cu_q_lens=[0], kv_lens=[], page_table=[], tokens=step.query.shape[0]
+            step.cache.plan(), cu_q_lens=[0], kv_lens=[], page_table=[], tokens=step.arrays["query"].shape[0]
         )
         with pytest.raises(ConfigError, match="no queries"):
             tune_step(operation, step._replace(batch=empty), how="static")
