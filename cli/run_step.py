@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..masks.causal_window import causal_window
+from ..masks.page_mask import page_mask
 from ..operators.paged.step_output import StepOutput
 from ..operators.paged_cache import LayerPages, RaggedBatch
 from ..operators.paged_cache.sequence_shards import stored_ids, whole_table
@@ -92,8 +93,8 @@ def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], ragged: 
     cache, problem = plan.cache.cache, plan.problem
     after = jax.tree.map(np.asarray, output.state.layers[0])
     key, value = _split(cache, after)
-    window = causal_window(problem.mask)
-    assert window is not None
+    mask = page_mask(problem.mask)
+    assert mask is not None
     query = np.asarray(jnp.asarray(arrays["query"], problem.runtime_dtype), np.float64)
     got, lse = np.asarray(output.attention_outputs), np.asarray(output.lse)
     worst = {"output": Worst(problem.runtime_dtype), "lse": Worst("float32")}
@@ -114,8 +115,9 @@ def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], ragged: 
             page_table=_stored_table(batch, rows),
             num_seqs=int(batch.num_seqs),
             softmax_scale=problem.softmax_scale,
-            causal=window.causal,
-            sliding_window=window.window,
+            causal=mask.causal,
+            sliding_window=mask.window,
+            chunk_size=mask.chunk,
             logits_soft_cap=problem.logits_soft_cap,
             sinks=arrays["softmax_aux"],
             selected=None if (chosen := arrays["selected"]) is None else chosen[tokens],

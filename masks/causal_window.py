@@ -10,7 +10,7 @@ from typing_extensions import TypeIs
 from .algebra import Full, Mask
 from .static import Causal, SlidingWindow
 
-__all__ = ["ANY_CAUSAL", "CausalWindow", "causal_window", "is_band", "key_bounds"]
+__all__ = ["ANY_CAUSAL", "CausalWindow", "causal_window", "causal_window_of", "is_band", "key_bounds"]
 
 
 class CausalWindow(NamedTuple):
@@ -34,8 +34,13 @@ def causal_window(mask: Mask, offset: int | None = None) -> CausalWindow | None:
 
     offset: of the query's row; None counts from its position.
     """
+    return causal_window_of(mask.conjuncts(), offset)
+
+
+def causal_window_of(parts: Iterable[Mask], offset: int | None = None) -> CausalWindow | None:
+    """The intersection of masks as one of these; see `causal_window`."""
     causal, left, right = False, None, None
-    for part in mask.conjuncts():
+    for part in parts:
         if isinstance(part, Full):
             continue
         if not is_band(part) or part.offset != offset:

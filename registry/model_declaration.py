@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..errors import ConfigError, is_whole, shown
-from ..masks.causal_window import causal_window
+from ..masks.page_mask import page_mask
 from ..models.layers import LayerAttention, LayerHeads, LayerSizes
 from ..models.model_attention import ModelAttention, model_attention
 from ..models.model_config import as_dict, read_model_config
@@ -122,13 +122,13 @@ class ModelDeclaration:
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """The layers grouped by window and by sizes that differ, as for KVCache(layers=...). Layers with another mask keep all
-        tokens."""
+        """The layers grouped by window (a chunk counts as one) and by sizes that differ, as for KVCache(layers=...). Layers with
+        another mask keep all tokens."""
         windows: list[int | None] = []
         for layer in self.layers:
             mask = layer.declaration.call.mask
-            window = None if mask is None else causal_window(mask)
-            left = None if window is None else window.left
+            over_pages = None if mask is None else page_mask(mask)
+            left = None if over_pages is None else over_pages.most_left
             windows.append(None if left is None else left + 1)
         calls = [layer.declaration.call for layer in self.layers]
         sizes = [

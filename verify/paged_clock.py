@@ -71,6 +71,7 @@ class LocalStep:
         leaves, tree = jax.tree.flatten(shapes)
         static: dict[str, Any] = {
             "softmax_scale": options.scale, "causal": options.causal, "sliding_window": (options.left, options.right),
+            "chunk_size": options.chunk,
             "logits_soft_cap": options.soft_cap, "max_q_len": options.max_q_len, "layout": geometry.layout,
             "value_dim": geometry.value_dim, "pages_per_block": options.pages_per_block, "buffers": options.buffers,
             "queries_per_block": options.queries_per_block, "vmem_limit_bytes": options.vmem_limit_bytes,
@@ -168,6 +169,9 @@ def _chunk(row: SequenceReads, geometry: Geometry, options: Options) -> Iterator
         last = position + min(block, row.queries - at) - 1
         begin = 0 if options.left is None else max(position - options.left, 0)
         end = row.length if options.reach is None else min(row.length, last + options.reach + 1)
+        if options.chunk is not None:
+            begin = max(begin, position // options.chunk * options.chunk)
+            end = min(end, (last // options.chunk + 1) * options.chunk)
         first, stop = begin // page, -(-end // page)
         unmasked = 0
         for start in range(first, stop, many):
@@ -175,6 +179,9 @@ def _chunk(row: SequenceReads, geometry: Geometry, options: Options) -> Iterator
             full = start + many <= stop and place + size <= row.length
             full &= options.reach is None or place + size - 1 <= position + options.reach
             full &= options.left is None or place >= position + block - 1 - options.left
+            if options.chunk is not None:
+                full &= (position + block - 1) // options.chunk <= place // options.chunk
+                full &= (place + size - 1) // options.chunk <= position // options.chunk
             unmasked += full
         yield Visits(unmasked, -(-(stop - first) // many) - unmasked, 1)
 

@@ -34,6 +34,7 @@ def paged_reference(
     softmax_scale: float,
     causal: bool = True,
     sliding_window: tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
     logits_soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
     score: Score | None = None,
@@ -44,8 +45,8 @@ def paged_reference(
 ) -> PagedReference:
     """Attend sequence by sequence. Shapes and meaning as in `operators.kernels.pages.paged.paged_attention`.
 
-    Only pages with a key inside the window of the sequence's first query are read; an out-of-range id among them raises
-    IndexError.
+    Only pages with a key inside the window and the chunk of the sequence's first query are read; an out-of-range id among them
+    raises IndexError.
     """
     tokens, heads, _ = query.shape
     output = np.zeros((tokens, heads, value_pages.shape[-1]))
@@ -57,6 +58,7 @@ def paged_reference(
         if not q_len:
             continue
         begin = 0 if left is None else max(0, length - q_len - left)
+        begin = begin if chunk_size is None else max(begin, (length - q_len) // chunk_size * chunk_size)
         key = tokens_of(key_pages, key_scale, page_table[s], begin, length)
         value = tokens_of(value_pages, value_scale, page_table[s], begin, length)
         row, col = np.arange(length - q_len, length)[:, None], np.arange(begin, length)[None, :]
@@ -67,6 +69,8 @@ def paged_reference(
             mask &= col >= row - left
         if right is not None:
             mask &= col <= row + right
+        if chunk_size is not None:
+            mask &= col // chunk_size == row // chunk_size
         if selected is not None:
             mask &= np.stack([np.isin(np.arange(begin, length), chosen) for chosen in selected[rows]])
         result = reference_attention(

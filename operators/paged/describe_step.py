@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...errors import InputError, InputTypeError, RefusedShardingError
-from ...masks.causal_window import causal_window
+from ...masks.page_mask import page_mask
 from ...planning import PlannedOperation, Policy
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
@@ -245,7 +245,7 @@ def _check_tokens(
 
 def _causal_notes(step: Step) -> tuple[str, ...]:
     """A mask that isn't causal sees keys that later tokens of the same step wrote: noted, because it is rarely intended."""
-    window = causal_window(step.mask)
-    if window is None or window.causal or step.max_q_len == 1 or step.mode == "insert":
+    mask = page_mask(step.mask)
+    if mask is None or mask.causal or step.max_q_len == 1 or step.mode == "insert":
         return ()
     return (note("paged.not_causal"),)

@@ -20,7 +20,8 @@ from .tpu_kernel import on_tpu, tpu_call, tpu_notes, tpu_reasons, tpu_sizes
 __all__ = ["PAGES_ON_TPU", "PAGES_ON_XLA", "PagedImplementation"]
 
 _FEATURES = frozenset({
-    "causal", "sliding_window", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "latent_values", "quantized_kv"
+    "causal", "sliding_window", "chunked", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "latent_values",
+    "quantized_kv",
 })  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...masks.causal_window import causal_window
+from ...masks.page_mask import page_mask
 from ...planning import PlannedOperation
 from ..call.program import Program
 from ..paged_cache.attend import attend
@@ -47,9 +47,8 @@ def run_step(program: Program, inputs: StepInputs) -> tuple[jax.Array | None, ja
     scales = {"key_scale": arrays.key_scale, "value_scale": arrays.value_scale}
     if problem.mode == "insert":
         return None, None, insert(state, 0, batch, key, value, **scales, debug=debug)
-    window_mask = causal_window(problem.mask)
-    assert window_mask is not None  # otherwise nothing would run it
-    causal, window = window_mask.causal, window_mask.window
+    mask = page_mask(problem.mask)
+    assert mask is not None  # otherwise nothing would run it
     result = attend(
         state,
         0,
@@ -62,8 +61,9 @@ def run_step(program: Program, inputs: StepInputs) -> tuple[jax.Array | None, ja
         mesh=program.mesh,
         kv_heads=plan.policy.kv_heads,
         softmax_scale=problem.softmax_scale,
-        causal=causal,
-        sliding_window=window,
+        causal=mask.causal,
+        sliding_window=mask.window,
+        chunk_size=mask.chunk,
         logits_soft_cap=problem.logits_soft_cap,
         sinks=arrays.sinks,
         score=problem.score,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from ...masks.causal_window import causal_window
+from ...masks.page_mask import page_mask
 from ...planning import Reason, Rule
 from ...planning.paged.paged_problem import PagedProblem
 
@@ -37,13 +37,15 @@ BY_HEAD = Rule(
 def step_reasons(problem: PagedProblem, method: str, consumes: Set[str], name: str, layout: str | None) -> list[Reason]:
     """`consumes` are the method's features, `layout` the page layout that the operation's name stands for."""
     reasons = []
-    if causal_window(problem.mask) is None:
-        text = f"the mask {problem.mask.describe()}: over pages it is Causal and SlidingWindow, by positions"
+    unread: Set[str] = frozenset()
+    if page_mask(problem.mask) is None:
+        text = f"the mask {problem.mask.describe()}: over pages it is Causal, SlidingWindow and Chunked, by positions"
         of_attention = "Attend to a dense cache with 'vanilla' for any other."
         hint = of_attention if problem.top_k is None else "Leave the rest of the mask to the attention."
         reasons.append(Reason("paged.mask", "mask", text, hint))
+        unread = problem.mask.features()
     reasons += _window_reasons(problem)
-    for feature in sorted(problem.features - consumes - problem.mask.features()):
+    for feature in sorted(problem.features - consumes - unread):
         hint = "Leave it out, or declare fallback='allow'."
         reasons.append(Reason(f"feature.{feature}", feature, f"{method} has no {feature}", hint))
     if layout not in (None, problem.layout):
@@ -55,10 +57,10 @@ def step_reasons(problem: PagedProblem, method: str, consumes: Set[str], name: s
 
 def _window_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
     """The reason against a window larger than the one for which the layer's pages are kept."""
-    window, stored = causal_window(problem.mask), problem.cache.window_tokens
-    if window is None or stored is None or problem.mode == "insert":
+    mask, stored = page_mask(problem.mask), problem.cache.window_tokens
+    if mask is None or stored is None or problem.mode == "insert":
         return ()
-    left = window.left
+    left = mask.most_left
     if left is not None and left < stored:
         return ()
     text = (

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from ...errors import ConfigError
-from ...masks.causal_window import ANY_CAUSAL, causal_window
+from ...masks.page_mask import ANY_PAGE_MASK, page_mask
 from ...page_layouts import LAYOUTS
 from ...planning import OperationConfig, Reason
 from ...planning.notes import note
@@ -149,12 +149,13 @@ def _geometry(problem: PagedProblem) -> Geometry:
 
 
 def _options(problem: PagedProblem, config: OperationConfig) -> Options:
-    causal, left, right = causal_window(problem.mask) or ANY_CAUSAL
+    causal, left, right, chunk = page_mask(problem.mask) or ANY_PAGE_MASK
     return Options(
         scale=problem.softmax_scale,
         causal=causal,
         left=left,
         right=right,
+        chunk=chunk,
         soft_cap=problem.logits_soft_cap,
         sinks="sinks" in problem.features,
         max_q_len=problem.max_q_len,

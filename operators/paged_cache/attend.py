@@ -60,6 +60,7 @@ def attend(
     softmax_scale: float | None = None,
     causal: bool = True,
     sliding_window: tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     score: Score | None = None,
@@ -81,7 +82,8 @@ def attend(
     `score`: applied after the cap, by positions, with its arrays. `softmax_scale` defaults to 1/sqrt(head_dim), except over
     latents, where it is required.
     `selected`: for each token the positions of the keys that it attends to, of those that it sees; -1 is none.
-    `sliding_window`: inclusive distances (left, right). `max_q_len`: the most queries of any row in this step, 1 if all rows
+    `sliding_window`: inclusive distances (left, right). `chunk_size`: keys are seen only by queries of the same chunk of so many
+    positions. `max_q_len`: the most queries of any row in this step, 1 if all rows
     decode; in a traced batch queries beyond it give 0, and with 'fused' and 1 their keys aren't written. `debug`: checks traced
     batches on the host while the step runs. `method` does the attention, by default plain XLA; `check_vma`: whether shard_map can
     check it.
@@ -92,7 +94,7 @@ def attend(
     check_operands(state, layer, query, key, value, update)
     layer_state = alone(state, layer, batch)
     cache = layer_state.cache
-    check_window(cache.window_tokens, sliding_window)
+    check_window(cache.window_tokens, sliding_window, chunk_size)
     rows = None
     if key is None:
         check_step(layer_state, 0, batch, query, debug=debug, writes=False)
@@ -140,6 +142,7 @@ def attend(
             arrays,
             head_start,
             of_logits.selected,
+            chunk_size=chunk_size,
         )
         return method(call)
 
@@ -188,13 +191,17 @@ def default_scale(cache: KVCache) -> float:
     return float(cache.head_dim**-0.5)
 
 
-def check_window(window_tokens: int | None, sliding_window: tuple[int | None, int | None] | None) -> None:
+def check_window(
+    window_tokens: int | None, sliding_window: tuple[int | None, int | None] | None, chunk_size: int | None = None
+) -> None:
     """Refuse a window larger than that of the layer's pages. Errors: InputError."""
     left = None if sliding_window is None else sliding_window[0]
+    if window_tokens is not None and chunk_size is not None and chunk_size <= window_tokens:
+        return
     if window_tokens is not None and (left is None or left >= window_tokens):
         raise InputError(
-            f"sliding_window={shown(sliding_window)} over pages that are kept for a window of {window_tokens} tokens; wanted "
-            f"({window_tokens - 1}, 0), or a smaller one."
+            f"sliding_window={shown(sliding_window)}, chunk_size={shown(chunk_size)} over pages that are kept for a window of "
+            f"{window_tokens} tokens; wanted ({window_tokens - 1}, 0), or a smaller one, or chunks of up to {window_tokens}."
         )
 
 

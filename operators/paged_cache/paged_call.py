@@ -30,9 +30,10 @@ class PagedSizes(NamedTuple):
 class PagedCall(NamedTuple):
     """query [tokens, heads, dim]; the pages in `layout`; a batch without a leading dimension; sinks float [heads].
 
-    The mask is that of `causal` and `sliding_window`, inclusive distances to the left and to the right. `max_q_len`: the most
-    queries of any sequence. `sequence_shards`: the devices that share the sequences' pages in turn; `shard_index`: this device.
-    The table has every sequence_shards-th page from number shard_index on, and output and lse cover only those keys.
+    The mask is that of `causal`, `sliding_window`, inclusive distances to the left and to the right, and `chunk_size`, of the
+    chunks of positions that don't see one another. `max_q_len`: the most queries of any sequence.
+    `sequence_shards`: the devices that share the sequences' pages in turn; `shard_index`: this device. The table has every
+    sequence_shards-th page from number shard_index on, and output and lse cover only those keys.
     `rows`: for update 'fused', each token as the pages store it. What rows of several tokens write is in the pages already; a
     row of one token is written by the method. score: steps by place, and the arrays that they read; head_start: this device's
     first query head. selected [tokens, n]: the positions of the keys that each token attends to; None: all that it sees.
@@ -61,6 +62,7 @@ class PagedCall(NamedTuple):
     selected: jax.Array | None = None
     index_weights: jax.Array | None = None
     top_k: int | None = None
+    chunk_size: int | None = None
 
     def kernel_arguments(self) -> dict[str, Any]:
         """The pages, the batch and what is declared of the logits, by the names that kernels of every platform take them by."""
@@ -78,6 +80,7 @@ class PagedCall(NamedTuple):
             "softmax_scale": self.softmax_scale,
             "causal": self.causal,
             "sliding_window": self.sliding_window,
+            "chunk_size": self.chunk_size,
             "logits_soft_cap": self.logits_soft_cap,
             "sinks": self.sinks,
             "max_q_len": self.max_q_len,

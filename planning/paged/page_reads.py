@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...masks.causal_window import ANY_CAUSAL, causal_window
+from ...masks.page_mask import ANY_PAGE_MASK, PageMask, page_mask
 from ..cache.window_pages import first_visible_page
 from ..text import bytes_text
 from .paged_problem import PagedProblem
@@ -37,16 +37,17 @@ class PageReads(NamedTuple):
         )
 
 
-def visible_pages(q_len: int, kv_len: int, page: int, window: tuple[int | None, int | None]) -> tuple[int, int]:
+def visible_pages(q_len: int, kv_len: int, page: int, mask: PageMask) -> tuple[int, int]:
     """(first, one past the last) page with a key that one of the last `q_len` positions of a sequence of `kv_len` sees.
 
-    A causal mask leaves out no page: the last query is at the last key.
+    The last query is at the last key, so no mask leaves out the last page.
     """
     if not q_len:
         return 0, 0
-    left, right = window
-    begin = 0 if left is None else max(kv_len - q_len - left, 0)
-    end = kv_len if right is None else min(kv_len, kv_len + right)
+    first = kv_len - q_len
+    begin = 0 if mask.left is None else max(first - mask.left, 0)
+    begin = begin if mask.chunk is None else max(begin, first // mask.chunk * mask.chunk)
+    end = kv_len
     return (begin // page, -(-end // page)) if end > begin else (0, 0)
 
 
@@ -83,9 +84,9 @@ class SequenceReads(NamedTuple):
 
 def sequence_reads(problem: PagedProblem, batch: Any) -> list[SequenceReads]:
     """The reads of each sequence of a batch with known values."""
-    window = (causal_window(problem.mask) or ANY_CAUSAL).window
+    mask = page_mask(problem.mask) or ANY_PAGE_MASK
     return [
-        SequenceReads(shard, int(q), int(length), *visible_pages(int(q), int(length), problem.page_size, window))
+        SequenceReads(shard, int(q), int(length), *visible_pages(int(q), int(length), problem.page_size, mask))
         for shard, (starts, lens, count) in enumerate(_by_shard(batch))
         for q, length in zip(np.diff(starts)[:count], lens[:count], strict=True)
         if q
@@ -94,12 +95,12 @@ def sequence_reads(problem: PagedProblem, batch: Any) -> list[SequenceReads]:
 
 def page_reads(problem: PagedProblem, batch: Any) -> PageReads:
     """The reads of a batch (cu_q_lens, kv_lens, num_seqs) with known values."""
-    window = (causal_window(problem.mask) or ANY_CAUSAL).window
+    mask = page_mask(problem.mask) or ANY_PAGE_MASK
     n = problem.sequence_shards
     live, held, sequences, queries, max_pages = 0, 0, 0, 0, 0
     for starts, lens, count in _by_shard(batch):
         rows = [(int(q), int(length)) for q, length in zip(np.diff(starts)[:count], lens[:count], strict=True)]
-        seen = [visible_pages(q, length, problem.page_size, window) for q, length in rows]
+        seen = [visible_pages(q, length, problem.page_size, mask) for q, length in rows]
         live += sum(end - first for first, end in seen)
         max_pages = max(
             max_pages, *(sum(len(range(first + (at - first) % n, end, n)) for first, end in seen) for at in range(n)), 0
@@ -114,7 +115,7 @@ def step_flops(problem: PagedProblem, batch: Any) -> float:
     """Operations in the products with visible keys and values, on the device that has the most; of selected ones, with as many of
     them as can be."""
     selected = problem.operand("selected")
-    causal, left, right = causal_window(problem.mask) or ANY_CAUSAL
+    causal, left, right, chunk = page_mask(problem.mask) or ANY_PAGE_MASK
     max_pairs, shards = 0, problem.sequence_shards
     for starts, lens, count in _by_shard(batch):
         pairs = np.zeros(shards, np.int64)
@@ -123,6 +124,9 @@ def step_flops(problem: PagedProblem, batch: Any) -> float:
             last = np.minimum(int(n) - 1, place if causal else int(n) - 1)
             last = last if right is None else np.minimum(last, place + right)
             first = np.zeros_like(place) if left is None else np.maximum(place - left, 0)
+            if chunk is not None:
+                begin = place // chunk * chunk
+                first, last = np.maximum(first, begin), np.minimum(last, begin + (chunk - 1))
             end = np.maximum(last + 1, first)
             end = end if selected is None else np.minimum(end, first + selected.shape[1])
             pairs += [

@@ -78,8 +78,9 @@ def test_a_step_is_planned(attnops: Callable[..., Any], tmp_path: Path) -> None:
         },
         {"step": {"mode": "autoregressive", "q_lens": 1, "kv_lens": 12, "sequences": 8, "logits_soft_cap": 5.0}},
         {"step": {"update": "none", "dtype": "bfloat16"}},
+        {"step": {"mask": {"kind": "and", "masks": [{"kind": "causal"}, {"kind": "chunked", "size": 12}]}}},
     ],
-    ids=("plain", "mesh", "heads", "joined", "sequences_split", "v2", "decode", "none"),
+    ids=("plain", "mesh", "heads", "joined", "sequences_split", "v2", "decode", "none", "chunked"),
 )
 def test_a_step_is_run_and_checked(attnops: Callable[..., Any], tmp_path: Path, changes: dict[str, Any]) -> None:
     out = tmp_path / "out.npz"
@@ -180,7 +181,7 @@ def _lse_passes(got: np.ndarray, want: np.ndarray) -> bool:
         ({"step": {"kv_lens": 64}}, 2, "need 48 pages of 4, but it has 32"),
         ({"step": {"tokens": 3}}, 2, "step.tokens=3; wanted at least 7"),
         ({"step": {"q_heds": 3}}, 2, "q_heds"),
-        ({"step": {"mask": {"kind": "chunked", "size": 4}}}, 1, "paged.mask"),
+        ({"step": {"mask": {"kind": "prefix", "length": 4}}}, 1, "paged.mask"),
         ({"cache": {"pages": 4}}, 1, "[pages]"),
         ({"operation": "ragged_page_attention_v3"}, 1, "stands for pages of layout 'packed'"),
     ],

@@ -34,6 +34,7 @@ class PagedCase:
     dtype: str = "float32"
     window: tuple[int | None, int | None] | None = None
     causal: bool = True
+    chunk: int | None = None
     cap: float | None = None
     sinks: bool = False
     quantised: str | None = None
@@ -54,6 +55,7 @@ class PagedCase:
             "softmax_scale": self.dims[0] ** -0.5,
             "causal": self.causal,
             "sliding_window": self.window,
+            "chunk_size": self.chunk,
             "logits_soft_cap": self.cap,
         }
 
@@ -119,9 +121,10 @@ def make(
 
 
 def released(case: PagedCase, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same once a pool has taken back what the case's window doesn't see: padding in the table, and junk in the pages."""
-    assert case.window is not None
-    assert case.window[0] is not None
+    """The same once a pool has taken back what the case's window or chunk doesn't see: padding in the table, and junk in the
+    pages."""
+    left = 2**30 if case.window is None or case.window[0] is None else case.window[0]
+    assert left < 2**30 or case.chunk is not None
     arrays = {name: x.copy() for name, x in arrays.items()}
     table, pages, gone = arrays["page_table"], len(arrays["key_pages"]), 0
     for s in range(int(arrays["num_seqs"].reshape(()))):
@@ -130,7 +133,8 @@ def released(case: PagedCase, arrays: dict[str, np.ndarray]) -> dict[str, np.nda
             arrays["kv_lens"][s] - (last - first)
         )  # of the first query, or of the next one where there is none
         for number in range(table.shape[1]):
-            if (number + 1) * case.page + case.window[0] <= position:
+            begin = max(position - left, 0 if case.chunk is None else position // case.chunk * case.chunk)
+            if (number + 1) * case.page <= begin:
                 for name in ("key_pages", "value_pages"):
                     arrays[name][table[s, number]] = 127 if case.quantised == "int8" else np.nan
                 table[s, number] = pages

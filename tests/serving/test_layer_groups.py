@@ -105,6 +105,7 @@ def test_groups_of_a_models_windows() -> None:
         ({"model_type": "gpt_oss", "sliding_window": 128}, [128, None] * 4),
         ({"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 6}, [1024] * 5 + [None] + [1024] * 2),
         ({"model_type": "mistral", "sliding_window": None}, [None] * 8),
+        ({"model_type": "llama4_text", "attention_chunk_size": 2048, "num_local_experts": 2}, [2048, 2048, 2048, None] * 2),
     ],
     ids=lambda x: x["model_type"] if isinstance(x, dict) else "",
 )  # fmt: skip

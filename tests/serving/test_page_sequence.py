@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from test_steps import DIM, FIELDS, HEADS, LATENT, Served
 
-from attnops import ConfigError, InputError, OperationMetadata, OperationRegistry, RefusedError
+from attnops import Causal, Chunked, ConfigError, InputError, OperationMetadata, OperationRegistry, RefusedError
 from attnops.errors import AttnOpsError, CapacityError
 from attnops.operators.paged.declared_step import declared_step
 from attnops.operators.paged.tpu_kernel import on_tpu
@@ -39,6 +39,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "joined_tp": (SPLIT | {"layout": "joined"}, {"sp": 2, "tp": 2}, {"logits_soft_cap": 5.0}),
     "latent_int8": (SPLIT | INT8 | LATENT | {"pages_axis": "dp"}, {"dp": 2, "sp": 2}, {"sliding_window": (9, 0)}),
     "latent_tp": (SPLIT | LATENT, {"sp": 2, "tp": 2}, SINKS),
+    "sp4_chunk": (SPLIT | {"max_length": 68}, {"sp": 4}, {"chunk": 10} | SINKS),
     "two_axes": ({"page_sequence_axis": ("sp", "ep")}, {"ep": 2, "sp": 2}, {"sliding_window": (9, 0)}),
     "beside_others": (SPLIT | {"pages_axis": "dp", "layout": "heads"}, {"dp": 2, "sp": 2, "tp": 2}, SINKS),
 }
@@ -328,8 +329,8 @@ def test_bytes_are_those_of_the_arrays(how_many: dict[str, Any]) -> None:
         assert plan.bytes_per_device <= 60_000 < plan.bytes_per_device + one
 
 
-@pytest.mark.parametrize("window", [None, (6, 0), (11, 2)])
-def test_reads_and_products_are_those_of_the_device_with_most(window: Any) -> None:
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), ((6, 0), None), ((11, 2), None), (None, 10), ((6, 0), 4)])
+def test_reads_and_products_are_those_of_the_device_with_most(window: Any, chunk: int | None) -> None:
     """Counted one by one: keys that a query sees, and the pages with one, on each device."""
     q_lens, kv_lens, n = (1, 5, 1, 9), (41, 9, 3, 33), 3
     cache = KVCache(**FIELDS | SPLIT | {"max_length": 48})
@@ -338,13 +339,15 @@ def test_reads_and_products_are_those_of_the_device_with_most(window: Any) -> No
         "q_heads": HEADS, "q_lens": list(q_lens), "kv_lens": list(kv_lens),
     }})  # fmt: skip
     step = declared_step(file, cache.plan(described(sp=n)), "before")
-    plan = paged.plan(**step.arrays, cache=cache, batch=step.batch, sliding_window=window)
+    mask = Causal() if chunk is None else Causal() & Chunked(chunk)
+    plan = paged.plan(**step.arrays, cache=cache, batch=step.batch, sliding_window=window, mask=mask)
     pages, pairs = np.zeros(n, int), np.zeros(n, int)
     for q_len, length in zip(q_lens, kv_lens, strict=True):
         left = None if window is None else window[0]
         row, col = np.arange(length - q_len, length)[:, None], np.arange(length)
         seen = col <= row
         seen &= (left is None) | (col >= row - (left or 0))
+        seen &= (chunk is None) | (col // (chunk or 1) == row // (chunk or 1))
         for number in range(-(-length // 4)):
             own = int(seen[:, number * 4 : number * 4 + 4].sum())
             pairs[number % n] += own

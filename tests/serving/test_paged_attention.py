@@ -28,6 +28,9 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"cap": 3.0},
     {"sinks": True},
     {"window": (9, 0), "cap": 3.0, "sinks": True},
+    {"chunk": 10},
+    {"chunk": 7, "causal": False},
+    {"chunk": 16, "window": (9, 0), "cap": 3.0, "sinks": True, "quantised": "int8", "scale": "token_head"},
     *({"quantised": q, "scale": s} for q in ("int8", "float8_e4m3fn") for s in ("tensor", "head", "token_head")),
     {"quantised": "float8_e5m2", "scale": "head", "window": (17, 0), "sinks": True},
     {"dtype": "bfloat16"},
@@ -44,9 +47,12 @@ QUICK = (
     PagedCase("mixed", quantised="float8_e4m3fn", scale="head", cap=3.0),
     PagedCase("decode", quantised="float8_e5m2", scale="tensor", window=(17, 0)),
     PagedCase("mixed", sizes=None, page=16),
+    *(PagedCase(kind, chunk=chunk, sinks=True) for kind, chunk in (("decode", 10), ("prefill", 16), ("speculate", 5))),
+    PagedCase("mixed", chunk=7, causal=False, cap=3.0),
+    PagedCase("mixed", chunk=16, window=(11, 0), quantised="int8", scale="head"),
     *(
         PagedCase(kind, (6, 1), (40, 32), latent=True, **FEATURES[n])
-        for kind, n in zip(KINDS, (7, 9, 12, 15), strict=True)
+        for kind, n in zip(KINDS, (7, 12, 15, 18), strict=True)
     ),
     PagedCase("decode", (16, 1), (576, 512), latent=True),
 )

@@ -132,6 +132,10 @@ def compile_one(
                 ("heads", {"dtype": "float32", "tokens": 64, "width": 16}),
             )
         ),
+        *(  # chunks of positions smaller and larger than a block of queries
+            pytest.param(topology, "heads", LLAMA | {"tokens": 64, "width": 16, "chunk_size": size}, marks=pytest.mark.slow)
+            for topology, size in ((V4, 48), (V5E, 48), (V5E, 8192), (V5P, 48), (V6E, 48), (TPU7X, 48))
+        ),
         *(
             pytest.param(topology, "heads", {"page": 32, "pages_dtype": dtype, "scale": "tensor"}, marks=pytest.mark.slow)
             for topology in (V5E, V6E, TPU7X)

@@ -25,6 +25,7 @@ CASES = (
     PagedCase("decode", window=(17, 0), quantised="int8", scale="token_head", sinks=True),
     PagedCase("prefill", (9, 3), dtype="bfloat16", window=(3, 0)),
     PagedCase("speculate", window=(7, 0), sizes=None),
+    PagedCase("mixed", chunk=14, sinks=True),
 )
 
 
@@ -40,6 +41,7 @@ def test_released_pages_reach_no_output(case: PagedCase) -> None:
     ("case", "layout"),
     [
         (CASES[0], "heads"),
+        (CASES[4], "heads"),
         pytest.param(CASES[1], "split", marks=pytest.mark.slow),
         pytest.param(CASES[2], "joined", marks=pytest.mark.slow),
     ],

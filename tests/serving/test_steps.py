@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import ConfigError, InputError, OperationMetadata, OperationRegistry
+from attnops import Causal, Chunked, ConfigError, InputError, OperationMetadata, OperationRegistry
 from attnops.operators.paged_cache import CacheState, RaggedBatch, attend, copy, init, insert, scrub, shardings
 from attnops.planning.cache.kv_cache import KVCache
 from attnops.serving import PagePool
@@ -78,6 +78,12 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     ),
     "latent_fp8_head": (LATENT | {"quantised": {"dtype": "float8_e4m3fn", "scale": "head"}}, {"tp": 2}, {}),
     "packed_int8": ({"layout": "packed", "value_dim": DIM, "quantised": {"dtype": "int8"}}, {}, {}),
+    "chunked_dp_tp": ({"pages_axis": "dp"}, {"dp": 2, "tp": 2}, {"chunk": 6}),
+    "chunked_fused_tp": (
+        {"layout": "joined"},
+        {"tp": 2},
+        {"configs": INTERPRETED, "update": "fused", "chunk": 10, "sliding_window": (7, 0)},
+    ),
 }
 
 
@@ -110,8 +116,10 @@ class Served:
         paged = OperationRegistry.create("paged", OperationMetadata(mesh=self.mesh, operation_configs=configs))
         names = {"sinks": "softmax_aux"}
         options: dict[str, Any] = {"softmax_scale": DIM**-0.5} | {
-            names.get(name, name): x for name, x in call.items() if name != "configs"
+            names.get(name, name): x for name, x in call.items() if name not in ("configs", "chunk")
         }
+        if "chunk" in call:
+            options["mask"] = Causal() & Chunked(call["chunk"])
 
         def step(state: CacheState, batch: RaggedBatch, query: Any, key: Any, value: Any, longest: int | None) -> Any:
             last, own = self.cache.layers - 1, options | {"max_q_len": longest}
@@ -191,6 +199,9 @@ class Served:
         seen = rows >= 0
         if "sliding_window" in self.call:
             seen &= rows <= self.call["sliding_window"][0]
+        if "chunk" in self.call:
+            chunk = np.arange(len(key[0])) // self.call["chunk"]
+            seen &= chunk[len(chunk) - len(query) :, None] == chunk
         want = reference_attention(
             query[None].astype(np.float64),
             key,

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 
-from attnops import ConfigError, KVCache, OperationMetadata, OperationRegistry
+from attnops import Causal, Chunked, ConfigError, KVCache, OperationMetadata, OperationRegistry
 from attnops.compat import abstract_device
 from attnops.operators.paged.declared_step import DeclaredStep
 from attnops.operators.paged.tpu_kernel import tpu_call
@@ -57,14 +57,16 @@ def _abstract() -> AbstractMesh:
 @given(
     rows=ROWS,
     window=st.sampled_from([None, (0, 0), (40, 0), (300, 0)]),
+    chunk=st.sampled_from([None, 16, 100, 256]),
     pages=st.sampled_from([1, 3, 8, 32]),
     queries=st.sampled_from([16, 48, 128]),
 )
 def test_counts_the_blocks_that_the_kernels_visit(
-    rows: list[tuple[int, int]], window: tuple[int, int] | None, pages: int, queries: int
+    rows: list[tuple[int, int]], window: tuple[int, int] | None, chunk: int | None, pages: int, queries: int
 ) -> None:
     """Against a matrix of what each row sees."""
-    operation, step = _step(rows, _abstract(), {} if window is None else {"sliding_window": window})
+    chunked = {} if chunk is None else {"mask": Causal() & Chunked(chunk)}
+    operation, step = _step(rows, _abstract(), chunked | ({} if window is None else {"sliding_window": window}))
     plan = operation.plan(**step.arrays, cache=step.cache, batch=step.batch, **step.options)
     geometry, options = tpu_call(plan.problem, plan.problem.config)
     local = LocalStep(geometry, replace(options, pages_per_block=pages, queries_per_block=queries))
@@ -76,6 +78,8 @@ def test_counts_the_blocks_that_the_kernels_visit(
             sees = keys <= places
             if window is not None:
                 sees &= keys >= places - window[0]
+            if chunk is not None:
+                sees &= keys // chunk == places // chunk
             real = sees[places[:, 0] < n]
             live = np.flatnonzero([real[:, p : p + PAGE].any() for p in range(0, n, PAGE)])
             blocks = [range(first, min(first + pages, live[-1] + 1)) for first in range(live[0], live[-1] + 1, pages)]
@@ -126,6 +130,7 @@ CALLS: dict[str, tuple[list[tuple[int, int]], dict[str, Any], dict[str, Any]]] =
     "decode": ([(1, 500), (1, 64)], {"max_q_len": 1}, {}),
     "mixed": ([(1, 500), (64, 200)], {"sliding_window": (99, 0)}, {"layout": "joined"}),
     "split": ([(1, 500), (64, 200)], {}, {"layout": "split"}),
+    "chunked": ([(1, 500), (64, 200)], {"mask": Causal() & Chunked(128)}, {}),
     "int8": ([(1, 500), (64, 200)], {"update": "fused"}, {"quantised": {"dtype": "int8"}}),
     "int8_head": ([(1, 500)], {"max_q_len": 1}, {"quantised": {"dtype": "int8", "scale": "head"}, "page_size": 32}),
 }

@@ -47,6 +47,7 @@ def paged_attention(
     softmax_scale: float,
     causal: bool = True,
     sliding_window: tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     key_scale: Float[Array, ...] | float | None = None,
@@ -71,7 +72,8 @@ def paged_attention(
     no keys: they aren't seen, and nothing is read for them. A row that belongs to no sequence or sees nothing is 0 and its
     lse -inf; with sinks, if it belongs to a sequence, the lse is that of its sinks.
 
-    sliding_window: inclusive distances (left, right), None for no limit; `causal` intersects. Scales of int8 or fp8 pages:
+    sliding_window: inclusive distances (left, right), None for no limit; chunk_size n: queries at positions i * n to
+    (i + 1) * n - 1 see only keys at these; `causal` intersects. Scales of int8 or fp8 pages:
     one number, [kv_heads], or one per token and head, in the pages' order. `layout`: see page_layout; if it joins keys and
     values, `key_pages` has both and `value_pages` is None; `value_dim` is then the values' dim, None: the query's. Values
     that are a part of their keys have their scale.
@@ -89,7 +91,7 @@ def paged_attention(
     at the end are for tuning; `platform` defaults to jax's default backend.
     """
     sizes = {"max_q_len": max_q_len, "pages_a_block": pages_a_block, "pairs": pairs, "block_q": block_q}
-    sizes["page_stride"] = page_stride
+    sizes |= {"page_stride": page_stride, "chunk_size": chunk_size}
     check_numbers(softmax_scale, logits_soft_cap, sizes)
     starts, lengths, table, count = (
         int32(name, x)
@@ -120,7 +122,7 @@ def paged_attention(
     platform = jax.default_backend() if platform is None else platform
     chosen = _sizes(operands, layout)
     static = PagedStatic(
-        **options_of(softmax_scale, causal, sliding_window, logits_soft_cap, max_q_len),
+        **options_of(softmax_scale, causal, sliding_window, logits_soft_cap, max_q_len, chunk_size),
         platform=platform,
         pages_a_block=pages_a_block or chosen[0],
         pairs=pairs or chosen[1],

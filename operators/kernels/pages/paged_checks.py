@@ -109,11 +109,12 @@ def options_of(
     sliding_window: tuple[int | None, int | None] | None,
     soft_cap: float | None,
     max_q_len: int | None,
+    chunk_size: int | None = None,
 ) -> dict[str, Any]:
     """The fields of PagedOptions."""
     left, right = _window(sliding_window)
     cap = None if soft_cap is None else float(soft_cap)
-    seen = {"causal": bool(causal), "left": left, "right": right}
+    seen = {"causal": bool(causal), "left": left, "right": right, "chunk": chunk_size}
     return seen | {"scale": float(softmax_scale), "soft_cap": cap, "max_q_len": max_q_len}
 
 

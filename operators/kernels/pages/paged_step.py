@@ -35,6 +35,7 @@ __all__ = [
     "Sums",
     "Tiles",
     "batch_of",
+    "chunk_start",
     "finish",
 ]
 
@@ -43,14 +44,16 @@ _JOINT_HEADS = 4
 _JOINT_ROWS = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PagedOptions:
-    """How a call weighs keys, and which of them a row may see: inclusive distances, None for no limit."""
+    """How a call weighs keys, and which of them a row may see: inclusive distances, and chunks of positions that don't see one
+    another; None for no limit."""
 
     scale: float
     causal: bool
     left: int | None
     right: int | None
+    chunk: int | None = None
     soft_cap: float | None
     max_q_len: int | None
 
@@ -140,6 +143,12 @@ def batch_of(operands: PagedOperands) -> Batch:
     )
 
 
+def chunk_start(positions: Any, size: int) -> Any:
+    """The first position of the chunk of each; those below 0 see nothing anyway."""
+    size = np.int32(size)  # type: ignore[assignment]
+    return lax.div(jnp.maximum(positions, 0), size) * size
+
+
 class Tiles:
     """Logits and weighted values of some rows against some pages of their sequence.
 
@@ -195,6 +204,11 @@ class Tiles:
             seen &= keys >= rows - static.left
         if static.right is not None:
             seen &= keys <= rows + static.right
+        if static.chunk is not None:
+            begin = chunk_start(rows, static.chunk)
+            seen &= keys >= begin
+            if not static.causal:
+                seen &= keys < begin + np.int32(static.chunk)
         return seen
 
     def range_of(self, first: Any, last: Any, kv_len: Any) -> tuple[Any, Any]:
@@ -204,6 +218,9 @@ class Tiles:
         end = jnp.minimum(kv_len, self.width * static.stride * self.page)
         if static.reach is not None:
             end = jnp.minimum(end, last + static.reach + 1)
+        if static.chunk is not None:
+            begin = jnp.maximum(begin, chunk_start(first, static.chunk))
+            end = jnp.minimum(end, chunk_start(last, static.chunk) + np.int32(static.chunk))
         begin_page = lax.div(begin, np.int32(self.page))
         end_page = lax.div(jnp.maximum(end, 0) + np.int32(self.page - 1), np.int32(self.page))
         end_page = jnp.where(end > begin, end_page, begin_page)

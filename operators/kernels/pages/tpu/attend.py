@@ -50,6 +50,7 @@ def paged_attention_tpu(
     softmax_scale: float,
     causal: bool = True,
     sliding_window: tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     key_scale: Float[Array, ...] | float | None = None,
@@ -85,6 +86,7 @@ def paged_attention_tpu(
         "pages_per_block": pages_per_block,
         "queries_per_block": queries_per_block,
         "buffers": buffers,
+        "chunk_size": chunk_size,
     }
     check_numbers(softmax_scale, logits_soft_cap, sizes | {"vmem_limit_bytes": vmem_limit_bytes})
     query, key_pages = jnp.asarray(query), jnp.asarray(key_pages)
@@ -108,7 +110,7 @@ def paged_attention_tpu(
     geometry = replace(_geometry(layout, operands_of(*as_split)), key_row=key_pages.shape[-1], value_row=value_row)
     operands = operands_of(key_pages, value_pages, key_scale, value_scale)
     options = Options(
-        **options_of(softmax_scale, causal, sliding_window, logits_soft_cap, max_q_len),
+        **options_of(softmax_scale, causal, sliding_window, logits_soft_cap, max_q_len, chunk_size),
         sinks=sinks is not None,
         pages_per_block=pages_per_block or 0,
         queries_per_block=queries_per_block or 0,

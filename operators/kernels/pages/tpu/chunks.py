@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...precision import tile_product
+from ..paged_step import chunk_start
 from .geometry import LANES, Geometry, Options
 from .pages import Pages, walk, whole_word
 from .run import call
@@ -101,7 +102,7 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
                     row = lax.broadcasted_iota(jnp.int32, (*rows_shape, size), query_axis).reshape(rows, size)
                     wide = lambda x: jnp.broadcast_to(x, (rows, size))  # noqa: E731
                     there = wide(there.astype(jnp.int32)) == 1
-                    seen = seen_keys(options, there, wide(place), row + item.position)
+                    seen = seen_keys(options, there, wide(place), item.position, row)
 
                 def of_head(head: Any) -> None:
                     query = refs["query_buffer"][half_of_query, heads_of(head)]
@@ -129,6 +130,9 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
                 full &= place + (size - 1) <= item.position + options.reach
             if options.left is not None:
                 full &= place >= item.position + (block - 1) - options.left
+            if options.chunk is not None:  # that of the last row begins last, that of the first ends first
+                full &= place >= chunk_start(item.position + np.int32(block - 1), options.chunk)
+                full &= place + size <= chunk_start(item.position, options.chunk) + np.int32(options.chunk)
             pl.when(full)(lambda: of_heads(False))
             pl.when(jnp.logical_not(full))(lambda: of_heads(True))
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from ...lse import LN2, LOG2E
+from ..paged_step import chunk_start
 from .geometry import LANES, NOTHING, Geometry, Options
 
 __all__ = [
@@ -133,13 +134,34 @@ def divided(x: jax.Array, by: int) -> jax.Array:
     return jnp.floor((x.astype(jnp.float32) + 0.5) * np.float32(1 / by)).astype(jnp.int32)
 
 
-def seen_keys(options: Options, seen: jax.Array, place: jax.Array, position: Any) -> jax.Array:
-    """Which of the existing keys rows at `position` see."""
+def seen_keys(options: Options, seen: jax.Array, place: jax.Array, position: Any, row: Any = None) -> jax.Array:
+    """Which of the existing keys a row at `position` sees; with `row`, those that far after it see."""
+    first = position
+    position = position if row is None else row + position
     if options.reach is not None:
         seen &= place <= position + np.int32(options.reach)
     if options.left is not None:
         seen &= place >= position - np.int32(options.left)
+    if options.chunk is not None:
+        begin = _chunk_start(options, first, row)
+        seen &= place >= begin
+        if not options.causal:
+            seen &= place < begin + np.int32(options.chunk)
     return seen & (position >= 0)
+
+
+def _chunk_start(options: Options, position: Any, row: Any) -> Any:
+    """The first position of the chunk of the rows `row` after a position. Vector units divide only small numbers, such as the
+    place of a row in a block; the scalar unit divides any."""
+    assert options.chunk is not None
+    size = np.int32(options.chunk)
+    begin = chunk_start(position, options.chunk)
+    if row is None:
+        return begin
+    place = jnp.maximum(position - begin + row, 0)
+    if options.chunk >= options.queries_per_block:  # then a block is in two chunks at most
+        return begin + jnp.where(place >= size, size, np.int32(0))
+    return begin + divided(place, options.chunk) * size
 
 
 def lane_chunks(rows: int) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..paged_step import Batch, PagedOperands
+from ..paged_step import Batch, PagedOperands, chunk_start
 from .geometry import Geometry, Options
 
 __all__ = ["FIELDS", "FIRST_PAGE", "Chunks", "WorkItem", "chunk_items", "decode_items", "max_chunk_items"]
@@ -136,6 +136,9 @@ def _pages(
     page = np.int32(geometry.page)
     begin = jnp.zeros_like(keys) if options.left is None else jnp.maximum(first - np.int32(options.left), 0)
     end = keys if options.reach is None else jnp.minimum(keys, last + np.int32(options.reach + 1))
+    if options.chunk is not None:
+        begin = jnp.maximum(begin, chunk_start(first, options.chunk))
+        end = jnp.minimum(end, chunk_start(last, options.chunk) + np.int32(options.chunk))
     end = jnp.where(last >= 0, end, 0)  # a row before the first key sees nothing
     begin_page, end_page = lax.div(begin, page), lax.div(jnp.maximum(end, 0) + (page - 1), page)
     return begin_page, jnp.where(end > begin, end_page, begin_page)
