@@ -38,6 +38,7 @@ FEATURES: Mapping[str, str] = {
     "sinks": "attention sinks (softmax_aux)",
     "dropout": "dropout on the attention weights",
     "selected": "keys that are selected for each query",
+    "draft_tree": "a tree of draft tokens in a step over pages",
     "return_weights": "the attention weights as an output",
     "return_lse": "the log-sum-exp as an output",
     "gqa": "fewer kv heads than query heads",

@@ -217,6 +217,9 @@ NOTES = _kinds(
      "{sent:bytes} sent per device and layer"),
     ("paged.selected", "selected",
      "each token gathers at most {count} keys from the pages, {size:bytes} for all tokens of a device and layer", "info"),
+    ("paged.draft_tree", "draft_tree",
+     "a token of a tree, of up to {drafts} drafts, sees stored keys and the drafts of its path; its position is the first "
+     "draft's plus its depth", "info"),
     ("paged.stored_as_given", "key_scale", "{names} come as {dtype} and are stored as they are", "info"),
     ("paged.cast", "runtime_dtype", "query cast from {given} to {runtime} (runtime_dtype); key and value are the cache's"),
     ("paged.policy_unread", "sequence_parallel", "{name}={value!r} is not read: sequences lie in pages"),

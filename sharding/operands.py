@@ -27,9 +27,9 @@ class Operand:
     'b'. also: other dims that it may have instead. broadcasts: 1 is accepted in place of any size. split_as: for each
     dimension, the dim whose mesh axes split it; default: its own, '' for none.
 
-    dtype: 'floats', 'stored' (floats, or quantised numbers with a scale), 'integers' or 'key' (a jax.random key). gradient:
-    whether a call has a gradient for it. part: what it is a part of: 'operands', 'mask' or 'dropout'. feature: the feature that
-    a call with it requests. moves: 'rows' or 'keys' if it is sent with them where the sequence is split.
+    dtype: 'floats', 'stored' (floats, or quantised numbers with a scale), 'integers', 'booleans' or 'key' (a jax.random key).
+    gradient: whether a call has a gradient for it. part: what it is a part of: 'operands', 'mask' or 'dropout'. feature: the
+    feature that a call with it requests. moves: 'rows' or 'keys' if it is sent with them where the sequence is split.
 
     inside: its dims on a device, where they aren't those of the call in the kernel's layout; inside_dtype: its dtype there,
     'given', 'runtime', 'softmax' or a dtype's name. hint: what to pass instead of another dtype.
@@ -41,7 +41,7 @@ class Operand:
     also: tuple[tuple[str, ...], ...] = ()
     broadcasts: bool = False
     split_as: tuple[str, ...] | None = None
-    dtype: Literal["floats", "stored", "integers", "key"] = "floats"
+    dtype: Literal["floats", "stored", "integers", "booleans", "key"] = "floats"
     optional: bool = True
     gradient: bool = True
     part: Literal["operands", "mask", "dropout"] = "operands"

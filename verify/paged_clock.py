@@ -66,6 +66,9 @@ class LocalStep:
         }  # fmt: skip
         if options.sinks:
             shapes["sinks"] = jax.ShapeDtypeStruct((geometry.heads,), jnp.float32)
+        if options.drafts:
+            drafts = (geometry.sequences, options.drafts, options.drafts)
+            shapes["draft_tree"] = jax.ShapeDtypeStruct(drafts, jnp.bool_)
         if options.writes:
             shapes["rows"] = PageArrays(**{n: self._row(n, stored, scales) for n in geometry.streams()})  # type: ignore[arg-type]
         leaves, tree = jax.tree.flatten(shapes)
@@ -178,9 +181,10 @@ def _chunk(row: SequenceReads, geometry: Geometry, options: Options) -> Iterator
             place = start * page
             full = start + many <= stop and place + size <= row.length
             full &= options.reach is None or place + size - 1 <= position + options.reach
-            full &= options.left is None or place >= position + block - 1 - options.left
+            full &= options.left is None or place >= position + options.farthest - options.left
+            full &= not options.drafts or place + size <= position
             if options.chunk is not None:
-                full &= (position + block - 1) // options.chunk <= place // options.chunk
+                full &= (position + options.farthest) // options.chunk <= place // options.chunk
                 full &= (place + size - 1) // options.chunk <= position // options.chunk
             unmasked += full
         yield Visits(unmasked, -(-(stop - first) // many) - unmasked, 1)

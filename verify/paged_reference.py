@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..masks.page_mask import PageMask
 from ..scores import Score
 from .closeness import output_size
 from .reference import reference_attention
@@ -42,61 +43,89 @@ def paged_reference(
     key_scale: np.ndarray | float | None = None,
     value_scale: np.ndarray | float | None = None,
     selected: np.ndarray | None = None,
+    draft_tree: np.ndarray | None = None,
 ) -> PagedReference:
     """Attend sequence by sequence. Shapes and meaning as in `operators.kernels.pages.paged.paged_attention`.
 
     Only pages with a key inside the window and the chunk of the sequence's first query are read; an out-of-range id among them
-    raises IndexError.
+    raises IndexError. A token of a tree of drafts attends as the last token of the sequence that its path is.
     """
     tokens, heads, _ = query.shape
     output = np.zeros((tokens, heads, value_pages.shape[-1]))
     sizes, lse = np.zeros_like(output), np.full((tokens, heads), -np.inf)
-    left, right = sliding_window or (None, None)
+    mask = PageMask(causal, *(sliding_window or (None, None)), chunk_size)
     for s in range(int(num_seqs)):
         rows, length = slice(int(cu_q_lens[s]), int(cu_q_lens[s + 1])), int(kv_lens[s])
         q_len = rows.stop - rows.start
         if not q_len:
             continue
-        begin = 0 if left is None else max(0, length - q_len - left)
-        begin = begin if chunk_size is None else max(begin, (length - q_len) // chunk_size * chunk_size)
-        key = tokens_of(key_pages, key_scale, page_table[s], begin, length)
-        value = tokens_of(value_pages, value_scale, page_table[s], begin, length)
-        row, col = np.arange(length - q_len, length)[:, None], np.arange(begin, length)[None, :]
-        mask = np.ones((q_len, length - begin), bool)
-        if causal:
-            mask &= col <= row
-        if left is not None:
-            mask &= col >= row - left
-        if right is not None:
-            mask &= col <= row + right
-        if chunk_size is not None:
-            mask &= col // chunk_size == row // chunk_size
-        if selected is not None:
-            mask &= np.stack([np.isin(np.arange(begin, length), chosen) for chosen in selected[rows]])
-        result = reference_attention(
-            query[None, rows],
-            key[None],
-            value[None],
-            scale=softmax_scale,
-            mask=mask,
-            soft_cap=logits_soft_cap,
-            sinks=sinks,
-            score=score,
-            captures=captures,
-            query_offset=length - q_len,
-            key_offset=begin,
-        )
-        output[rows], lse[rows] = result.output[0], result.lse[0].T
-        sizes[rows] = output_size(result.weights, value[None])[0]
+        first = length - q_len
+        begin = _first_key(mask, first)
+        paths = [(rows, np.arange(begin, length))]
+        if draft_tree is not None and np.any(draft_tree[s]):
+            stored, tree = np.arange(begin, first), np.asarray(draft_tree[s])
+            paths = [
+                (slice(rows.start + i, rows.start + i + 1), np.append(stored, first + np.flatnonzero(tree[i])))
+                for i in range(q_len)
+            ]
+        for own, slots in paths:
+            key = _tokens_at(key_pages, key_scale, page_table[s], slots)
+            value = _tokens_at(value_pages, value_scale, page_table[s], slots)
+            end = begin + len(slots)
+            visible = _visible(mask, np.arange(end - (own.stop - own.start), end), np.arange(begin, end))
+            if selected is not None:
+                visible &= np.stack([np.isin(slots, chosen) for chosen in selected[own]])
+            result = reference_attention(
+                query[None, own],
+                key[None],
+                value[None],
+                scale=softmax_scale,
+                mask=visible,
+                soft_cap=logits_soft_cap,
+                sinks=sinks,
+                score=score,
+                captures=captures,
+                query_offset=end - (own.stop - own.start),
+                key_offset=begin,
+            )
+            output[own], lse[own] = result.output[0], result.lse[0].T
+            sizes[own] = output_size(result.weights, value[None])[0]
     return PagedReference(output, lse, sizes)
+
+
+def _first_key(mask: PageMask, position: int) -> int:
+    """The first key that a query at a position, or a later one, sees."""
+    begin = 0 if mask.left is None else max(0, position - mask.left)
+    return begin if mask.chunk is None else max(begin, position // mask.chunk * mask.chunk)
+
+
+def _visible(mask: PageMask, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Which keys the rows see, by positions: bool [rows, keys]."""
+    row, col = rows[:, None], keys[None, :]
+    seen = np.ones((len(rows), len(keys)), bool)
+    if mask.causal:
+        seen &= col <= row
+    if mask.left is not None:
+        seen &= col >= row - mask.left
+    if mask.right is not None:
+        seen &= col <= row + mask.right
+    if mask.chunk is not None:
+        seen &= col // mask.chunk == row // mask.chunk
+    return seen
 
 
 def tokens_of(
     pages: np.ndarray, scale: np.ndarray | float | None, table: np.ndarray, begin: int, end: int
 ) -> np.ndarray:
     """The keys (or values) of a sequence's tokens, [end - begin, kv_heads, dim], times their scale."""
+    return _tokens_at(pages, scale, table, np.arange(begin, end))
+
+
+def _tokens_at(
+    pages: np.ndarray, scale: np.ndarray | float | None, table: np.ndarray, places: np.ndarray
+) -> np.ndarray:
+    """The same of those at some places."""
     page = pages.shape[1]
-    places = np.arange(begin, end)
     ids = np.asarray(table)[places // page]
     if len(ids) and not (ids.min() >= 0 and ids.max() < len(pages)):
         raise IndexError(f"page ids {ids.min()} to {ids.max()} among the sequence's keys; wanted 0 to {len(pages) - 1}")

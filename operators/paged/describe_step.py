@@ -26,6 +26,7 @@ from ..paged_cache.attend import check_written, default_scale
 from ..paged_cache.known_sizes import known_sizes
 from ..paged_cache.stored_tokens import check_token_scale
 from .step_arguments import Step, StepArrays
+from .step_visibility import check_visibility
 
 __all__ = ["describe_step"]
 
@@ -82,8 +83,7 @@ def describe_step(
         notes.append(note("paged.stored_as_given", names=" and ".join(stored), dtype=cache.stored_dtype))
     if step_arrays.sinks is not None and (s := shaped("softmax_aux", step_arrays.sinks)).shape != (heads,):
         raise InputError(f"softmax_aux has shape {s.shape}; wanted [heads] = ({heads},): merge several with logsumexp.")
-    if step_arrays.selected is not None:
-        _check_selected(step, count, shaped("selected", step_arrays.selected))
+    check_visibility(step, step_arrays, count)
     scale = metadata.softmax_scale if step.softmax_scale is None else step.softmax_scale
     if scale is None:
         scale = default_scale(cache) if operation.attends else float(cache.head_dim**-0.5)
@@ -102,6 +102,7 @@ def describe_step(
         "sinks": step_arrays.sinks is not None,
         "score": step.score is not None,
         "selected": step_arrays.selected is not None,
+        "draft_tree": step_arrays.draft_tree is not None,
         "return_lse": step.return_lse,
         "gqa": heads != cache.kv_heads,
         "value_dim": cache.value_size != cache.head_dim and not cache.values_in_keys,
@@ -136,6 +137,7 @@ def describe_step(
                 ("softmax_aux", step_arrays.sinks),
                 ("selected", step_arrays.selected),
                 ("index_weights", step_arrays.index_weights),
+                ("draft_tree", step_arrays.draft_tree),
             )
             if x is not None
         )
@@ -169,17 +171,6 @@ def _computed_in(
         if (declared := getattr(metadata.policy, name)) != getattr(Policy(), name):
             notes.append(note("paged.policy_unread", name=name, value=declared))
     return runtime, metadata.runtime_softmax_dtype.name, notes
-
-
-def _check_selected(step: Step, tokens: int, selected: Any) -> None:
-    if step.mode == "insert":
-        raise InputError("selected is given in mode 'insert', which attends to nothing; leave it out.")
-    if not jnp.issubdtype(selected.dtype, jnp.integer):
-        raise InputError(f"selected is {selected.dtype}; wanted int32: positions in each token's sequence.")
-    if len(selected.shape) != 2 or selected.shape[0] != tokens or not selected.shape[1]:
-        raise InputError(
-            f"selected has shape {tuple(selected.shape)}; wanted [tokens, n] with {tokens} tokens and n from 1 on."
-        )
 
 
 def _captures(step: Step, step_arrays: StepArrays, heads: int) -> tuple[OperandShape, ...]:

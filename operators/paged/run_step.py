@@ -69,6 +69,7 @@ def run_step(program: Program, inputs: StepInputs) -> tuple[jax.Array | None, ja
         score=problem.score,
         captures=arrays.captures,
         selected=arrays.selected,
+        draft_tree=arrays.draft_tree,
         max_q_len=problem.max_q_len,
         debug=debug,
         method=getattr(program.operation, plan.method or ""),

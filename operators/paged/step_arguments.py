@@ -29,6 +29,7 @@ class StepArguments(TypedDict, total=False):
     key_scale: CallArray | None
     value_scale: CallArray | None
     selected: CallArray | None
+    draft_tree: CallArray | None
     softmax_scale: float | None
     logits_soft_cap: float | None
     score: Score | None
@@ -63,11 +64,12 @@ class StepArrays(NamedTuple):
     captures: tuple[Any, ...] = ()  # of the score, in its order
     selected: Any = None
     index_weights: Any = None
+    draft_tree: Any = None
 
     @property
     def flat(self) -> tuple[Any, ...]:
         """All of them."""
-        return *self[:3], *self.captures, *(x for x in (self.selected, self.index_weights) if x is not None)
+        return *self[:3], *self.captures, *self[4:]
 
 
 _ELSEWHERE = {
@@ -150,7 +152,8 @@ def step_of(call: StepArguments, default_causal: bool, query: Any) -> tuple[Step
             arrays.key_scale,
             arrays.value_scale,
             tuple(arrays.by_name[name] for name in (() if options.score is None else captured_names(options.score))),
-            arguments.get("selected"),
+            selected=arguments.get("selected"),
+            draft_tree=arguments.get("draft_tree"),
         ),
     )
 

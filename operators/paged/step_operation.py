@@ -29,6 +29,7 @@ from ..call.program import Program, attention
 from ..choices.bounded_cache import BoundedCache
 from ..paged_cache.attend import check_longest
 from ..paged_cache.batch import RaggedBatch
+from ..paged_cache.check_draft_tree import check_draft_tree
 from ..paged_cache.check_selected import check_selected
 from ..paged_cache.insert import check_step
 from ..paged_cache.join_shards import check_mesh
@@ -97,6 +98,8 @@ class StepOperation(DeclaredOperation):
         check_longest(batch, step.max_q_len, debug=False)
         if step_arrays.selected is not None:
             check_selected(batch, step_arrays.selected, debug=False)
+        if step_arrays.draft_tree is not None:
+            check_draft_tree(batch, step_arrays.draft_tree, debug=False)
         # One layer, so that all layers of a group share a program.
         program = Program(self, decided, mesh, step.debug)
         *results, after = attention(program, StepInputs(layer_state, batch, query, key, value, step_arrays))

@@ -150,6 +150,7 @@ def _geometry(problem: PagedProblem) -> Geometry:
 
 def _options(problem: PagedProblem, config: OperationConfig) -> Options:
     causal, left, right, chunk = page_mask(problem.mask) or ANY_PAGE_MASK
+    tree = problem.operand("draft_tree")
     return Options(
         scale=problem.softmax_scale,
         causal=causal,
@@ -165,6 +166,7 @@ def _options(problem: PagedProblem, config: OperationConfig) -> Options:
         vmem_limit_bytes=getattr(config, "vmem_limit_bytes", None),
         interpret=False,
         writes=problem.update == "fused",
+        drafts=0 if tree is None else tree.shape[1],
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ...errors import ConfigError, InputError, shown
 from ...masks.int_arrays import known_values
@@ -22,6 +22,7 @@ from ..kernels.pages.page_layout import page_shape
 from ..kernels.varying import varying
 from .batch import RaggedBatch
 from .by_device import by_device
+from .check_draft_tree import check_draft_tree
 from .check_selected import check_selected
 from .insert import check_step, insert, write
 from .known_sizes import known_sizes
@@ -66,6 +67,7 @@ def attend(
     score: Score | None = None,
     captures: Sequence[Array] = (),
     selected: Int[Array, "tokens n"] | None = None,
+    draft_tree: Bool[Array, "rows drafts drafts"] | None = None,
     max_q_len: int | None = None,
     debug: bool = False,
     method: PagedMethod = on_xla,
@@ -81,7 +83,8 @@ def attend(
     `mesh` and `kv_heads` are those that the state was made with: each device then works on its own pages and heads.
     `score`: applied after the cap, by positions, with its arrays. `softmax_scale` defaults to 1/sqrt(head_dim), except over
     latents, where it is required.
-    `selected`: for each token the positions of the keys that it attends to, of those that it sees; -1 is none.
+    `selected`: for each token the positions of the keys that it attends to, of those that it sees; -1 is none. `draft_tree`: for
+    each row of the batch which of its tokens in this step each of them sees; without a True, by position.
     `sliding_window`: inclusive distances (left, right). `chunk_size`: keys are seen only by queries of the same chunk of so many
     positions. `max_q_len`: the most queries of any row in this step, 1 if all rows
     decode; in a traced batch queries beyond it give 0, and with 'fused' and 1 their keys aren't written. `debug`: checks traced
@@ -109,6 +112,9 @@ def attend(
     if selected is not None:
         selected = jnp.asarray(selected)
         check_selected(batch, selected, debug=debug)
+    if draft_tree is not None:
+        draft_tree = jnp.asarray(draft_tree)
+        check_draft_tree(batch, draft_tree, debug=debug)
 
     def shard(
         query: Any,
@@ -143,11 +149,13 @@ def attend(
             head_start,
             of_logits.selected,
             chunk_size=chunk_size,
+            draft_tree=of_logits.draft_tree,
         )
         return method(call)
 
     pages = layer_state.layers[0]
-    of_logits = LogitArrays(None if sinks is None else jnp.asarray(sinks), tuple(map(jnp.asarray, captures)), selected)
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    of_logits = LogitArrays(sinks, tuple(map(jnp.asarray, captures)), selected, draft_tree=draft_tree)
     dims = () if score is None else tuple(row.dims for row in score_rows(score.structure(), of_logits.ranks))
     output, lse, after = by_device(
         shard, layer_state, pages, batch, query, of_logits, dims, rows, mesh, kv_heads, check_vma

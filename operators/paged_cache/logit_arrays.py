@@ -1,4 +1,4 @@
-"""LogitArrays: what a step has for its logits besides query and keys: sinks, its score's arrays, the keys that it selects; or the
+"""LogitArrays: what a step has for its logits besides query and keys: sinks, its score's arrays, which keys tokens may see; or the
 weights of an indexer's heads."""
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ __all__ = ["LogitArrays", "by_place"]
 
 class LogitArrays(NamedTuple):
     """sinks [heads], the score's arrays as given, and selected int32 [tokens, n]; for a step that selects index_weights [tokens,
-    heads]."""
+    heads]; draft_tree bool [rows, drafts, drafts]."""
 
     sinks: Any = None
     captures: tuple[Any, ...] = ()
     selected: Any = None
     index_weights: Any = None
+    draft_tree: Any = None
 
     @property
     def ranks(self) -> tuple[int, ...]:

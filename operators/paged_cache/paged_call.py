@@ -38,6 +38,7 @@ class PagedCall(NamedTuple):
     row of one token is written by the method. score: steps by place, and the arrays that they read; head_start: this device's
     first query head. selected [tokens, n]: the positions of the keys that each token attends to; None: all that it sees.
     index_weights [tokens, heads], top_k: of a step that selects; None for one that attends.
+    draft_tree [rows, drafts, drafts]: which of its sequence's tokens in this step each token sees; None: by position.
     """
 
     query: jax.Array
@@ -63,6 +64,7 @@ class PagedCall(NamedTuple):
     index_weights: jax.Array | None = None
     top_k: int | None = None
     chunk_size: int | None = None
+    draft_tree: jax.Array | None = None
 
     def kernel_arguments(self) -> dict[str, Any]:
         """The pages, the batch and what is declared of the logits, by the names that kernels of every platform take them by."""
@@ -84,6 +86,7 @@ class PagedCall(NamedTuple):
             "logits_soft_cap": self.logits_soft_cap,
             "sinks": self.sinks,
             "max_q_len": self.max_q_len,
+            "draft_tree": self.draft_tree,
         }
 
 

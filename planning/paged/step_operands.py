@@ -18,6 +18,9 @@ STEP_OPERANDS = OperandTable(
     Operand("value_scale", ("tokens", "kv_heads"), gradient=False),
     Operand("softmax_aux", ("heads",), gradient=False, feature="sinks"),
     Operand("selected", ("tokens", "selected"), dtype="integers", gradient=False, feature="selected"),
+    Operand(
+        "draft_tree", ("sequences", "drafts", "drafts_seen"), dtype="booleans", gradient=False, feature="draft_tree"
+    ),
 )
 RESULTS_OF_STEPS = (
     Operand("output", ("tokens", "heads", "value_dim"), gradient=False, inside_dtype="runtime"),
@@ -46,7 +49,7 @@ def step_spec(cache: CachePlan, dims: tuple[str, ...]) -> PartitionSpec:
     split, heads = (axes_at(pages, index) or None for index in (0, cache.heads_at))
     along = axis_names(cache.cache.page_sequence_axis)
     tokens = tuple(name for name in split or () if name not in along) or None
-    axes = {"tokens": tokens, "heads": heads, "kv_heads": heads if cache.kv_repeat == 1 else None}
+    axes = {"tokens": tokens, "sequences": tokens, "heads": heads, "kv_heads": heads if cache.kv_repeat == 1 else None}
     return PartitionSpec(*map(axes.get, dims))
 
 

@@ -55,6 +55,8 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
         notes: tuple[str, ...] = ()
         if (selected := problem.operand("selected")) is not None:
             notes += (note("paged.selected", count=selected.shape[1], size=selected_bytes(problem)),)
+        if (tree := problem.operand("draft_tree")) is not None:
+            notes += (note("paged.draft_tree", drafts=tree.shape[1]),)
         if (merge := problem.merge) is not None:
             code = "paged.merged" if problem.top_k is None else "index.merged"
             notes += (note(code, axes=problem.sequence_axes, size=merge.size, sent=int(merge.sent)),)

@@ -40,6 +40,7 @@ class PagedCase:
     quantised: str | None = None
     scale: str = "tensor"  # head, token_head
     page: int = 8
+    tree: int = 0  # drafts in a tree of some sequences' tokens
     latent: bool = False  # values are the first numbers of their keys
     sizes: tuple[int, int, int] | None = (2, 3, 4)  # pages of a block, pairs, block_q; None: by rule
 
@@ -112,12 +113,29 @@ def make(
         arrays |= {n: np.asarray(rng.uniform(0.01, 0.03, shape), np.float32) for n in ("key_scale", "value_scale")}
     if case.latent and "key_scale" in arrays:
         arrays["value_scale"] = arrays["key_scale"]
+    if case.tree:
+        arrays["draft_tree"] = trees(case.tree, sequences, size, rng)
     if case.sinks:
         arrays["sinks"] = rng.standard_normal(heads).astype(np.float32)
     query = rng.standard_normal((tokens + 3, heads, dim)).astype(case.dtype)
     query[tokens:] = np.nan  # rows of nobody
     return {"query": query, "cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "page_table": table,
             "num_seqs": np.asarray([count], np.int32)} | arrays  # fmt: skip
+
+
+def trees(drafts: int, sequences: Any, size: int, rng: np.random.Generator) -> np.ndarray:
+    """bool [size, drafts, drafts]: a tree with any parents for each sequence of up to `drafts` tokens; one in three has none, and
+    rows that don't count hold junk."""
+    made = np.ones((size, drafts, drafts), bool)
+    for s, (q_len, _) in enumerate(sequences):
+        made[s] = False
+        if not 0 < q_len <= drafts or s % 3 == 2:
+            continue
+        for i in range(drafts):
+            parent = int(rng.integers(-1, i))  # -1: another root
+            made[s, i] = made[s, parent] if parent >= 0 else False
+            made[s, i, i] = True
+    return made
 
 
 def released(case: PagedCase, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -33,6 +33,8 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"chunk": 16, "window": (9, 0), "cap": 3.0, "sinks": True, "quantised": "int8", "scale": "token_head"},
     *({"quantised": q, "scale": s} for q in ("int8", "float8_e4m3fn") for s in ("tensor", "head", "token_head")),
     {"quantised": "float8_e5m2", "scale": "head", "window": (17, 0), "sinks": True},
+    {"tree": 8},
+    {"tree": 35, "window": (3, 0), "sinks": True, "quantised": "float8_e4m3fn", "scale": "head"},
     {"dtype": "bfloat16"},
     {"dtype": "bfloat16", "quantised": "int8", "scale": "token_head", "cap": 3.0},
 )
@@ -47,12 +49,11 @@ QUICK = (
     PagedCase("mixed", quantised="float8_e4m3fn", scale="head", cap=3.0),
     PagedCase("decode", quantised="float8_e5m2", scale="tensor", window=(17, 0)),
     PagedCase("mixed", sizes=None, page=16),
-    *(PagedCase(kind, chunk=chunk, sinks=True) for kind, chunk in (("decode", 10), ("prefill", 16), ("speculate", 5))),
-    PagedCase("mixed", chunk=7, causal=False, cap=3.0),
-    PagedCase("mixed", chunk=16, window=(11, 0), quantised="int8", scale="head"),
+    PagedCase("mixed", chunk=10, sinks=True),
+    PagedCase("mixed", tree=9, sinks=True),
     *(
         PagedCase(kind, (6, 1), (40, 32), latent=True, **FEATURES[n])
-        for kind, n in zip(KINDS, (7, 12, 15, 18), strict=True)
+        for kind, n in zip(KINDS, (7, 12, 15, 20), strict=True)
     ),
     PagedCase("decode", (16, 1), (576, 512), latent=True),
 )
@@ -65,6 +66,12 @@ EVERY = [
     *(PagedCase(kind, sizes=sizes, page=page, window=window) for kind, sizes, page, window in covering(
         product(KINDS, (None, (1, 1, 1), (3, 2, 16), (8, 8, 64)), (8, 16), (None, (9, 0))), 2)),
     *(PagedCase(kind, dtype="float16") for kind in KINDS),
+    *(PagedCase(kind, chunk=chunk, sinks=True) for kind, chunk in (("decode", 10), ("prefill", 16), ("speculate", 5))),
+    PagedCase("mixed", chunk=7, causal=False, cap=3.0),
+    PagedCase("mixed", chunk=16, window=(11, 0), quantised="int8", scale="head"),
+    PagedCase("speculate", tree=3, window=(2, 0), quantised="int8", scale="token_head"),
+    PagedCase("prefill", tree=40, chunk=10, cap=3.0),
+    PagedCase("prefill", (6, 1), (40, 32), latent=True, tree=16, window=(4, 3), causal=False),
     *(PagedCase(kind, (heads, 1), dims, latent=True, **FEATURES[n]) for kind, heads, dims, n in covering(
         product(KINDS, (5, 32), ((576, 512), (320, 256), (96, 96)), range(len(FEATURES))), 2)),
 ]  # fmt: skip

@@ -33,6 +33,8 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"chunk": 32, "window": (9, 0), "cap": 3.0, "sinks": True, "quantised": "int8", "scale": "token_head"},
     *({"quantised": q, "scale": s} for q in ("int8", "float8_e4m3fn") for s in ("tensor", "head", "token_head")),
     {"quantised": "float8_e5m2", "scale": "head", "window": (17, 0), "sinks": True},
+    {"tree": 8, "causal": False},
+    {"tree": 35, "window": (3, 0), "sinks": True, "quantised": "float8_e4m3fn", "scale": "head"},
     {"dtype": "bfloat16"},
     {"dtype": "bfloat16", "quantised": "int8", "scale": "token_head", "cap": 3.0},
 )
@@ -50,9 +52,7 @@ QUICK = (
     ("heads", PagedCase("decode", (2, 2), dims=(80, 80), quantised="float8_e4m3fn", scale="token_head")),
     ("heads", PagedCase("prefill", dims=(64, 64), causal=False, cap=3.0)),
     ("heads", PagedCase("mixed", (9, 3), chunk=10, sinks=True)),
-    ("split", PagedCase("mixed", chunk=7, causal=False)),
-    ("joined", PagedCase("decode", chunk=32, window=(11, 0))),
-    ("latent", PagedCase("prefill", (6, 1), (40, 32), latent=True, chunk=18, quantised="int8", scale="token_head")),
+    ("heads", PagedCase("mixed", tree=12, sinks=True)),
     ("latent", PagedCase("mixed", (18, 1), (72, 64), latent=True, **ALL_ON, scale="token_head")),
     ("heads", PagedCase("mixed", (16, 1), window=(9, 0), sinks=True)),
     ("latent", PagedCase("decode", (16, 1), (576, 512), latent=True, dtype="bfloat16")),
@@ -60,6 +60,11 @@ QUICK = (
 )
 # Any three of layout, kind, heads and feature; any two of the others.
 EVERY = [
+    ("split", PagedCase("mixed", chunk=7, causal=False)),
+    ("joined", PagedCase("decode", chunk=32, window=(11, 0))),
+    ("latent", PagedCase("prefill", (6, 1), (40, 32), latent=True, chunk=18, quantised="int8", scale="token_head")),
+    ("joined", PagedCase("prefill", tree=40, chunk=10, quantised="int8", scale="token_head")),
+    ("latent", PagedCase("speculate", (16, 1), (40, 32), latent=True, tree=3, window=(1, 0), cap=3.0)),
     *((layout, PagedCase(kind, heads, **FEATURES[n])) for layout, kind, heads, n in covering(
         itertools.product(LAYOUTS, KINDS, HEADS, range(len(FEATURES))), 3)),
     *((layout, PagedCase(kind, dims=dims, dtype=dtype)) for layout, kind, dims, dtype in covering(

@@ -50,6 +50,7 @@ def compile_one(
     scale: str | None = None,
     sinks: bool = False,
     writes: bool = False,
+    drafts: int = 0,
     **call: Any,
 ) -> tuple[tuple[KernelUse, ...], int, int]:
     """(the kernels, temporary bytes of the program, bytes of the pages)."""
@@ -74,6 +75,8 @@ def compile_one(
         arrays |= {name: shape(of, jnp.float32) for name in scaled}
     if sinks:
         arrays["sinks"] = shape((query_heads,), jnp.float32)
+    if drafts:
+        arrays["draft_tree"] = shape((sequences, drafts, drafts), jnp.bool_)
     static = {"softmax_scale": dims[0] ** -0.5, "layout": layout} | call
     pages_of = {n: arrays.pop(n, None) for n in PAGES}
     stored_pages = {n: x for n, x in pages_of.items() if np.ndim(x) >= 3}
@@ -137,6 +140,15 @@ def compile_one(
             for topology, size in ((V4, 48), (V5E, 48), (V5E, 8192), (V5P, 48), (V6E, 48), (TPU7X, 48))
         ),
         *(
+            pytest.param(topology, layout, call | {"drafts": 40}, marks=pytest.mark.slow)
+            for topology, layout, call in (
+                *((topology, "heads", LLAMA | {"sliding_window": (1023, 0)}) for topology in (V4, V5E, V5P, V6E, TPU7X)),
+                (V5E, "split", LLAMA),
+                (V5E, "latent", LATENTS | {"tokens": 64}),
+                (V5E, "joined", SMOLLM | {"chunk_size": 300}),
+            )
+        ),
+        *(
             pytest.param(topology, "heads", {"page": 32, "pages_dtype": dtype, "scale": "tensor"}, marks=pytest.mark.slow)
             for topology in (V5E, V6E, TPU7X)
             for dtype in ("float8_e4m3fn", "float8_e5m2")
@@ -176,6 +188,7 @@ def _geometry(layout: str, heads: tuple[int, int], dims: tuple[int, int], page: 
         pytest.param("split", (32, 8), (128, 128), 16, {}, marks=pytest.mark.slow),
         pytest.param("split", (16, 4), (256, 256), 32, {}, marks=pytest.mark.slow),
         pytest.param("joined", (9, 3), (64, 64), 32, {}, marks=pytest.mark.slow),
+        pytest.param("heads", (32, 8), (128, 128), 16, {"drafts": 64}, marks=pytest.mark.slow),
         pytest.param("heads", (16, 4), (256, 256), 64, {"pages_per_block": 8}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -194,7 +207,7 @@ def test_vmem_is_no_more_than_counted_and_fits_that_limit(
     made, _, _ = compile_one(
         V5E, layout, heads=heads, dims=dims, page=page, tokens=256, max_q_len=options.max_q_len,
         pages_per_block=options.pages_per_block, queries_per_block=options.queries_per_block, buffers=options.buffers,
-        vmem_limit_bytes=limit, writes=options.writes,
+        vmem_limit_bytes=limit, writes=options.writes, drafts=options.drafts,
     )  # fmt: skip
     for kernel in made:
         assert kernel.vmem_used is not None

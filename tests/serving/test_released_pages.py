@@ -41,7 +41,7 @@ def test_released_pages_reach_no_output(case: PagedCase) -> None:
     ("case", "layout"),
     [
         (CASES[0], "heads"),
-        (CASES[4], "heads"),
+        pytest.param(CASES[4], "heads", marks=pytest.mark.slow),
         pytest.param(CASES[1], "split", marks=pytest.mark.slow),
         pytest.param(CASES[2], "joined", marks=pytest.mark.slow),
     ],

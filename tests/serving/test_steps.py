@@ -220,7 +220,7 @@ class Served:
 
 
 # What others have together.
-PARTS = ("int8", "dp", "kernel_tp_int8", "packed_int8", "joined_int8")
+PARTS = ("int8", "dp", "kernel_tp_int8", "packed_int8", "joined_int8", "chunked_dp_tp", "chunked_fused_tp")
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in PARTS else []) for way in WAYS])

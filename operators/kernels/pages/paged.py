@@ -11,16 +11,17 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ....errors import InputError
 from ....page_layouts import LAYOUTS
 from ....scores.steps import Steps
 from ..varying import alike
 from .page_layout import page_shape
-from .paged_checks import check_numbers, check_operands, int32, options_of, refuse_gradient
+from .paged_checks import check_numbers, check_operands, check_tree, int32, options_of, refuse_gradient
 from .paged_chunks import attend_chunks
 from .paged_decode import attend_decode
+from .paged_mask import packed_tree
 from .paged_selected import attend_selected
 from .paged_step import Batch, PagedOperands, PagedStatic, ScoreArrays, batch_of
 
@@ -63,6 +64,7 @@ def paged_attention(
     captures: tuple[Array, ...] = (),
     head_start: Int[Array, ""] | int = 0,
     selected: Int[Array, "tokens n"] | None = None,
+    draft_tree: Bool[Array, "sequences drafts drafts"] | None = None,
 ) -> tuple[Array, Array]:
     """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]).
 
@@ -86,6 +88,10 @@ def paged_attention(
 
     selected: for each token the positions of the keys that it attends to, of those that it sees, each at most once; others, such
     as -1, are no keys. Only these are gathered.
+
+    draft_tree: of each sequence's first tokens in this step, which of them each sees: lower triangular, with the diagonal. A
+    token's position is then that of the first plus its depth, the number of others that it sees, for the mask and a score; stored
+    keys are seen by position. A sequence whose matrix has no True has no tree: its tokens see one another by position.
 
     `max_q_len`: the most queries of any sequence in this batch; rows beyond it are skipped and give 0. None: any. The sizes
     at the end are for tuning; `platform` defaults to jax's default backend.
@@ -118,6 +124,7 @@ def paged_attention(
     if selected is not None:
         operands = operands._replace(selected=int32("selected", selected))
     check_operands(operands, layout)
+    check_tree(operands, draft_tree)
     operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
     platform = jax.default_backend() if platform is None else platform
     chosen = _sizes(operands, layout)
@@ -133,6 +140,10 @@ def paged_attention(
         value_dim=value_dim,
         score=score,
     )
+    if draft_tree is not None:
+        batch = batch_of(operands)
+        tree = packed_tree(static, jnp.asarray(draft_tree), batch.kv_lens - batch.q_lens)
+        operands = operands._replace(draft_tree=tree)
     return _attend(static, operands)
 
 

@@ -14,7 +14,7 @@ from ....page_layouts import LAYOUTS
 from .page_layout import page_shape
 from .paged_step import PagedOperands
 
-__all__ = ["check_numbers", "check_operands", "int32", "options_of", "refuse_gradient"]
+__all__ = ["check_numbers", "check_operands", "check_tree", "int32", "options_of", "refuse_gradient"]
 
 _QUERIES = ("float16", "bfloat16", "float32")
 _QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -43,6 +43,20 @@ def check_operands(operands: PagedOperands, layout: str) -> None:
         )
     for name, pages, scale in (("key", key, operands.key_scale), ("value", value, operands.value_scale)):
         _check_scale(name, key if pages is None else pages, scale, layout, kv_heads)
+
+
+def check_tree(operands: PagedOperands, tree: Any) -> None:
+    """Refuse a tree of drafts of another shape or dtype."""
+    if tree is None:
+        return
+    sequences = len(operands.kv_lens)
+    shape = tuple(tree.shape)
+    if len(shape) != 3 or shape[0] != sequences or shape[1] != shape[2] or not shape[1]:
+        raise InputError(
+            f"draft_tree has the shape {shape}; wanted [{sequences}, drafts, drafts]: a matrix per sequence."
+        )
+    if tree.dtype != bool:
+        raise InputTypeError(f"draft_tree is {tree.dtype}; wanted bool: which drafts each draft sees.")
 
 
 def _check_pages(query: jax.Array, key: jax.Array, value: jax.Array | None, layout: str) -> None:

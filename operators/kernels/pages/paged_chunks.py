@@ -17,7 +17,7 @@ from ...vanilla.kernel.cpu_tuning import as_bits, from_bits
 from ..lse import subtracted
 from ..primitives import cut_along, loop, put
 from ..varying import vary, varying
-from .paged_step import Batch, KeyPlaces, PagedOperands, PagedStatic, Sums, Tiles, finish
+from .paged_step import Batch, PagedOperands, PagedStatic, Sums, Tiles, finish
 
 __all__ = ["attend_chunks"]
 
@@ -44,20 +44,19 @@ def attend_chunks(
         seq = jnp.sum(ends <= n, dtype=np.int32)
         of = lambda x: x.at[seq].get(mode="promise_in_bounds")  # noqa: E731
         first_row = (n - of(ends - blocks)) * np.int32(size)
-        start, q_len, kv_len = of(batch.starts) + first_row, of(batch.q_lens), of(batch.kv_lens)
-        row = first_row + jnp.arange(size, dtype=np.int32)
-        positions = jnp.where(row < q_len, kv_len - q_len + row, -1)
+        start, kv_len = of(batch.starts) + first_row, of(batch.kv_lens)
+        queries = tiles.queries(batch, seq, first_row + jnp.arange(size, dtype=np.int32))
         fixed_query = lax.optimization_barrier((query, start))[0]
         rows = tiles.rows_of(from_bits(cut_along(as_bits(fixed_query, platform), start, size), dtype))
-        first_page, end_page = tiles.range_of(positions[0], positions.max(), kv_len)
+        first_page, end_page = tiles.pages_of(queries, kv_len)
 
         def of_pages(m: Any, sums: Sums) -> Sums:
             first = first_page + m * np.int32(static.pages_a_block)
             ids, mapped = tiles.slots(seq, first, end_page)
             keys = tiles.keys(first)
-            seen = tiles.seen(keys, mapped, positions, kv_len)
+            seen = tiles.seen(keys, mapped, queries, kv_len)
             stored = tiles.stored_keys(ids)
-            x = tiles.logits(rows, stored, tiles.key_scale(ids), seen, seq, KeyPlaces(positions, keys))
+            x = tiles.logits(rows, stored, tiles.key_scale(ids), seen, seq, tiles.places(queries, keys, seq))
             peak = jnp.maximum(sums.peak, x.max(axis=-1))
             shift = subtracted(peak)
             p = tiles.exp2(x - shift[..., None])

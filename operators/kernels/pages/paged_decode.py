@@ -22,7 +22,7 @@ from jax import lax
 from ..lse import subtracted
 from ..primitives import counted, cut_along, loop, put
 from ..varying import vary, varying
-from .paged_step import Batch, KeyPlaces, PagedOperands, PagedStatic, Sums, Tiles, finish
+from .paged_step import Batch, PagedOperands, PagedStatic, Sums, Tiles, finish
 
 __all__ = ["DecodePairs", "attend_decode", "decode_pairs"]
 
@@ -86,14 +86,13 @@ def attend_decode(
         number = jnp.where(real, number, pairs.total - 1)
         first = of(pairs.first_page) + (number - of(pairs.begin)) * size
         ids, mapped = tiles.slots(seq, first, of(pairs.end_page))
-        kv_len, rows_len = of(batch.kv_lens), of(batch.q_lens)
-        row = jnp.arange(q_len, dtype=np.int32)[None]
-        positions = jnp.where(row < rows_len[:, None], (kv_len - rows_len)[:, None] + row, -1)
+        kv_len = of(batch.kv_lens)
+        queries = tiles.queries(batch, seq, jnp.arange(q_len, dtype=np.int32)[None])
         keys = tiles.keys(first)
-        seen = tiles.seen(keys, mapped & real[:, None], positions, kv_len)
+        seen = tiles.seen(keys, mapped & real[:, None], queries, kv_len)
 
         stored = tiles.stored_keys(ids)
-        x = tiles.logits(of(all_rows), stored, tiles.key_scale(ids), seen, seq, KeyPlaces(positions, keys))
+        x = tiles.logits(of(all_rows), stored, tiles.key_scale(ids), seen, seq, tiles.places(queries, keys, seq))
         rank = of(pairs.rank)
         place = rank - rank[0]
         old = jax.tree.map(lambda c: cut_along(c, rank[0], pair_count), carry)

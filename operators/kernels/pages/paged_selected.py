@@ -17,7 +17,7 @@ from ...vanilla.kernel.cpu_tuning import as_bits, from_bits
 from ..lse import subtracted
 from ..primitives import cut_along, loop, put
 from ..varying import vary, varying
-from .paged_step import Batch, KeyPlaces, PagedOperands, PagedStatic, Sums, Tiles, finish
+from .paged_step import Batch, PagedOperands, PagedStatic, Sums, Tiles, finish
 
 __all__ = ["attend_selected"]
 
@@ -46,13 +46,12 @@ def attend_selected(
         part = lambda x: cut_along(x, start, size)  # noqa: E731
         sequence, selected = part(seq), part(operands.selected)
         of = lambda x: x.at[sequence].get(mode="promise_in_bounds")  # noqa: E731
-        kv_len, q_len = of(batch.kv_lens), of(batch.q_lens)
-        position = (kv_len - q_len + part(row))[:, None]
+        queries = tiles.queries(batch, sequence, part(row)[:, None])
         ids, slot, there = _places(tiles, sequence, selected)
-        seen = tiles.visible(selected, there, position, kv_len)
+        seen = tiles.visible(selected, there, queries, of(batch.kv_lens))
         key, value = _gathered(tiles, ids, slot)
         scale = _scales(tiles, operands.key_scale, ids, slot)
-        x = tiles.logits(part(rows), key, scale, seen, sequence, KeyPlaces(position, selected))
+        x = tiles.logits(part(rows), key, scale, seen, sequence, tiles.places(queries, selected, sequence))
         peak = x.max(axis=-1)
         p = tiles.exp2(x - subtracted(peak)[..., None])
         alive, total = seen.any(axis=-2)[..., None, :], p.sum(axis=-1)

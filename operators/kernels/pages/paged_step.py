@@ -24,6 +24,7 @@ from ..primitives import counted, where
 from ..scores import apply_steps
 from .page_layout import fetch, fetch_joint_heads, page_shape
 from .page_scores import PageScores
+from .paged_mask import DraftTree, PagedOptions, QueryRows, chunk_start, has_bit, sees
 
 __all__ = [
     "Batch",
@@ -42,26 +43,7 @@ __all__ = [
 # Key heads, and rows over all of them, up to which a CPU is faster with one block-diagonal product than per head.
 _JOINT_HEADS = 4
 _JOINT_ROWS = 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class PagedOptions:
-    """How a call weighs keys, and which of them a row may see: inclusive distances, and chunks of positions that don't see one
-    another; None for no limit."""
-
-    scale: float
-    causal: bool
-    left: int | None
-    right: int | None
-    chunk: int | None = None
-    soft_cap: float | None
-    max_q_len: int | None
-
-    @property
-    def reach(self) -> int | None:
-        """How far to the right of itself a row sees."""
-        ends = [n for n in (0 if self.causal else None, self.right) if n is not None]
-        return min(ends) if ends else None
+_NO_SLOT = np.int32(np.iinfo(np.int32).max)
 
 
 @dataclass(frozen=True)
@@ -103,6 +85,7 @@ class PagedOperands(NamedTuple):
     shard: jax.Array | None = None
     of_score: ScoreArrays | None = None
     selected: jax.Array | None = None
+    draft_tree: DraftTree | None = None
 
 
 class KeyPlaces(NamedTuple):
@@ -141,12 +124,6 @@ def batch_of(operands: PagedOperands) -> Batch:
         jnp.where(counts, operands.kv_lens, 0),
         jnp.sum(q_lens, dtype=np.int32),
     )
-
-
-def chunk_start(positions: Any, size: int) -> Any:
-    """The first position of the chunk of each; those below 0 see nothing anyway."""
-    size = np.int32(size)  # type: ignore[assignment]
-    return lax.div(jnp.maximum(positions, 0), size) * size
 
 
 class Tiles:
@@ -192,24 +169,44 @@ class Tiles:
         rows = rows.transpose(*range(at), at + 1, at, at + 2, at + 3)
         return rows.reshape(*lead, q_len, self.kv_heads * self.group, dim)
 
-    def visible(self, keys: jax.Array, there: jax.Array, positions: jax.Array, kv_len: jax.Array) -> jax.Array:
-        """Bool [..., queries, keys]: positions [..., queries]; keys and whether they are there [..., keys]."""
-        static = self.static
-        seen = (there & (keys < kv_len[..., None]))[..., None, :]
-        keys, rows = keys[..., None, :], positions[..., None]
-        seen = seen & (rows >= 0)
-        if static.causal:
-            seen &= keys <= rows
-        if static.left is not None:
-            seen &= keys >= rows - static.left
-        if static.right is not None:
-            seen &= keys <= rows + static.right
-        if static.chunk is not None:
-            begin = chunk_start(rows, static.chunk)
-            seen &= keys >= begin
-            if not static.causal:
-                seen &= keys < begin + np.int32(static.chunk)
-        return seen
+    def visible(self, keys: jax.Array, there: jax.Array, rows: QueryRows, kv_len: jax.Array) -> jax.Array:
+        """Bool [..., queries, keys]: keys and whether they are there [..., keys]."""
+        there = (there & (keys < kv_len[..., None]))[..., None, :]
+        at = keys[..., None, :]
+        seen = sees(self.static, at, rows.positions[..., None])
+        if rows.words is not None:
+            assert rows.first_draft is not None
+            number = at - rows.first_draft[..., None, None]
+            seen = jnp.where(number >= 0, has_bit(rows.words, number), seen)
+        return there & seen & (rows.slots >= 0)[..., None]
+
+    def queries(self, batch: Batch, seq: jax.Array, row: jax.Array) -> QueryRows:
+        """Rows `row` [..., queries] of the sequences `seq` [...]; those that a sequence doesn't have have slots below 0."""
+        of = lambda x: x.at[seq].get(mode="promise_in_bounds")  # noqa: E731
+        q_len = of(batch.q_lens)
+        first = of(batch.kv_lens) - q_len
+        slots = jnp.where(row < q_len[..., None], first[..., None] + row, -1)
+        tree = self.operands.draft_tree
+        if tree is None:
+            return QueryRows(slots, slots)
+        drafts, used = tree.depth.shape[1], of(tree.used)
+        index = seq[..., None], jnp.minimum(row, np.int32(drafts - 1))
+        drafted = used[..., None] & (row < drafts)
+        depth, words = (x.at[index].get(mode="promise_in_bounds") for x in (tree.depth, tree.words))
+        positions = jnp.where(drafted & (slots >= 0), first[..., None] + depth, slots)
+        words = jnp.where(drafted[..., None], words, 0)
+        return QueryRows(slots, positions, jnp.where(used, first, _NO_SLOT), words)
+
+    def places(self, rows: QueryRows, keys: jax.Array, seq: jax.Array) -> KeyPlaces:
+        """The positions of rows and keys, for a score: of a tree's tokens by their depth."""
+        tree = self.operands.draft_tree
+        if tree is None or self.static.score is None:
+            return KeyPlaces(rows.positions, keys)
+        assert rows.first_draft is not None
+        first = rows.first_draft[..., None]
+        number = jnp.clip(keys - first, 0, np.int32(tree.depth.shape[1] - 1))
+        depth = tree.depth.at[seq[..., None], number].get(mode="promise_in_bounds")
+        return KeyPlaces(rows.positions, jnp.where(keys >= first, first + depth, keys))
 
     def range_of(self, first: Any, last: Any, kv_len: Any) -> tuple[Any, Any]:
         """(first page, one past the last page) that queries at positions first to last can see; pages as counted by the table."""
@@ -225,6 +222,13 @@ class Tiles:
         end_page = lax.div(jnp.maximum(end, 0) + np.int32(self.page - 1), np.int32(self.page))
         end_page = jnp.where(end > begin, end_page, begin_page)
         return self._own(begin_page), self._own(end_page)
+
+    def pages_of(self, queries: QueryRows, kv_len: jax.Array) -> tuple[Any, Any]:
+        """`range_of` some queries of one sequence, the first of which it has. One of a tree may be before it by its depth."""
+        first = queries.positions[0]
+        if queries.words is not None:
+            first = jnp.where(queries.slots >= 0, queries.positions, first).min()
+        return self.range_of(first, queries.slots.max(), kv_len)
 
     def _own(self, page: jax.Array) -> jax.Array:
         """How many of a sequence's first pages are this shard's: its table's first page at or after `page`."""
@@ -253,9 +257,9 @@ class Tiles:
         page_index = lax.div(keys, page)
         return keys + (page_index * np.int32(self.static.stride - 1) + self.operands.shard) * page
 
-    def seen(self, keys: jax.Array, mapped: jax.Array, positions: jax.Array, kv_len: jax.Array) -> jax.Array:
-        """Bool [..., queries, keys]: positions [..., queries]; keys: those of a block."""
-        return self.visible(keys, jnp.repeat(mapped, self.page, axis=-1), positions, kv_len)
+    def seen(self, keys: jax.Array, mapped: jax.Array, rows: QueryRows, kv_len: jax.Array) -> jax.Array:
+        """Bool [..., queries, keys] of a block's keys."""
+        return self.visible(keys, jnp.repeat(mapped, self.page, axis=-1), rows, kv_len)
 
     def stored_keys(self, ids: jax.Array) -> jax.Array:
         """Keys of pages as `logits` takes them: [..., kv heads, keys, dim]; where heads are joint [..., keys, kv heads * dim]."""

@@ -21,6 +21,7 @@ from ....page_layouts import LAYOUTS
 from ...kernels.pages.page_layout import page_shape
 from ...kernels.pages.paged import places
 from ...kernels.pages.paged_checks import check_numbers, check_operands, int32, options_of
+from ...kernels.pages.paged_mask import QueryRows
 from ...kernels.pages.paged_step import Batch, PagedOperands, PagedStatic, Tiles, batch_of
 from ...kernels.primitives import cut_along, loop, put
 from ...kernels.varying import alike, vary, varying
@@ -191,7 +192,9 @@ class _Selecting:
             def score(block: Any) -> jax.Array:
                 begin = first + block * self.size
                 ids, mapped = tiles.slots(seq, begin, end)
-                seen = tiles.seen(tiles.keys(begin), mapped, position[:, None], kv_len)[:, 0]
+                seen = tiles.seen(tiles.keys(begin), mapped, QueryRows(position[:, None], position[:, None]), kv_len)[
+                    :, 0
+                ]
                 return self._scores(query, weights, tiles.stored_keys(ids)[:, 0], ids, seen)
 
             return self._put(found, score, start, first, end, rows)
@@ -225,7 +228,7 @@ class _Selecting:
             def score(block: Any) -> jax.Array:
                 begin = first + block * self.size
                 ids, mapped = tiles.slots(seq, begin, end)
-                seen = tiles.seen(tiles.keys(begin), mapped, positions, kv_len)
+                seen = tiles.seen(tiles.keys(begin), mapped, QueryRows(positions, positions), kv_len)
                 return self._scores(q, w, tiles.stored_keys(ids)[0], ids, seen)
 
             return self._put(found, score, start, first, end, rows)

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .....errors import InputError, shown
 from ...varying import alike
 from ..paged import places
-from ..paged_checks import check_numbers, check_operands, int32, options_of, refuse_gradient
+from ..paged_checks import check_numbers, check_operands, check_tree, int32, options_of, refuse_gradient
+from ..paged_mask import packed_tree
 from ..paged_step import PagedOperands, batch_of
 from .chunks import attend_chunks
 from .decode import decode
@@ -64,6 +65,7 @@ def paged_attention_tpu(
     vmem_limit_bytes: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
     rows: PageArrays | None = None,
+    draft_tree: Bool[Array, "sequences drafts drafts"] | None = None,
 ) -> tuple[Array, Array, PageArrays | None]:
     """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads], the pages if `rows` were
     written, else None).
@@ -106,6 +108,7 @@ def paged_attention_tpu(
         return PagedOperands(query, key, value, *lengths, sinks, key_scale, value_scale)
 
     check_operands(operands_of(*as_split), "split")
+    check_tree(operands_of(*as_split), draft_tree)
     value_row = key_pages.shape[-1] if value_pages is None else value_pages.shape[-1]
     geometry = replace(_geometry(layout, operands_of(*as_split)), key_row=key_pages.shape[-1], value_row=value_row)
     operands = operands_of(key_pages, value_pages, key_scale, value_scale)
@@ -118,6 +121,7 @@ def paged_attention_tpu(
         vmem_limit_bytes=vmem_limit_bytes,
         interpret=interpret,
         writes=rows is not None,
+        drafts=0 if draft_tree is None else draft_tree.shape[-1],
     )
     if rows is not None:
         _check_rows(geometry, rows)
@@ -126,7 +130,12 @@ def paged_attention_tpu(
         raise InputError("; ".join(f"{message}; {hint}" for _, message, hint in reasons))
     # With jax_enable_x64 a Python number among the indices would be 64-bit, which Mosaic lacks.
     with jax.enable_x64(False):
-        return _attend(geometry, options, operands._replace(num_seqs=operands.num_seqs.reshape(())), rows)
+        operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
+        if draft_tree is not None:
+            batch = batch_of(operands)
+            tree = packed_tree(options, jnp.asarray(draft_tree), batch.kv_lens - batch.q_lens)
+            operands = operands._replace(draft_tree=tree)
+        return _attend(geometry, options, operands, rows)
 
 
 def _check_rows(geometry: Geometry, rows: PageArrays) -> None:
@@ -227,7 +236,8 @@ def _attend(
         chunks = chunk_items(geometry, options, operands, batch, batch.q_lens > 1, seq, row)
         turned = lambda x: x if geometry.queries_first else x.transpose(1, 0, 2)  # noqa: E731
         packed = turned(arrays["query"].at[chunks.source].get(mode="promise_in_bounds"))
-        many, many_lse = attend_chunks(geometry, options, arrays | {"query": packed}, chunks.words, chunks.listed)
+        of_chunks = arrays | {"query": packed} | ({} if chunks.numbers is None else {"numbers": chunks.numbers})
+        many, many_lse = attend_chunks(geometry, options, of_chunks, chunks.words, chunks.listed)
         many = turned(many).at[chunks.place].get(mode="promise_in_bounds")
         block = options.queries_per_block
         by_row = many_lse.reshape(-1, *geometry.block_shape(block, 1)[:2])

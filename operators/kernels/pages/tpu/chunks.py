@@ -17,9 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...precision import tile_product
-from ..paged_step import chunk_start
+from ..paged_mask import chunk_start
 from .geometry import LANES, Geometry, Options
 from .pages import Pages, walk, whole_word
+from .row_numbers import SeenDrafts
 from .run import call
 from .softmax import Columns, Sums, add, begin, finish, in_lanes, lane_chunks, live_keys, seen_keys, spread, weigh
 from .work_items import FIELDS, WorkItem, max_chunk_items, row_alignment
@@ -102,7 +103,12 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
                     row = lax.broadcasted_iota(jnp.int32, (*rows_shape, size), query_axis).reshape(rows, size)
                     wide = lambda x: jnp.broadcast_to(x, (rows, size))  # noqa: E731
                     there = wide(there.astype(jnp.int32)) == 1
-                    seen = seen_keys(options, there, wide(place), item.position, row)
+                    if options.drafts:
+                        drafts = SeenDrafts(geometry, options, refs["numbers"], size)
+                        seen = seen_keys(options, there, wide(place), item.position, drafts.offset())
+                        seen = there & drafts.among(seen, wide(place))
+                    else:
+                        seen = seen_keys(options, there, wide(place), item.position, row)
 
                 def of_head(head: Any) -> None:
                     query = refs["query_buffer"][half_of_query, heads_of(head)]
@@ -129,10 +135,12 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
             if options.reach is not None:
                 full &= place + (size - 1) <= item.position + options.reach
             if options.left is not None:
-                full &= place >= item.position + (block - 1) - options.left
+                full &= place >= item.position + options.farthest - options.left
             if options.chunk is not None:  # that of the last row begins last, that of the first ends first
-                full &= place >= chunk_start(item.position + np.int32(block - 1), options.chunk)
+                full &= place >= chunk_start(item.position + np.int32(options.farthest), options.chunk)
                 full &= place + size <= chunk_start(item.position, options.chunk) + np.int32(options.chunk)
+            if options.drafts:
+                full &= place + size <= item.position
             pl.when(full)(lambda: of_heads(False))
             pl.when(jnp.logical_not(full))(lambda: of_heads(True))
 
@@ -172,7 +180,7 @@ def attend_chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """(output, packed as the query, lse [work items, kv_heads, rows of a block]); only work items' rows are written.
 
-    arrays: as decode's, the query packed.
+    arrays: as decode's, the query packed; numbers of the work items' rows, if they need any.
     """
     items, packed = max_chunk_items(geometry, options.queries_per_block)
     lse_rows = lane_chunks(geometry.group * options.queries_per_block)
@@ -181,6 +189,9 @@ def attend_chunks(
     inputs = {"query": (arrays["query"], anywhere)}
     for name in geometry.streams():
         inputs[f"{name}_pages"] = arrays[f"{name}_pages"], anywhere
+    if "numbers" in arrays:
+        block = (None, *arrays["numbers"].shape[1:])
+        inputs["numbers"] = arrays["numbers"], pl.BlockSpec(block, lambda number, *_: (number, 0, 0))
     if "columns" in arrays:
         inputs["columns"] = arrays["columns"], pl.BlockSpec(arrays["columns"].shape, lambda *_: (0, 0, 0))
     outputs = {

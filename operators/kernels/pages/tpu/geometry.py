@@ -147,6 +147,12 @@ class Options(PagedOptions):
     vmem_limit_bytes: int | None
     interpret: bool | pltpu.InterpretParams
     writes: bool = False  # whether rows of one token are written by the kernel
+    drafts: int = 0  # in a tree of a sequence's tokens; 0 without
+
+    @property
+    def farthest(self) -> int:
+        """How far after its item's position a row of a block can be, at most."""
+        return max(self.queries_per_block, self.drafts) - 1
 
 
 def sublanes(dtype: Any) -> int:

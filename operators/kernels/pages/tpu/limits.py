@@ -10,6 +10,7 @@ import numpy as np
 from .....devices import MIN_VMEM_BYTES
 from .geometry import LANES, Geometry, Options, sublanes
 from .memory import MAX_SCALAR_BYTES, ROOM, scalar_words, several_rows, vmem_parts
+from .row_numbers import MAX_DRAFTS
 from .work_items import row_alignment
 
 __all__ = ["advice", "chosen_sizes", "max_vmem", "reasons_against"]
@@ -44,6 +45,9 @@ def reasons_against(geometry: Geometry, options: Options) -> list[tuple[str, str
     if several_rows(geometry, options.max_q_len) and options.queries_per_block % align:
         message = f"queries_per_block={options.queries_per_block} isn't a multiple of {align}, the rows of a tile"
         reasons.append(("queries_per_block", message, f"ask for a multiple of {align}"))
+    if options.drafts > MAX_DRAFTS:
+        message = f"a tree of {options.drafts} drafts has more than the {MAX_DRAFTS} of which the kernels keep track"
+        reasons.append(("draft_tree", message, "give the tree of the step's own drafts"))
     if options.buffers < 2:
         reasons.append(("buffers", "one buffer leaves none for fetching pages", "ask for 2 or more"))
     words = max(sum(parts.values()) for parts in scalar_words(geometry, options).values())

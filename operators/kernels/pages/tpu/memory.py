@@ -12,6 +12,7 @@ from .chunks import chunk_scratch
 from .decode import by_product
 from .geometry import LANES, Geometry, Options, sublanes
 from .pages import page_scratch
+from .row_numbers import Lanes
 from .softmax import Columns, lane_chunks
 from .work_items import FIELDS, max_chunk_items
 from .writes import row_block, write_scratch
@@ -89,10 +90,15 @@ def _chunk_parts(geometry: Geometry, options: Options, paths: float) -> dict[str
         "sums (queries_per_block)": buffer_sizes["peak"] + buffer_sizes["total"] + buffer_sizes["weighted"],
         "lse, twice": 2 * _bytes((geometry.kv_heads, lane_chunks(rows), LANES), np.float32),
         "numbers of heads": _columns(geometry, options),
+        "numbers of rows, twice (queries_per_block)": _numbers(options),
         "logits, weights and mask (queries_per_block x pages_per_block)": int(paths * _logits(geometry, rows, keys)),
         "keys and values on their way to a product": _converted(geometry, options, False)
         + _gathered(geometry, options),
     }
+
+
+def _numbers(options: Options) -> int:
+    return 2 * _bytes((options.queries_per_block, LANES), np.int32) if Lanes.of(options) is not None else 0
 
 
 def _gathered(geometry: Geometry, options: Options) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from ...lse import LN2, LOG2E
-from ..paged_step import chunk_start
+from ..paged_mask import chunk_start
 from .geometry import LANES, NOTHING, Geometry, Options
 
 __all__ = [
@@ -159,7 +159,7 @@ def _chunk_start(options: Options, position: Any, row: Any) -> Any:
     if row is None:
         return begin
     place = jnp.maximum(position - begin + row, 0)
-    if options.chunk >= options.queries_per_block:  # then a block is in two chunks at most
+    if options.chunk > options.farthest:  # then a block is in two chunks at most
         return begin + jnp.where(place >= size, size, np.int32(0))
     return begin + divided(place, options.chunk) * size
 

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..paged_step import Batch, PagedOperands, chunk_start
+from ..paged_mask import chunk_start
+from ..paged_step import Batch, PagedOperands
 from .geometry import Geometry, Options
+from .row_numbers import numbers_of_items
 
 __all__ = ["FIELDS", "FIRST_PAGE", "Chunks", "WorkItem", "chunk_items", "decode_items", "max_chunk_items"]
 
@@ -46,6 +48,7 @@ class Chunks(NamedTuple):
     item: jax.Array  # [tokens]: of the compacted list
     row: jax.Array  # [tokens]: within the work item
     in_list: jax.Array  # [tokens]: whether its work item is in the list
+    numbers: jax.Array | None  # [work items, rows of a block, 128]: see row_numbers.py
 
 
 def decode_items(
@@ -102,14 +105,20 @@ def chunk_items(
     of = lambda x: x.at[seq].get(mode="promise_in_bounds")  # noqa: E731
     at = (number - of(ends - blocks)) * block
     keys = jnp.minimum(of(batch.kv_lens), np.int32(geometry.width * geometry.page))
-    position = of(batch.kv_lens) - of(batch.q_lens) + at
+    begin = of(batch.kv_lens) - of(batch.q_lens)
+    position = begin + at
     last = position + jnp.minimum(of(rows) - at, block) - 1
+    if (tree := operands.draft_tree) is not None:  # its rows are at any depth
+        position = jnp.where(of(tree.used), begin, position)
     first, end = _pages(geometry, options, position, last, keys)
     listed = (number < ends[-1]) & (end > first)
     all_keys = jnp.minimum(batch.kv_lens, np.int32(geometry.width * geometry.page))
-    begin = batch.kv_lens - batch.q_lens
-    sound = of(_sound(geometry, operands.page_table, _pages(geometry, options, begin, begin, all_keys)[0], all_keys))
+    firsts = batch.kv_lens - batch.q_lens
+    sound = of(_sound(geometry, operands.page_table, _pages(geometry, options, firsts, firsts, all_keys)[0], all_keys))
     words, count, place = _compact(listed, WorkItem(seq, of(starts) + at, position, first, end, keys, sound))
+    numbers = None
+    if tree is not None:
+        numbers = numbers_of_items(options, tree, seq, at, begin, jnp.where(listed, place, np.int32(max_units)))
 
     pick = lambda x: x.at[token_seq].get(mode="promise_in_bounds")  # noqa: E731
     mine = pick(selected) & (token_row < pick(rows)) & (token_row >= 0)
@@ -126,6 +135,7 @@ def chunk_items(
         in_list(place),
         lax.rem(token_row, block),
         mine & in_list(listed),
+        numbers,
     )
 
 

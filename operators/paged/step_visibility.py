@@ -1,0 +1,46 @@
+"""Shapes and dtypes of a step's arrays that say which keys its tokens see; their values are checked with the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ...errors import InputError
+from ..call.arrays import shaped
+from .step_arguments import Step, StepArrays
+
+__all__ = ["check_visibility"]
+
+
+def check_visibility(step: Step, arrays: StepArrays, tokens: int) -> None:
+    """Refuse what a step of so many tokens can't use. Errors: InputError."""
+    for name, array, check in (
+        ("selected", arrays.selected, _check_selected),
+        ("draft_tree", arrays.draft_tree, _check_tree),
+    ):
+        if array is None:
+            continue
+        if step.mode == "insert":
+            raise InputError(f"{name} is given in mode 'insert', which attends to nothing; leave it out.")
+        check(shaped(name, array), tokens)
+
+
+def _check_selected(selected: Any, tokens: int) -> None:
+    if not jnp.issubdtype(selected.dtype, jnp.integer):
+        raise InputError(f"selected is {selected.dtype}; wanted int32: positions in each token's sequence.")
+    if len(selected.shape) != 2 or selected.shape[0] != tokens or not selected.shape[1]:
+        raise InputError(
+            f"selected has shape {tuple(selected.shape)}; wanted [tokens, n] with {tokens} tokens and n from 1 on."
+        )
+
+
+def _check_tree(tree: Any, tokens: int) -> None:
+    del tokens
+    if tree.dtype != bool:
+        raise InputError(f"draft_tree is {tree.dtype}; wanted bool: which drafts each draft sees.")
+    shape = tuple(tree.shape)
+    if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
+        raise InputError(
+            f"draft_tree has shape {shape}; wanted [rows, drafts, drafts], a square matrix for each row of the batch."
+        )
