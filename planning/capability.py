@@ -39,6 +39,8 @@ FEATURES: Mapping[str, str] = {
     "dropout": "dropout on the attention weights",
     "selected": "keys that are selected for each query",
     "draft_tree": "a tree of draft tokens in a step over pages",
+    "spans": "spans of tokens that see one another in a step over pages",
+    "prefix_lengths": "prefixes whose tokens see one another in a step over pages",
     "return_weights": "the attention weights as an output",
     "return_lse": "the log-sum-exp as an output",
     "gqa": "fewer kv heads than query heads",

@@ -217,6 +217,8 @@ NOTES = _kinds(
      "{sent:bytes} sent per device and layer"),
     ("paged.selected", "selected",
      "each token gathers at most {count} keys from the pages, {size:bytes} for all tokens of a device and layer", "info"),
+    ("paged.fused_spans", "update",
+     "update='fused': beside {names} keys are written first; the result is the same"),
     ("paged.draft_tree", "draft_tree",
      "a token of a tree, of up to {drafts} drafts, sees stored keys and the drafts of its path; its position is the first "
      "draft's plus its depth", "info"),

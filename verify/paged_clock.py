@@ -69,6 +69,8 @@ class LocalStep:
         if options.drafts:
             drafts = (geometry.sequences, options.drafts, options.drafts)
             shapes["draft_tree"] = jax.ShapeDtypeStruct(drafts, jnp.bool_)
+        if options.spans:
+            shapes["spans"] = jax.ShapeDtypeStruct((geometry.tokens, 2), jnp.int32)
         if options.writes:
             shapes["rows"] = PageArrays(**{n: self._row(n, stored, scales) for n in geometry.streams()})  # type: ignore[arg-type]
         leaves, tree = jax.tree.flatten(shapes)
@@ -130,7 +132,7 @@ class LocalStep:
 
 def kernels_of_step(step: LocalStep) -> tuple[str, ...]:
     """The kernels that the step runs."""
-    return (_DECODE, _CHUNKS) if several_rows(step.geometry, step.options.max_q_len) else (_DECODE,)
+    return (_DECODE, _CHUNKS) if several_rows(step.geometry, step.options) else (_DECODE,)
 
 
 def step_visits(problem: PagedProblem, step: LocalStep, batch: Any) -> dict[str, Visits]:

@@ -44,11 +44,14 @@ def paged_reference(
     value_scale: np.ndarray | float | None = None,
     selected: np.ndarray | None = None,
     draft_tree: np.ndarray | None = None,
+    spans: np.ndarray | None = None,
+    prefix_lengths: np.ndarray | None = None,
 ) -> PagedReference:
     """Attend sequence by sequence. Shapes and meaning as in `operators.kernels.pages.paged.paged_attention`.
 
     Only pages with a key inside the window and the chunk of the sequence's first query are read; an out-of-range id among them
     raises IndexError. A token of a tree of drafts attends as the last token of the sequence that its path is.
+    Tokens of one span, and those of a prefix, see one another whatever the mask.
     """
     tokens, heads, _ = query.shape
     output = np.zeros((tokens, heads, value_pages.shape[-1]))
@@ -60,7 +63,14 @@ def paged_reference(
         if not q_len:
             continue
         first = length - q_len
-        begin = _first_key(mask, first)
+        own_spans = np.zeros((q_len, 0, 2), np.int64) if spans is None else np.asarray(spans)[rows, None]
+        if prefix_lengths is not None:
+            prefix = np.broadcast_to([0, int(prefix_lengths[s])], (q_len, 1, 2))
+            own_spans = np.concatenate([own_spans, prefix], axis=1)
+        place = np.arange(first, length)[:, None]
+        inside = (own_spans[..., 0] <= place) & (place < own_spans[..., 1])
+        own_spans = np.where(inside[..., None], own_spans, length)  # none
+        begin = min(_first_key(mask, first), own_spans[..., 0].min(initial=length))
         paths = [(rows, np.arange(begin, length))]
         if draft_tree is not None and np.any(draft_tree[s]):
             stored, tree = np.arange(begin, first), np.asarray(draft_tree[s])
@@ -73,6 +83,8 @@ def paged_reference(
             value = _tokens_at(value_pages, value_scale, page_table[s], slots)
             end = begin + len(slots)
             visible = _visible(mask, np.arange(end - (own.stop - own.start), end), np.arange(begin, end))
+            of_rows = own_spans[own.start - rows.start : own.stop - rows.start]
+            visible |= ((slots >= of_rows[..., :1]) & (slots < of_rows[..., 1:])).any(axis=1)
             if selected is not None:
                 visible &= np.stack([np.isin(slots, chosen) for chosen in selected[own]])
             result = reference_attention(

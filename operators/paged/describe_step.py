@@ -26,7 +26,7 @@ from ..paged_cache.attend import check_written, default_scale
 from ..paged_cache.known_sizes import known_sizes
 from ..paged_cache.stored_tokens import check_token_scale
 from .step_arguments import Step, StepArrays
-from .step_visibility import check_visibility
+from .step_visibility import check_shapes
 
 __all__ = ["describe_step"]
 
@@ -83,7 +83,7 @@ def describe_step(
         notes.append(note("paged.stored_as_given", names=" and ".join(stored), dtype=cache.stored_dtype))
     if step_arrays.sinks is not None and (s := shaped("softmax_aux", step_arrays.sinks)).shape != (heads,):
         raise InputError(f"softmax_aux has shape {s.shape}; wanted [heads] = ({heads},): merge several with logsumexp.")
-    check_visibility(step, step_arrays, count)
+    check_shapes(step, step_arrays, count)
     scale = metadata.softmax_scale if step.softmax_scale is None else step.softmax_scale
     if scale is None:
         scale = default_scale(cache) if operation.attends else float(cache.head_dim**-0.5)
@@ -103,6 +103,8 @@ def describe_step(
         "score": step.score is not None,
         "selected": step_arrays.selected is not None,
         "draft_tree": step_arrays.draft_tree is not None,
+        "spans": step_arrays.spans is not None,
+        "prefix_lengths": step_arrays.prefix_lengths is not None,
         "return_lse": step.return_lse,
         "gqa": heads != cache.kv_heads,
         "value_dim": cache.value_size != cache.head_dim and not cache.values_in_keys,
@@ -137,6 +139,8 @@ def describe_step(
                 ("softmax_aux", step_arrays.sinks),
                 ("selected", step_arrays.selected),
                 ("index_weights", step_arrays.index_weights),
+                ("spans", step_arrays.spans),
+                ("prefix_lengths", step_arrays.prefix_lengths),
                 ("draft_tree", step_arrays.draft_tree),
             )
             if x is not None

@@ -15,13 +15,13 @@ from ..kernels.pages.tpu import reasons_against
 from ..paged_cache.paged_call import Attended, PagedCall, on_xla
 from .paged_config import PagedConfig
 from .step_reasons import BY_HEAD, DTYPE, SOFTMAX
-from .tpu_kernel import on_tpu, tpu_call, tpu_notes, tpu_reasons, tpu_sizes
+from .tpu_kernel import SPANNED, on_tpu, tpu_call, tpu_notes, tpu_reasons, tpu_sizes
 
 __all__ = ["PAGES_ON_TPU", "PAGES_ON_XLA", "PagedImplementation"]
 
 _FEATURES = frozenset({
     "causal", "sliding_window", "chunked", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "latent_values",
-    "quantized_kv", "draft_tree",
+    "quantized_kv", "draft_tree", "spans", "prefix_lengths",
 })  # fmt: skip
 
 
@@ -96,8 +96,11 @@ class PagesOnTpu(PagedImplementation):
         """What could be laid out better, and which rows a fused update writes first."""
         del placement, config
         notes = tpu_notes(problem)
-        if problem.update == "fused" and problem.mode != "insert" and problem.max_q_len != 1:
-            notes += (note("paged.fused_long_rows"),)
+        if problem.update == "fused" and problem.mode != "insert":
+            if names := sorted(problem.features & SPANNED):
+                notes += (note("paged.fused_spans", names=" and ".join(names)),)
+            elif problem.max_q_len != 1:
+                notes += (note("paged.fused_long_rows"),)
         return notes
 
 

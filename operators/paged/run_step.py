@@ -70,6 +70,8 @@ def run_step(program: Program, inputs: StepInputs) -> tuple[jax.Array | None, ja
         captures=arrays.captures,
         selected=arrays.selected,
         draft_tree=arrays.draft_tree,
+        spans=arrays.spans,
+        prefix_lengths=arrays.prefix_lengths,
         max_q_len=problem.max_q_len,
         debug=debug,
         method=getattr(program.operation, plan.method or ""),

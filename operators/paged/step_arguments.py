@@ -30,6 +30,8 @@ class StepArguments(TypedDict, total=False):
     value_scale: CallArray | None
     selected: CallArray | None
     draft_tree: CallArray | None
+    spans: CallArray | None
+    prefix_lengths: CallArray | None
     softmax_scale: float | None
     logits_soft_cap: float | None
     score: Score | None
@@ -65,6 +67,8 @@ class StepArrays(NamedTuple):
     selected: Any = None
     index_weights: Any = None
     draft_tree: Any = None
+    spans: Any = None
+    prefix_lengths: Any = None
 
     @property
     def flat(self) -> tuple[Any, ...]:
@@ -152,8 +156,7 @@ def step_of(call: StepArguments, default_causal: bool, query: Any) -> tuple[Step
             arrays.key_scale,
             arrays.value_scale,
             tuple(arrays.by_name[name] for name in (() if options.score is None else captured_names(options.score))),
-            selected=arguments.get("selected"),
-            draft_tree=arguments.get("draft_tree"),
+            **{name: arguments.get(name) for name in ("selected", "draft_tree", "spans", "prefix_lengths")},
         ),
     )
 

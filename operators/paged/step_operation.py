@@ -29,8 +29,7 @@ from ..call.program import Program, attention
 from ..choices.bounded_cache import BoundedCache
 from ..paged_cache.attend import check_longest
 from ..paged_cache.batch import RaggedBatch
-from ..paged_cache.check_draft_tree import check_draft_tree
-from ..paged_cache.check_selected import check_selected
+from ..paged_cache.check_visibility import check_visibility
 from ..paged_cache.insert import check_step
 from ..paged_cache.join_shards import check_mesh
 from ..paged_cache.state import CacheState, alone
@@ -96,10 +95,7 @@ class StepOperation(DeclaredOperation):
         layer_state = replace(layer_state, cache=state.cache.part(group, decided.cache.pages))
         check_step(layer_state, 0, batch, counted, debug=False, writes=decided.problem.update != "none")
         check_longest(batch, step.max_q_len, debug=False)
-        if step_arrays.selected is not None:
-            check_selected(batch, step_arrays.selected, debug=False)
-        if step_arrays.draft_tree is not None:
-            check_draft_tree(batch, step_arrays.draft_tree, debug=False)
+        check_visibility(batch, step_arrays, layer_state.cache.window_tokens, debug=False)
         # One layer, so that all layers of a group share a program.
         program = Program(self, decided, mesh, step.debug)
         *results, after = attention(program, StepInputs(layer_state, batch, query, key, value, step_arrays))
@@ -123,7 +119,8 @@ class StepOperation(DeclaredOperation):
         mesh = self._mesh()
         decided = self._plan(declared, group, tokens, step_arrays, step, mesh, (*tokens, *step_arrays.flat))
         has_values = batch is not None and all(known_values(x) is not None for x in jax.tree.leaves(batch))
-        if not has_values or "selected" in decided.problem.features:  # what is gathered depends on the selection
+        by_value = {"selected", "spans", "prefix_lengths"}  # on which the pages that are read depend
+        if not has_values or by_value & decided.problem.features:
             return decided
         return replace(decided, reads=page_reads(decided.problem, batch))
 

@@ -40,8 +40,9 @@ def step_reasons(problem: PagedProblem, method: str, consumes: Set[str], name: s
     unread: Set[str] = frozenset()
     if page_mask(problem.mask) is None:
         text = f"the mask {problem.mask.describe()}: over pages it is Causal, SlidingWindow and Chunked, by positions"
-        of_attention = "Attend to a dense cache with 'vanilla' for any other."
-        hint = of_attention if problem.top_k is None else "Leave the rest of the mask to the attention."
+        hint = "Leave the rest of the mask to the attention."
+        if problem.top_k is None:
+            hint = "Pass prefix_lengths or spans for tokens that see one another, or attend to a dense cache with 'vanilla'."
         reasons.append(Reason("paged.mask", "mask", text, hint))
         unread = problem.mask.features()
     reasons += _window_reasons(problem)

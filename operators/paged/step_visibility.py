@@ -10,14 +10,16 @@ from ...errors import InputError
 from ..call.arrays import shaped
 from .step_arguments import Step, StepArrays
 
-__all__ = ["check_visibility"]
+__all__ = ["check_shapes"]
 
 
-def check_visibility(step: Step, arrays: StepArrays, tokens: int) -> None:
+def check_shapes(step: Step, arrays: StepArrays, tokens: int) -> None:
     """Refuse what a step of so many tokens can't use. Errors: InputError."""
     for name, array, check in (
         ("selected", arrays.selected, _check_selected),
         ("draft_tree", arrays.draft_tree, _check_tree),
+        ("spans", arrays.spans, _check_spans),
+        ("prefix_lengths", arrays.prefix_lengths, _check_prefix),
     ):
         if array is None:
             continue
@@ -43,4 +45,24 @@ def _check_tree(tree: Any, tokens: int) -> None:
     if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
         raise InputError(
             f"draft_tree has shape {shape}; wanted [rows, drafts, drafts], a square matrix for each row of the batch."
+        )
+
+
+def _check_spans(spans: Any, tokens: int) -> None:
+    if not jnp.issubdtype(spans.dtype, jnp.integer):
+        raise InputError(f"spans is {spans.dtype}; wanted int32: positions in each token's sequence.")
+    if tuple(spans.shape) != (tokens, 2):
+        raise InputError(
+            f"spans has shape {tuple(spans.shape)}; wanted [tokens, 2] = ({tokens}, 2): the first position of each token's span, "
+            "and one past the last."
+        )
+
+
+def _check_prefix(lengths: Any, tokens: int) -> None:
+    del tokens
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise InputError(f"prefix_lengths is {lengths.dtype}; wanted int32: tokens of each row's prefix.")
+    if len(lengths.shape) != 1 or not lengths.shape[0]:
+        raise InputError(
+            f"prefix_lengths has shape {tuple(lengths.shape)}; wanted [rows], a number for each row of the batch."
         )

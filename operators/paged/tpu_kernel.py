@@ -26,7 +26,10 @@ from ..kernels.pages.tpu import (
 from ..paged_cache.paged_call import Attended, PagedCall
 from ..paged_cache.state import LayerPages
 
-__all__ = ["on_tpu", "tpu_call", "tpu_notes", "tpu_reasons", "tpu_sizes"]
+__all__ = ["SPANNED", "on_tpu", "tpu_call", "tpu_notes", "tpu_reasons", "tpu_sizes"]
+
+SPANNED = frozenset({"spans", "prefix_lengths"})
+"""Features with which rows of one token are the kernel's for chunks, which writes none."""
 
 _COPIES = "page_rows"  # the only advice that is a reason: XLA would copy the whole cache before each call
 
@@ -150,7 +153,7 @@ def _geometry(problem: PagedProblem) -> Geometry:
 
 def _options(problem: PagedProblem, config: OperationConfig) -> Options:
     causal, left, right, chunk = page_mask(problem.mask) or ANY_PAGE_MASK
-    tree = problem.operand("draft_tree")
+    tree, spans = problem.operand("draft_tree"), bool(problem.features & SPANNED)
     return Options(
         scale=problem.softmax_scale,
         causal=causal,
@@ -165,8 +168,9 @@ def _options(problem: PagedProblem, config: OperationConfig) -> Options:
         buffers=0,
         vmem_limit_bytes=getattr(config, "vmem_limit_bytes", None),
         interpret=False,
-        writes=problem.update == "fused",
+        writes=problem.update == "fused" and not spans,
         drafts=0 if tree is None else tree.shape[1],
+        spans=spans,
     )
 
 

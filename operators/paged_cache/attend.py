@@ -22,8 +22,7 @@ from ..kernels.pages.page_layout import page_shape
 from ..kernels.varying import varying
 from .batch import RaggedBatch
 from .by_device import by_device
-from .check_draft_tree import check_draft_tree
-from .check_selected import check_selected
+from .check_visibility import check_visibility
 from .insert import check_step, insert, write
 from .known_sizes import known_sizes
 from .logit_arrays import LogitArrays, by_place
@@ -68,6 +67,8 @@ def attend(
     captures: Sequence[Array] = (),
     selected: Int[Array, "tokens n"] | None = None,
     draft_tree: Bool[Array, "rows drafts drafts"] | None = None,
+    spans: Int[Array, "tokens 2"] | None = None,
+    prefix_lengths: Int[Array, " rows"] | None = None,
     max_q_len: int | None = None,
     debug: bool = False,
     method: PagedMethod = on_xla,
@@ -85,6 +86,8 @@ def attend(
     latents, where it is required.
     `selected`: for each token the positions of the keys that it attends to, of those that it sees; -1 is none. `draft_tree`: for
     each row of the batch which of its tokens in this step each of them sees; without a True, by position.
+    `spans`: the first position of each token's span and one past the last, (0, 0) for none, `prefix_lengths`: for each row the
+    tokens of its prefix: those of a span or prefix see one another whatever the mask.
     `sliding_window`: inclusive distances (left, right). `chunk_size`: keys are seen only by queries of the same chunk of so many
     positions. `max_q_len`: the most queries of any row in this step, 1 if all rows
     decode; in a traced batch queries beyond it give 0, and with 'fused' and 1 their keys aren't written. `debug`: checks traced
@@ -98,10 +101,10 @@ def attend(
     layer_state = alone(state, layer, batch)
     cache = layer_state.cache
     check_window(cache.window_tokens, sliding_window, chunk_size)
-    rows = None
+    rows, spanned = None, spans is not None or prefix_lengths is not None
     if key is None:
         check_step(layer_state, 0, batch, query, debug=debug, writes=False)
-    elif update == "fused" and _writable(layer_state, batch, query, sinks, key, value, mesh):
+    elif update == "fused" and not spanned and _writable(layer_state, batch, query, sinks, key, value, mesh):
         which: Any = "none" if max_q_len == 1 else "several"
         layer_state, rows = write(layer_state, 0, batch, key, value, (key_scale, value_scale), debug=debug, which=which)
     else:
@@ -109,12 +112,10 @@ def attend(
             layer_state, 0, batch, key, value, key_scale=key_scale, value_scale=value_scale, debug=debug
         )
     check_longest(batch, max_q_len, debug=debug)
-    if selected is not None:
-        selected = jnp.asarray(selected)
-        check_selected(batch, selected, debug=debug)
-    if draft_tree is not None:
-        draft_tree = jnp.asarray(draft_tree)
-        check_draft_tree(batch, draft_tree, debug=debug)
+    given = (sinks, selected, draft_tree, spans, prefix_lengths)
+    sinks, selected, draft_tree, spans, prefix_lengths = (None if x is None else jnp.asarray(x) for x in given)
+    of_logits = LogitArrays(sinks, tuple(map(jnp.asarray, captures)), selected, None, draft_tree, spans, prefix_lengths)
+    check_visibility(batch, of_logits, cache.window_tokens, debug=debug)
 
     def shard(
         query: Any,
@@ -150,12 +151,12 @@ def attend(
             of_logits.selected,
             chunk_size=chunk_size,
             draft_tree=of_logits.draft_tree,
+            spans=of_logits.spans,
+            prefix_lengths=of_logits.prefix_lengths,
         )
         return method(call)
 
     pages = layer_state.layers[0]
-    sinks = None if sinks is None else jnp.asarray(sinks)
-    of_logits = LogitArrays(sinks, tuple(map(jnp.asarray, captures)), selected, draft_tree=draft_tree)
     dims = () if score is None else tuple(row.dims for row in score_rows(score.structure(), of_logits.ranks))
     output, lse, after = by_device(
         shard, layer_state, pages, batch, query, of_logits, dims, rows, mesh, kv_heads, check_vma

@@ -70,10 +70,8 @@ def by_device(
     of_rows = None if rows is None else jax.tree.map(lambda _: PartitionSpec(tokens, heads), rows)
     of_captures = (PartitionSpec(*(heads if dim == "heads" else None for dim in of)) for of in dims)
     of_sinks = None if of_logits.sinks is None else PartitionSpec(heads)
-    of_selected = None if of_logits.selected is None else PartitionSpec(tokens, None)
-    of_weights = PartitionSpec(tokens, None) if weights else None
-    of_tree = None if of_logits.draft_tree is None else PartitionSpec(tokens, None, None)
-    in_specs = (*specs, LogitArrays(of_sinks, tuple(of_captures), of_selected, of_weights, of_tree), of_rows)
+    by_row = {name: PartitionSpec(tokens, *[None] * (x.ndim - 1)) for name, x in of_logits.by_row.items()}
+    in_specs = (*specs, LogitArrays(of_sinks, tuple(of_captures), **by_row), of_rows)
     operands = jax.tree.map(
         lambda x, spec: pin(jnp.asarray(x), spec, mesh), (query, pages, batch, of_logits, rows), in_specs
     )
@@ -141,6 +139,5 @@ def _part(
         return rows_by_shard(shards, x, "rows")[n]
 
     shard_pages: Any = (x if x is None or x.ndim < 3 else part(x) for x in pages)
-    by_row = jax.tree.map(part, (of_logits.selected, of_logits.index_weights, of_logits.draft_tree))
-    own = of_logits._replace(selected=by_row[0], index_weights=by_row[1], draft_tree=by_row[2])
+    own = of_logits._replace(**{name: part(x) for name, x in of_logits.by_row.items()})
     return part(query), LayerPages(*shard_pages), jax.tree.map(lambda x: x[n], batch), own, jax.tree.map(part, rows)

@@ -1,5 +1,5 @@
-"""LogitArrays: what a step has for its logits besides query and keys: sinks, its score's arrays, which keys tokens may see; or the
-weights of an indexer's heads."""
+"""LogitArrays: what a step has for its logits besides query and keys: sinks, its score's arrays, which keys tokens may see; or
+the weights of an indexer's heads."""
 
 from __future__ import annotations
 
@@ -16,15 +16,25 @@ from ...scores.steps import Lowering, Steps
 __all__ = ["LogitArrays", "by_place"]
 
 
+_BY_ROW = ("selected", "index_weights", "draft_tree", "spans", "prefix_lengths")
+
+
 class LogitArrays(NamedTuple):
-    """sinks [heads], the score's arrays as given, and selected int32 [tokens, n]; for a step that selects index_weights [tokens,
-    heads]; draft_tree bool [rows, drafts, drafts]."""
+    """sinks [heads], the score's arrays as given, selected int32 [tokens, n]; for a step that selects index_weights [tokens,
+    heads]; draft_tree bool [rows, drafts, drafts], spans int32 [tokens, 2], prefix_lengths int32 [rows]."""
 
     sinks: Any = None
     captures: tuple[Any, ...] = ()
     selected: Any = None
     index_weights: Any = None
     draft_tree: Any = None
+    spans: Any = None
+    prefix_lengths: Any = None
+
+    @property
+    def by_row(self) -> dict[str, Any]:
+        """The arrays whose first dimension counts tokens or rows of the batch, which are split with the pages."""
+        return {name: x for name in _BY_ROW if (x := getattr(self, name)) is not None}
 
     @property
     def ranks(self) -> tuple[int, ...]:

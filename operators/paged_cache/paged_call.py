@@ -39,6 +39,7 @@ class PagedCall(NamedTuple):
     first query head. selected [tokens, n]: the positions of the keys that each token attends to; None: all that it sees.
     index_weights [tokens, heads], top_k: of a step that selects; None for one that attends.
     draft_tree [rows, drafts, drafts]: which of its sequence's tokens in this step each token sees; None: by position.
+    spans [tokens, 2], prefix_lengths [rows]: keys that tokens see whatever the mask, as in `paged_attention`.
     """
 
     query: jax.Array
@@ -65,6 +66,8 @@ class PagedCall(NamedTuple):
     top_k: int | None = None
     chunk_size: int | None = None
     draft_tree: jax.Array | None = None
+    spans: jax.Array | None = None
+    prefix_lengths: jax.Array | None = None
 
     def kernel_arguments(self) -> dict[str, Any]:
         """The pages, the batch and what is declared of the logits, by the names that kernels of every platform take them by."""
@@ -87,6 +90,8 @@ class PagedCall(NamedTuple):
             "sinks": self.sinks,
             "max_q_len": self.max_q_len,
             "draft_tree": self.draft_tree,
+            "spans": self.spans,
+            "prefix_lengths": self.prefix_lengths,
         }
 
 

@@ -18,6 +18,8 @@ STEP_OPERANDS = OperandTable(
     Operand("value_scale", ("tokens", "kv_heads"), gradient=False),
     Operand("softmax_aux", ("heads",), gradient=False, feature="sinks"),
     Operand("selected", ("tokens", "selected"), dtype="integers", gradient=False, feature="selected"),
+    Operand("spans", ("tokens", "two"), dtype="integers", gradient=False, feature="spans"),
+    Operand("prefix_lengths", ("sequences",), dtype="integers", gradient=False, feature="prefix_lengths"),
     Operand(
         "draft_tree", ("sequences", "drafts", "drafts_seen"), dtype="booleans", gradient=False, feature="draft_tree"
     ),

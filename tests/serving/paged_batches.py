@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -41,6 +42,8 @@ class PagedCase:
     scale: str = "tensor"  # head, token_head
     page: int = 8
     tree: int = 0  # drafts in a tree of some sequences' tokens
+    spans: bool = False  # some tokens are in spans
+    prefix: int | None = None  # tokens at the beginning of some sequences that see one another
     latent: bool = False  # values are the first numbers of their keys
     sizes: tuple[int, int, int] | None = (2, 3, 4)  # pages of a block, pairs, block_q; None: by rule
 
@@ -115,12 +118,34 @@ def make(
         arrays["value_scale"] = arrays["key_scale"]
     if case.tree:
         arrays["draft_tree"] = trees(case.tree, sequences, size, rng)
+    if case.spans:
+        arrays["spans"] = spans_of(sequences, rng)
+    if case.spans and case.tree:  # a draft is in no span
+        for s, (first, last) in enumerate(pairwise(cu_q_lens[: count + 1])):
+            arrays["spans"][first:last] *= not arrays["draft_tree"][s].any()
+    if case.prefix is not None:
+        arrays["prefix_lengths"] = np.full(size, 2**30, np.int32)
+        of = [0 if s % 3 == 1 else min(case.prefix, length) for s, (_, length) in enumerate(sequences)]
+        arrays["prefix_lengths"][:count] = of
     if case.sinks:
         arrays["sinks"] = rng.standard_normal(heads).astype(np.float32)
     query = rng.standard_normal((tokens + 3, heads, dim)).astype(case.dtype)
     query[tokens:] = np.nan  # rows of nobody
     return {"query": query, "cu_q_lens": cu_q_lens, "kv_lens": kv_lens, "page_table": table,
             "num_seqs": np.asarray([count], np.int32)} | arrays  # fmt: skip
+
+
+def spans_of(sequences: Any, rng: np.random.Generator) -> np.ndarray:
+    """int32 [tokens + 3, 2]: spans of any lengths of stored tokens and those of the step, and tokens in none."""
+    made = []
+    for q_len, length in sequences:
+        of, at = np.zeros((length, 2), np.int32), 0
+        while at < length:
+            end = min(at + int(rng.integers(1, 14)), length)
+            of[at:end] = (at, end) if rng.integers(3) else rng.choice([(0, 0), (-1, -1), (2**30, 0)])
+            at = end
+        made.append(of[length - q_len :])
+    return np.concatenate([*made, rng.integers(0, 40, (3, 2), np.int32)])
 
 
 def trees(drafts: int, sequences: Any, size: int, rng: np.random.Generator) -> np.ndarray:

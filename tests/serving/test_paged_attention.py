@@ -51,6 +51,7 @@ QUICK = (
     PagedCase("mixed", sizes=None, page=16),
     PagedCase("mixed", chunk=10, sinks=True),
     PagedCase("mixed", tree=9, sinks=True),
+    PagedCase("mixed", spans=True, window=(3, 0), sinks=True),
     *(
         PagedCase(kind, (6, 1), (40, 32), latent=True, **FEATURES[n])
         for kind, n in zip(KINDS, (7, 12, 15, 20), strict=True)
@@ -68,6 +69,13 @@ EVERY = [
     *(PagedCase(kind, dtype="float16") for kind in KINDS),
     *(PagedCase(kind, chunk=chunk, sinks=True) for kind, chunk in (("decode", 10), ("prefill", 16), ("speculate", 5))),
     PagedCase("mixed", chunk=7, causal=False, cap=3.0),
+    PagedCase("prefill", prefix=20, cap=3.0, quantised="int8", scale="token_head"),
+    PagedCase("decode", spans=True, window=(2, 0), sinks=True, quantised="float8_e4m3fn", scale="head"),
+    PagedCase("speculate", spans=True, prefix=9, chunk=6),
+    PagedCase("mixed", spans=True, prefix=13, window=(4, 1), causal=False),
+    PagedCase("mixed", (6, 1), (40, 32), latent=True, spans=True, window=(9, 0), quantised="int8", scale="token_head"),
+    PagedCase("mixed", spans=True, sizes=(1, 1, 1)),
+    PagedCase("mixed", spans=True, tree=9, window=(5, 0)),
     PagedCase("mixed", chunk=16, window=(11, 0), quantised="int8", scale="head"),
     PagedCase("speculate", tree=3, window=(2, 0), quantised="int8", scale="token_head"),
     PagedCase("prefill", tree=40, chunk=10, cap=3.0),

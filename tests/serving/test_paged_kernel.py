@@ -53,6 +53,7 @@ QUICK = (
     ("heads", PagedCase("prefill", dims=(64, 64), causal=False, cap=3.0)),
     ("heads", PagedCase("mixed", (9, 3), chunk=10, sinks=True)),
     ("heads", PagedCase("mixed", tree=12, sinks=True)),
+    ("heads", PagedCase("mixed", spans=True, window=(3, 0), sinks=True)),
     ("latent", PagedCase("mixed", (18, 1), (72, 64), latent=True, **ALL_ON, scale="token_head")),
     ("heads", PagedCase("mixed", (16, 1), window=(9, 0), sinks=True)),
     ("latent", PagedCase("decode", (16, 1), (576, 512), latent=True, dtype="bfloat16")),
@@ -61,6 +62,12 @@ QUICK = (
 # Any three of layout, kind, heads and feature; any two of the others.
 EVERY = [
     ("split", PagedCase("mixed", chunk=7, causal=False)),
+    ("split", PagedCase("prefill", prefix=20, cap=3.0, quantised="int8", scale="token_head")),
+    ("heads", PagedCase("decode", spans=True, window=(2, 0), sinks=True, quantised="float8_e4m3fn", scale="head")),
+    ("joined", PagedCase("speculate", spans=True, prefix=9, chunk=6)),
+    ("heads", PagedCase("mixed", spans=True, tree=9, window=(5, 0))),
+    ("joined", PagedCase("mixed", (9, 3), spans=True, prefix=13, window=(4, 1), causal=False, dtype="bfloat16")),
+    ("latent", PagedCase("mixed", (16, 1), (40, 32), latent=True, spans=True, window=(9, 0), quantised="int8")),
     ("joined", PagedCase("decode", chunk=32, window=(11, 0))),
     ("latent", PagedCase("prefill", (6, 1), (40, 32), latent=True, chunk=18, quantised="int8", scale="token_head")),
     ("joined", PagedCase("prefill", tree=40, chunk=10, quantised="int8", scale="token_head")),

@@ -51,6 +51,7 @@ def compile_one(
     sinks: bool = False,
     writes: bool = False,
     drafts: int = 0,
+    spans: bool = False,
     **call: Any,
 ) -> tuple[tuple[KernelUse, ...], int, int]:
     """(the kernels, temporary bytes of the program, bytes of the pages)."""
@@ -77,6 +78,8 @@ def compile_one(
         arrays["sinks"] = shape((query_heads,), jnp.float32)
     if drafts:
         arrays["draft_tree"] = shape((sequences, drafts, drafts), jnp.bool_)
+    if spans:
+        arrays["spans"] = shape((tokens, 2), jnp.int32)
     static = {"softmax_scale": dims[0] ** -0.5, "layout": layout} | call
     pages_of = {n: arrays.pop(n, None) for n in PAGES}
     stored_pages = {n: x for n, x in pages_of.items() if np.ndim(x) >= 3}
@@ -138,6 +141,10 @@ def compile_one(
         *(  # chunks of positions smaller and larger than a block of queries
             pytest.param(topology, "heads", LLAMA | {"tokens": 64, "width": 16, "chunk_size": size}, marks=pytest.mark.slow)
             for topology, size in ((V4, 48), (V5E, 48), (V5E, 8192), (V5P, 48), (V6E, 48), (TPU7X, 48))
+        ),
+        *(
+            pytest.param(topology, "heads", LLAMA | {"spans": True, "sliding_window": (1023, 0)}, marks=pytest.mark.slow)
+            for topology in (V4, V5E, V5P, V6E, TPU7X)
         ),
         *(
             pytest.param(topology, layout, call | {"drafts": 40}, marks=pytest.mark.slow)

@@ -7,6 +7,7 @@ route, chunks go block by block.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +19,14 @@ from ....page_layouts import LAYOUTS
 from ....scores.steps import Steps
 from ..varying import alike
 from .page_layout import page_shape
-from .paged_checks import check_numbers, check_operands, check_tree, int32, options_of, refuse_gradient
+from .paged_checks import check_numbers, check_operands, check_spans, check_tree, int32, options_of, refuse_gradient
 from .paged_chunks import attend_chunks
 from .paged_decode import attend_decode
-from .paged_mask import packed_tree
+from .paged_mask import joined_spans, packed_tree
 from .paged_selected import attend_selected
 from .paged_step import Batch, PagedOperands, PagedStatic, ScoreArrays, batch_of
 
-__all__ = ["paged_attention", "places"]
+__all__ = ["paged_attention", "places", "with_spans"]
 
 _KEYS = 256  # per block of pages
 _STEP_BYTES = 2**20  # of keys, in float32, per decode step: still in a CPU cache when they are multiplied
@@ -65,6 +66,8 @@ def paged_attention(
     head_start: Int[Array, ""] | int = 0,
     selected: Int[Array, "tokens n"] | None = None,
     draft_tree: Bool[Array, "sequences drafts drafts"] | None = None,
+    spans: Int[Array, "tokens 2"] | None = None,
+    prefix_lengths: Int[Array, " sequences"] | None = None,
 ) -> tuple[Array, Array]:
     """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]).
 
@@ -92,6 +95,10 @@ def paged_attention(
     draft_tree: of each sequence's first tokens in this step, which of them each sees: lower triangular, with the diagonal. A
     token's position is then that of the first plus its depth, the number of others that it sees, for the mask and a score; stored
     keys are seen by position. A sequence whose matrix has no True has no tree: its tokens see one another by position.
+
+    spans: for each token the first position of the span that it is in, and one past the last: it sees all keys there too,
+    whatever the mask; a token outside of its span has none. prefix_lengths: for each sequence how many of its first tokens are
+    such a span.
 
     `max_q_len`: the most queries of any sequence in this batch; rows beyond it are skipped and give 0. None: any. The sizes
     at the end are for tuning; `platform` defaults to jax's default backend.
@@ -125,6 +132,7 @@ def paged_attention(
         operands = operands._replace(selected=int32("selected", selected))
     check_operands(operands, layout)
     check_tree(operands, draft_tree)
+    check_spans(operands, spans, prefix_lengths)
     operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
     platform = jax.default_backend() if platform is None else platform
     chosen = _sizes(operands, layout)
@@ -144,7 +152,19 @@ def paged_attention(
         batch = batch_of(operands)
         tree = packed_tree(static, jnp.asarray(draft_tree), batch.kv_lens - batch.q_lens)
         operands = operands._replace(draft_tree=tree)
-    return _attend(static, operands)
+    return _attend(static, with_spans(operands, spans, prefix_lengths))
+
+
+def with_spans(operands: PagedOperands, spans: Any, prefix: Any) -> PagedOperands:
+    """The operands with the spans of tokens and prefixes of sequences, as in `paged_attention`."""
+    if spans is None and prefix is None:
+        return operands
+    batch = batch_of(operands)
+    seq, row, real = places(operands, batch)
+    begin = (batch.kv_lens - batch.q_lens).at[seq].get(mode="promise_in_bounds")
+    slots = jnp.where(real, begin + row, -1)
+    own, of_prefix = (None if x is None else int32(n, x) for n, x in (("spans", spans), ("prefix_lengths", prefix)))
+    return operands._replace(spans=joined_spans(own, of_prefix, slots, seq, len(operands.kv_lens)))
 
 
 def _sizes(operands: PagedOperands, layout: str) -> tuple[int, int, int]:

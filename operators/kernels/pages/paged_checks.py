@@ -14,7 +14,7 @@ from ....page_layouts import LAYOUTS
 from .page_layout import page_shape
 from .paged_step import PagedOperands
 
-__all__ = ["check_numbers", "check_operands", "check_tree", "int32", "options_of", "refuse_gradient"]
+__all__ = ["check_numbers", "check_operands", "check_spans", "check_tree", "int32", "options_of", "refuse_gradient"]
 
 _QUERIES = ("float16", "bfloat16", "float32")
 _QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -57,6 +57,15 @@ def check_tree(operands: PagedOperands, tree: Any) -> None:
         )
     if tree.dtype != bool:
         raise InputTypeError(f"draft_tree is {tree.dtype}; wanted bool: which drafts each draft sees.")
+
+
+def check_spans(operands: PagedOperands, spans: Any, prefix: Any) -> None:
+    """Refuse spans of tokens and lengths of prefixes of other shapes; dtypes are checked by `int32`."""
+    tokens, sequences = len(operands.query), len(operands.kv_lens)
+    if spans is not None and tuple(spans.shape) != (tokens, 2):
+        raise InputError(f"spans has the shape {tuple(spans.shape)}; wanted [tokens, 2] = ({tokens}, 2).")
+    if prefix is not None and tuple(prefix.shape) != (sequences,):
+        raise InputError(f"prefix_lengths has the shape {tuple(prefix.shape)}; wanted [sequences] = ({sequences},).")
 
 
 def _check_pages(query: jax.Array, key: jax.Array, value: jax.Array | None, layout: str) -> None:

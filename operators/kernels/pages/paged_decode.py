@@ -40,7 +40,9 @@ class DecodePairs(NamedTuple):
 
 def decode_pairs(tiles: Tiles, batch: Batch, selected: jax.Array, done: jax.Array | None = None) -> DecodePairs:
     """Which pages the queries of each selected sequence can see, in blocks; from page `done` on if it is given."""
-    first, end = tiles.range_of(batch.kv_lens - batch.q_lens, batch.kv_lens - 1, batch.kv_lens)
+    spans = tiles.operands.spans
+    least = None if spans is None else spans.least
+    first, end = tiles.range_of(batch.kv_lens - batch.q_lens, batch.kv_lens - 1, batch.kv_lens, least)
     first = first if done is None else done
     size = np.int32(tiles.static.pages_a_block)
     blocks = jnp.where(selected, lax.div(end - first + (size - 1), size), 0)

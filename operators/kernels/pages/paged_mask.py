@@ -1,4 +1,4 @@
-"""Which keys the queries of a step over pages see: by position, and among the step's own tokens by a tree of drafts."""
+"""Which keys the queries of a step over pages see: by position, in a span, and of the step's own tokens by a tree of drafts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from jax import lax
 
 __all__ = [
     "BITS",
+    "NO_KEY",
     "DraftTree",
     "PagedOptions",
     "QueryRows",
+    "Spans",
     "chunk_start",
     "has_bit",
+    "joined_spans",
     "packed_tree",
     "sees",
     "tree_words",
 ]
 
 BITS = 32  # drafts per word
+NO_KEY = np.int32(np.iinfo(np.int32).max)  # after any key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +60,26 @@ class DraftTree(NamedTuple):
     used: jax.Array
 
 
+class Spans(NamedTuple):
+    """Keys that queries see besides those of the mask: for each token, those from `begin` to before `end`, int32 [tokens];
+    NO_KEY and 0 where there are none. least int32 [S]: the first of any token of a sequence."""
+
+    begin: jax.Array
+    end: jax.Array
+    least: jax.Array
+
+
 class QueryRows(NamedTuple):
     """Queries of sequences. slots int32 [..., queries]: their places in the sequence, below 0 for none; positions: the same, or
-    by their depth in a tree. first_draft [...]: the slot from which on `words` [..., queries, n] decide; None without trees."""
+    by their depth in a tree. first_draft [...]: the slot from which on `words` [..., queries, n] decide; None without trees.
+    begin, end [..., queries]: of the keys that they see besides; None without spans."""
 
     slots: jax.Array
     positions: jax.Array
     first_draft: jax.Array | None = None
     words: jax.Array | None = None
+    begin: jax.Array | None = None
+    end: jax.Array | None = None
 
 
 def chunk_start(positions: Any, size: int) -> Any:
@@ -103,6 +119,24 @@ def packed_tree(options: PagedOptions, tree: jax.Array, first: jax.Array) -> Dra
     weights = np.uint32(1) << np.arange(BITS, dtype=np.uint32)
     packed = (bits.astype(np.uint32) * weights[None, None, None]).sum(axis=3, dtype=np.uint32)
     return DraftTree(lax.bitcast_convert_type(packed, np.int32), depth, tree.any(axis=(1, 2)))
+
+
+def joined_spans(
+    spans: jax.Array | None, prefix: jax.Array | None, slots: jax.Array, seq: jax.Array, sequences: int
+) -> Spans:
+    """spans int32 [tokens, 2] and the lengths of prefixes [S], one of which may be None, as one span of each token: if it is in
+    both, they have it in common. slots int32 [tokens]: each token's place in its sequence seq, below 0 for none."""
+    begin, end = jnp.full(slots.shape, NO_KEY), jnp.zeros_like(slots)
+    if spans is not None:
+        inside = (slots >= spans[:, 0]) & (slots < spans[:, 1]) & (slots >= 0)
+        begin, end = jnp.where(inside, spans[:, 0], begin), jnp.where(inside, spans[:, 1], end)
+    if prefix is not None:
+        length = prefix.at[seq].get(mode="promise_in_bounds")
+        inside = (slots >= 0) & (slots < length)
+        begin, end = jnp.where(inside, 0, begin), jnp.where(inside, jnp.maximum(end, length), end)
+    mine = seq[None] == jnp.arange(sequences, dtype=np.int32)[:, None]
+    least = jnp.where(mine, begin[None], NO_KEY).min(axis=1)
+    return Spans(begin, end, least)
 
 
 def has_bit(words: jax.Array, number: jax.Array) -> jax.Array:

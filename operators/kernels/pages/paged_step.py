@@ -24,7 +24,7 @@ from ..primitives import counted, where
 from ..scores import apply_steps
 from .page_layout import fetch, fetch_joint_heads, page_shape
 from .page_scores import PageScores
-from .paged_mask import DraftTree, PagedOptions, QueryRows, chunk_start, has_bit, sees
+from .paged_mask import NO_KEY, DraftTree, PagedOptions, QueryRows, Spans, chunk_start, has_bit, sees
 
 __all__ = [
     "Batch",
@@ -43,7 +43,6 @@ __all__ = [
 # Key heads, and rows over all of them, up to which a CPU is faster with one block-diagonal product than per head.
 _JOINT_HEADS = 4
 _JOINT_ROWS = 32
-_NO_SLOT = np.int32(np.iinfo(np.int32).max)
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,7 @@ class PagedOperands(NamedTuple):
     of_score: ScoreArrays | None = None
     selected: jax.Array | None = None
     draft_tree: DraftTree | None = None
+    spans: Spans | None = None
 
 
 class KeyPlaces(NamedTuple):
@@ -178,6 +178,9 @@ class Tiles:
             assert rows.first_draft is not None
             number = at - rows.first_draft[..., None, None]
             seen = jnp.where(number >= 0, has_bit(rows.words, number), seen)
+        if rows.begin is not None:
+            assert rows.end is not None
+            seen |= (at >= rows.begin[..., None]) & (at < rows.end[..., None])
         return there & seen & (rows.slots >= 0)[..., None]
 
     def queries(self, batch: Batch, seq: jax.Array, row: jax.Array) -> QueryRows:
@@ -186,16 +189,21 @@ class Tiles:
         q_len = of(batch.q_lens)
         first = of(batch.kv_lens) - q_len
         slots = jnp.where(row < q_len[..., None], first[..., None] + row, -1)
-        tree = self.operands.draft_tree
+        tree, spans = self.operands.draft_tree, self.operands.spans
+        begin = end = None
+        if spans is not None:
+            token = of(batch.starts)[..., None] + jnp.minimum(row, jnp.maximum(q_len - 1, 0)[..., None])
+            begin, end = (x.at[token].get(mode="promise_in_bounds") for x in (spans.begin, spans.end))
+            begin, end = jnp.where(slots >= 0, begin, NO_KEY), jnp.where(slots >= 0, end, 0)
         if tree is None:
-            return QueryRows(slots, slots)
+            return QueryRows(slots, slots, begin=begin, end=end)
         drafts, used = tree.depth.shape[1], of(tree.used)
         index = seq[..., None], jnp.minimum(row, np.int32(drafts - 1))
         drafted = used[..., None] & (row < drafts)
         depth, words = (x.at[index].get(mode="promise_in_bounds") for x in (tree.depth, tree.words))
         positions = jnp.where(drafted & (slots >= 0), first[..., None] + depth, slots)
         words = jnp.where(drafted[..., None], words, 0)
-        return QueryRows(slots, positions, jnp.where(used, first, _NO_SLOT), words)
+        return QueryRows(slots, positions, jnp.where(used, first, NO_KEY), words, begin, end)
 
     def places(self, rows: QueryRows, keys: jax.Array, seq: jax.Array) -> KeyPlaces:
         """The positions of rows and keys, for a score: of a tree's tokens by their depth."""
@@ -208,8 +216,9 @@ class Tiles:
         depth = tree.depth.at[seq[..., None], number].get(mode="promise_in_bounds")
         return KeyPlaces(rows.positions, jnp.where(keys >= first, first + depth, keys))
 
-    def range_of(self, first: Any, last: Any, kv_len: Any) -> tuple[Any, Any]:
-        """(first page, one past the last page) that queries at positions first to last can see; pages as counted by the table."""
+    def range_of(self, first: Any, last: Any, kv_len: Any, least: Any = None, most: Any = None) -> tuple[Any, Any]:
+        """(first page, one past the last page) that queries at positions first to last can see, besides keys from `least` to
+        before `most` in spans; pages as counted by the table."""
         static = self.static
         begin = jnp.zeros_like(kv_len) if static.left is None else jnp.maximum(first - static.left, 0)
         end = jnp.minimum(kv_len, self.width * static.stride * self.page)
@@ -218,6 +227,10 @@ class Tiles:
         if static.chunk is not None:
             begin = jnp.maximum(begin, chunk_start(first, static.chunk))
             end = jnp.minimum(end, chunk_start(last, static.chunk) + np.int32(static.chunk))
+        if least is not None:
+            begin = jnp.minimum(begin, jnp.maximum(least, 0))
+        if most is not None:
+            end = jnp.maximum(end, jnp.minimum(most, jnp.minimum(kv_len, self.width * static.stride * self.page)))
         begin_page = lax.div(begin, np.int32(self.page))
         end_page = lax.div(jnp.maximum(end, 0) + np.int32(self.page - 1), np.int32(self.page))
         end_page = jnp.where(end > begin, end_page, begin_page)
@@ -228,7 +241,9 @@ class Tiles:
         first = queries.positions[0]
         if queries.words is not None:
             first = jnp.where(queries.slots >= 0, queries.positions, first).min()
-        return self.range_of(first, queries.slots.max(), kv_len)
+        if queries.begin is None or queries.end is None:
+            return self.range_of(first, queries.slots.max(), kv_len)
+        return self.range_of(first, queries.slots.max(), kv_len, queries.begin.min(), queries.end.max())
 
     def _own(self, page: jax.Array) -> jax.Array:
         """How many of a sequence's first pages are this shard's: its table's first page at or after `page`."""

@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .....errors import InputError, shown
 from ...varying import alike
-from ..paged import places
-from ..paged_checks import check_numbers, check_operands, check_tree, int32, options_of, refuse_gradient
-from ..paged_mask import packed_tree
+from ..paged import places, with_spans
+from ..paged_checks import check_numbers, check_operands, check_spans, check_tree, int32, options_of, refuse_gradient
+from ..paged_mask import NO_KEY, packed_tree
 from ..paged_step import PagedOperands, batch_of
 from .chunks import attend_chunks
 from .decode import decode
@@ -66,6 +66,8 @@ def paged_attention_tpu(
     interpret: bool | pltpu.InterpretParams = False,
     rows: PageArrays | None = None,
     draft_tree: Bool[Array, "sequences drafts drafts"] | None = None,
+    spans: Int[Array, "tokens 2"] | None = None,
+    prefix_lengths: Int[Array, " sequences"] | None = None,
 ) -> tuple[Array, Array, PageArrays | None]:
     """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads], the pages if `rows` were
     written, else None).
@@ -109,6 +111,7 @@ def paged_attention_tpu(
 
     check_operands(operands_of(*as_split), "split")
     check_tree(operands_of(*as_split), draft_tree)
+    check_spans(operands_of(*as_split), spans, prefix_lengths)
     value_row = key_pages.shape[-1] if value_pages is None else value_pages.shape[-1]
     geometry = replace(_geometry(layout, operands_of(*as_split)), key_row=key_pages.shape[-1], value_row=value_row)
     operands = operands_of(key_pages, value_pages, key_scale, value_scale)
@@ -122,7 +125,12 @@ def paged_attention_tpu(
         interpret=interpret,
         writes=rows is not None,
         drafts=0 if draft_tree is None else draft_tree.shape[-1],
+        spans=spans is not None or prefix_lengths is not None,
     )
+    if options.writes and options.spans:
+        raise InputError(
+            "rows are given beside spans, whose rows of one token the kernel doesn't write; write them before."
+        )
     if rows is not None:
         _check_rows(geometry, rows)
     options = chosen_sizes(geometry, options)
@@ -135,7 +143,7 @@ def paged_attention_tpu(
             batch = batch_of(operands)
             tree = packed_tree(options, jnp.asarray(draft_tree), batch.kv_lens - batch.q_lens)
             operands = operands._replace(draft_tree=tree)
-        return _attend(geometry, options, operands, rows)
+        return _attend(geometry, options, with_spans(operands, spans, prefix_lengths), rows)
 
 
 def _check_rows(geometry: Geometry, rows: PageArrays) -> None:
@@ -225,15 +233,17 @@ def _attend(
     heads_last = lambda has_output, x: has_output.reshape(-1, *[1] * (x.ndim - 1))  # noqa: E731
     pick = lambda x: x.at[seq].get(mode="promise_in_bounds")  # noqa: E731
 
-    several = several_rows(geometry, options.max_q_len)
-    words, count, listed = decode_items(
-        geometry, options, operands, batch, batch.q_lens == 1 if several else batch.q_lens > 0
-    )
+    several = several_rows(geometry, options)
+    alone, others = batch.q_lens == 1, batch.q_lens > 1
+    if operands.spans is not None:  # the kernel for chunks has the spans
+        has_span = operands.spans.least != NO_KEY
+        alone, others = alone & ~has_span, others | (alone & has_span)
+    words, count, listed = decode_items(geometry, options, operands, batch, alone if several else batch.q_lens > 0)
     output, lse, written = decode(geometry, options, arrays, words, count)
     arrays |= written  # the chunks' kernel reads the same memory
     has_output = real & (row == 0) & pick(listed)
     if several:
-        chunks = chunk_items(geometry, options, operands, batch, batch.q_lens > 1, seq, row)
+        chunks = chunk_items(geometry, options, operands, batch, others, seq, row)
         turned = lambda x: x if geometry.queries_first else x.transpose(1, 0, 2)  # noqa: E731
         packed = turned(arrays["query"].at[chunks.source].get(mode="promise_in_bounds"))
         of_chunks = arrays | {"query": packed} | ({} if chunks.numbers is None else {"numbers": chunks.numbers})

@@ -20,7 +20,7 @@ from ...precision import tile_product
 from ..paged_mask import chunk_start
 from .geometry import LANES, Geometry, Options
 from .pages import Pages, walk, whole_word
-from .row_numbers import SeenDrafts
+from .row_numbers import Lanes, Numbers
 from .run import call
 from .softmax import Columns, Sums, add, begin, finish, in_lanes, lane_chunks, live_keys, seen_keys, spread, weigh
 from .work_items import FIELDS, WorkItem, max_chunk_items, row_alignment
@@ -103,12 +103,11 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
                     row = lax.broadcasted_iota(jnp.int32, (*rows_shape, size), query_axis).reshape(rows, size)
                     wide = lambda x: jnp.broadcast_to(x, (rows, size))  # noqa: E731
                     there = wide(there.astype(jnp.int32)) == 1
-                    if options.drafts:
-                        drafts = SeenDrafts(geometry, options, refs["numbers"], size)
-                        seen = seen_keys(options, there, wide(place), item.position, drafts.offset())
-                        seen = there & drafts.among(seen, wide(place))
-                    else:
-                        seen = seen_keys(options, there, wide(place), item.position, row)
+                    numbers = Numbers(geometry, options, refs["numbers"], size) if Lanes.of(options) else None
+                    row = row if numbers is None else numbers.offset(row)
+                    seen = seen_keys(options, there, wide(place), item.position, row)
+                    if numbers is not None:
+                        seen = there & numbers.seen(seen, wide(place))
 
                 def of_head(head: Any) -> None:
                     query = refs["query_buffer"][half_of_query, heads_of(head)]
@@ -182,7 +181,7 @@ def attend_chunks(
 
     arrays: as decode's, the query packed; numbers of the work items' rows, if they need any.
     """
-    items, packed = max_chunk_items(geometry, options.queries_per_block)
+    items, packed = max_chunk_items(geometry, options)
     lse_rows = lane_chunks(geometry.group * options.queries_per_block)
     anywhere = pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
     scalars = {"words": words, "count": count.reshape(1), "table": arrays["table"]}

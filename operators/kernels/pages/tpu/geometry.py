@@ -148,6 +148,7 @@ class Options(PagedOptions):
     interpret: bool | pltpu.InterpretParams
     writes: bool = False  # whether rows of one token are written by the kernel
     drafts: int = 0  # in a tree of a sequence's tokens; 0 without
+    spans: bool = False  # whether rows see keys besides those of the mask
 
     @property
     def farthest(self) -> int:

@@ -42,7 +42,7 @@ def reasons_against(geometry: Geometry, options: Options) -> list[tuple[str, str
         )
         reasons.append(("pages_per_block", message, f"ask for at most {MAX_PAGES}, or larger pages"))
     align = row_alignment(geometry)
-    if several_rows(geometry, options.max_q_len) and options.queries_per_block % align:
+    if several_rows(geometry, options) and options.queries_per_block % align:
         message = f"queries_per_block={options.queries_per_block} isn't a multiple of {align}, the rows of a tile"
         reasons.append(("queries_per_block", message, f"ask for a multiple of {align}"))
     if options.drafts > MAX_DRAFTS:

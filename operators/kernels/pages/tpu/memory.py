@@ -28,15 +28,15 @@ ROOM = 1.1
 _PATHS = 4 / 3
 
 
-def several_rows(geometry: Geometry, max_q_len: int | None) -> bool:
-    """Whether a sequence may have several rows in a batch, which requires a second kernel."""
-    return geometry.tokens > 1 and max_q_len != 1
+def several_rows(geometry: Geometry, options: Options) -> bool:
+    """Whether a sequence may have several rows in a batch, or a row a span: they are the second kernel's."""
+    return options.spans or (geometry.tokens > 1 and options.max_q_len != 1)
 
 
 def vmem_parts(geometry: Geometry, options: Options, *, at_most: bool = False) -> dict[str, dict[str, int]]:
     """Each kernel of a call -> bytes of VMEM by what they hold. at_most: as if code paths shared nothing, to choose sizes by."""
     parts = {"attnops_paged_decode": _decode_parts(geometry, options)}
-    if several_rows(geometry, options.max_q_len):
+    if several_rows(geometry, options):
         parts["attnops_paged_chunks"] = _chunk_parts(geometry, options, 2 if at_most else _PATHS)
     return parts
 
@@ -45,8 +45,8 @@ def scalar_words(geometry: Geometry, options: Options) -> dict[str, dict[str, in
     """Each kernel of a call -> words of scalar memory by what they hold."""
     table = {"page table": geometry.sequences * geometry.width}
     words = {"attnops_paged_decode": table | {"units": geometry.sequences * FIELDS}}
-    if several_rows(geometry, options.max_q_len):
-        items, _ = max_chunk_items(geometry, options.queries_per_block)
+    if several_rows(geometry, options):
+        items, _ = max_chunk_items(geometry, options)
         words["attnops_paged_chunks"] = table | {"units": items * FIELDS}
     return words
 

@@ -12,7 +12,7 @@ from jax import lax
 from ..paged_mask import chunk_start
 from ..paged_step import Batch, PagedOperands
 from .geometry import Geometry, Options
-from .row_numbers import numbers_of_items
+from .row_numbers import numbers_of_items, of_rows
 
 __all__ = ["FIELDS", "FIRST_PAGE", "Chunks", "WorkItem", "chunk_items", "decode_items", "max_chunk_items"]
 
@@ -65,10 +65,10 @@ def decode_items(
     return words, count, listed
 
 
-def max_chunk_items(geometry: Geometry, block: int) -> tuple[int, int]:
-    """(work items, rows of the packed query) that chunks of two or more rows can make at most."""
-    tokens = geometry.tokens
-    chunks = max(1, min(geometry.sequences, tokens // 2))
+def max_chunk_items(geometry: Geometry, options: Options) -> tuple[int, int]:
+    """(work items, rows of the packed query) that chunks of two or more rows can make at most; with spans, of one or more."""
+    tokens, block = geometry.tokens, options.queries_per_block
+    chunks = max(1, min(geometry.sequences, tokens if options.spans else tokens // 2))
     align = row_alignment(geometry)
     items = max(1, min(tokens, tokens // block + chunks))
     return items, -(-(tokens + chunks * (align - 1)) // align) * align + block
@@ -92,7 +92,7 @@ def chunk_items(
 ) -> Chunks:
     """Units of the selected sequences; token_seq, token_row: for each row of the query, its sequence and its place there."""
     block, align = np.int32(options.queries_per_block), np.int32(row_alignment(geometry))
-    max_units, packed = max_chunk_items(geometry, options.queries_per_block)
+    max_units, packed = max_chunk_items(geometry, options)
     rows = batch.q_lens if options.max_q_len is None else jnp.minimum(batch.q_lens, np.int32(options.max_q_len))
     rows = jnp.where(selected, rows, 0)
     padded = lax.div(rows + (align - 1), align) * align
@@ -110,15 +110,19 @@ def chunk_items(
     last = position + jnp.minimum(of(rows) - at, block) - 1
     if (tree := operands.draft_tree) is not None:  # its rows are at any depth
         position = jnp.where(of(tree.used), begin, position)
-    first, end = _pages(geometry, options, position, last, keys)
+    spans = operands.spans
+    own = None if spans is None else of_rows(spans, of(batch.starts) + at, of(batch.starts) + of(rows), options)
+    least, most = (None, None) if own is None else (own[0].min(axis=1), own[1].max(axis=1))
+    first, end = _pages(geometry, options, position, last, keys, least, most)
     listed = (number < ends[-1]) & (end > first)
     all_keys = jnp.minimum(batch.kv_lens, np.int32(geometry.width * geometry.page))
     firsts = batch.kv_lens - batch.q_lens
-    sound = of(_sound(geometry, operands.page_table, _pages(geometry, options, firsts, firsts, all_keys)[0], all_keys))
+    first_page, _ = _pages(geometry, options, firsts, firsts, all_keys, None if spans is None else spans.least)
+    sound = of(_sound(geometry, operands.page_table, first_page, all_keys))
     words, count, place = _compact(listed, WorkItem(seq, of(starts) + at, position, first, end, keys, sound))
     numbers = None
-    if tree is not None:
-        numbers = numbers_of_items(options, tree, seq, at, begin, jnp.where(listed, place, np.int32(max_units)))
+    if tree is not None or own is not None:
+        numbers = numbers_of_items(options, tree, own, seq, at, begin, jnp.where(listed, place, np.int32(max_units)))
 
     pick = lambda x: x.at[token_seq].get(mode="promise_in_bounds")  # noqa: E731
     mine = pick(selected) & (token_row < pick(rows)) & (token_row >= 0)
@@ -140,15 +144,26 @@ def chunk_items(
 
 
 def _pages(
-    geometry: Geometry, options: Options, first: jax.Array, last: jax.Array, keys: jax.Array
+    geometry: Geometry,
+    options: Options,
+    first: jax.Array,
+    last: jax.Array,
+    keys: jax.Array,
+    least: jax.Array | None = None,
+    most: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(first page, one past the last) that rows at the positions first to last see."""
+    """(first page, one past the last) that rows at the positions first to last see, besides keys from `least` to before
+    `most`."""
     page = np.int32(geometry.page)
     begin = jnp.zeros_like(keys) if options.left is None else jnp.maximum(first - np.int32(options.left), 0)
     end = keys if options.reach is None else jnp.minimum(keys, last + np.int32(options.reach + 1))
     if options.chunk is not None:
         begin = jnp.maximum(begin, chunk_start(first, options.chunk))
         end = jnp.minimum(end, chunk_start(last, options.chunk) + np.int32(options.chunk))
+    if least is not None:
+        begin = jnp.minimum(begin, jnp.maximum(least, 0))
+    if most is not None:
+        end = jnp.maximum(end, jnp.minimum(most, keys))
     end = jnp.where(last >= 0, end, 0)  # a row before the first key sees nothing
     begin_page, end_page = lax.div(begin, page), lax.div(jnp.maximum(end, 0) + (page - 1), page)
     return begin_page, jnp.where(end > begin, end_page, begin_page)
