@@ -110,6 +110,11 @@ NOTES = _kinds(
     ("latent.sent_keys", "latent",
      "keys and values are sent as {form} ones: {sent:bytes} per device in the forward pass; {other} ones would be "
      "{other_sent:bytes}"),
+    ("latent.query", "latent.fold_query",
+     "queries are made of their latents: the projections of queries and keys are {how}, {chosen}; {other} they would cost "
+     "{ratio:.3g} times as much"),
+    ("latent.query_not_folded", "latent.fold_query",
+     "fold_query has no effect in the expanded form, whose queries are made by one product"),
     ("score.bias_bytes", "score", "the score {score} becomes a bias of shape {shape}, {size:bytes} per device"),
     # -- mesh
     ("mesh.context", "mesh", "the mesh of the context is in force: {context}, declared {declared}"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, StrictBool, model_validator
 
 from ..planning.cache.kv_cache import KVCache
 from ..planning.unset_fields import UnsetFieldsModel
@@ -19,6 +19,10 @@ FORMS: tuple[Form, ...] = ("expanded", "absorbed")
 class LatentDims(UnsetFieldsModel):
     """The sizes of a latent attention. form: 'expanded' makes keys and values for each head, 'absorbed' attends to the latents;
     if unset, the plan chooses. Source: DeepSeek-AI, "DeepSeek-V2" (2024).
+
+    query_latent_dim: queries are made of latents of their own, of this size. rope_pairs: which numbers of a query rotate
+    together, i and i + rope_dim / 2 ('halves', the default) or 2i and 2i + 1 ('interleaved'). fold_query: whether the absorbed
+    form multiplies the projections of queries and keys with each other first; if unset, the plan chooses.
     """
 
     model_config = ConfigDict(title="latent")
@@ -29,6 +33,23 @@ class LatentDims(UnsetFieldsModel):
     value_dim: Size
     latent_dim: Size
     form: Form | None = None
+    query_latent_dim: Size | None = None
+    rope_pairs: Literal["halves", "interleaved"] | None = None
+    fold_query: StrictBool | None = None
+
+    @model_validator(mode="after")
+    def _queries(self) -> Self:
+        if self.query_latent_dim is None:
+            for name in ("rope_pairs", "fold_query"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is declared without query_latent_dim, whose queries it is about")
+        elif self.rope_dim % 2:
+            raise ValueError(
+                f"rope_dim={self.rope_dim} with query_latent_dim; wanted an even size, as numbers rotate in pairs"
+            )
+        if self.fold_query is not None and self.form == "expanded":
+            raise ValueError("fold_query with form='expanded', whose queries are made by one product; leave it out")
+        return self
 
     @property
     def head_dim(self) -> int:

@@ -11,7 +11,17 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ..operators import Operation
-from ..operators.latent import LATENT, Choice, LatentAttention, LatentPlan, form_notes, projection_needs
+from ..operators.latent import (
+    LATENT,
+    Choice,
+    LatentAttention,
+    LatentPlan,
+    dim_sizes,
+    form_notes,
+    names_of,
+    projection_flops,
+    projection_needs,
+)
 from ..planning.traffic import Traffic
 from ..registry.latent_dims import LatentDims
 from .call import PlannedCall
@@ -39,6 +49,8 @@ class PlannedLatent(PlannedCall):
         dims = self.latent.dims.model_dump() | {"form": self.latent.form}
         attend = LatentAttention(self.operation.name, **dims, metadata=self.operation.metadata)
         rest = {name: x for name, x in self.arguments.items() if name not in _INSIDE}
+        if self.latent.dims.query_latent_dim is not None:
+            rest |= {"q_nope": None, "q_rope": None}
         specs, placement = self.latent.specs, self.call.placement
 
         def spec_of(name: str, shape: tuple[int, ...]) -> PartitionSpec:
@@ -52,8 +64,8 @@ class PlannedLatent(PlannedCall):
         if counted is not None and not loops:
             return counts
         problem, dims = self.call.problem, self.latent.dims
-        rows = problem.q_len if self.latent.form == "absorbed" else problem.kv_len
-        products = 2 * problem.batch * rows * dims.heads * dims.latent_dim * (dims.nope_dim + dims.value_dim)
+        tokens, keys = problem.batch * problem.q_len, problem.batch * problem.kv_len
+        products = projection_flops(dims, self.latent.form, self.latent.choice.folded, tokens, keys, dims.heads)
         of_device = products * (3 if "backward" in name else 1) / problem.devices
         return counts._replace(flops=counts.flops + of_device)
 
@@ -64,11 +76,9 @@ class PlannedLatent(PlannedCall):
 
     def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         problem, dims = self.call.problem, self.latent.dims
-        sizes = {"batch": problem.batch, "q_len": problem.q_len, "kv_len": problem.kv_len}
-        sizes |= {name: getattr(dims, name) for name in ("heads", "nope_dim", "rope_dim", "value_dim", "latent_dim")}
-        dtypes = dict.fromkeys(LATENT.names, problem.key_dtype) | dict.fromkeys(
-            ("q_nope", "q_rope"), problem.input_dtype
-        )
+        sizes = dim_sizes(dims) | {"batch": problem.batch, "q_len": problem.q_len, "kv_len": problem.kv_len}
+        queries = {"q_nope", "q_rope", "query_latent", "q_cos", "q_sin"}
+        dtypes = {name: problem.input_dtype if name in queries else problem.key_dtype for name in names_of(dims)}
         return {
             name: jax.ShapeDtypeStruct(LATENT[name].shape(sizes, problem.layout), jnp.dtype(dtype))
             for name, dtype in dtypes.items()

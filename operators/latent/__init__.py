@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .latent_attention import LatentAttention
-from .latent_operands import LATENT
+from .latent_operands import LATENT, dim_sizes, names_of
 from .latent_plan import LatentPlan
 from .latent_traffic import form_notes, projection_needs
-from .work import Choice, FormWork, choose_form, form_note
+from .work import Choice, FormWork, choose_form, form_note, projection_flops
 
 __all__ = [
     "LATENT",
@@ -15,7 +15,10 @@ __all__ = [
     "LatentAttention",
     "LatentPlan",
     "choose_form",
+    "dim_sizes",
     "form_note",
     "form_notes",
+    "names_of",
+    "projection_flops",
     "projection_needs",
 ]

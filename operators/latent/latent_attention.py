@@ -11,7 +11,7 @@ import jax
 
 from ...errors import ConfigError
 from ...planning import Plan
-from ...planning.call_arguments import CallArguments, CallArray
+from ...planning.call_arguments import CallArray
 from ...registry.declaration import Declaration
 from ...registry.latent_dims import Form, LatentDims
 from ...registry.step_declaration import StepDeclaration
@@ -20,16 +20,16 @@ from ..api.attention import Attention
 from ..api.attention_keywords import is_operation_name
 from ..call.output import AttentionOutput
 from .forms import absorbed_inputs, absorbed_output, expanded_inputs
-from .latent_operands import LATENT, check_arrays
+from .latent_operands import LatentArguments, LatentStepArguments, check_arrays, taken
 from .latent_plan import LatentPlan
-from .latent_step import check_cache, noted, step_inputs, step_shapes
+from .latent_query import absorbed, expanded
+from .latent_step import check_cache, noted, query_of_step, step_inputs, step_shapes
 from .latent_traffic import form_notes
-from .work import choose_form
+from .work import QueryChoice, choose_form
 
 if TYPE_CHECKING:
     from ...planning.cache.kv_cache import KVCache
     from ...planning.paged.paged_plan import PagedPlan
-    from ..paged.step_arguments import StepArguments
     from ..paged.step_output import StepOutput
     from ..paged_cache.batch import RaggedBatch
     from ..paged_cache.state import CacheState
@@ -65,13 +65,13 @@ class LatentAttention:
     @overload
     def __call__(
         self,
-        q_nope: jax.Array,
-        q_rope: jax.Array,
+        q_nope: jax.Array | None,
+        q_rope: jax.Array | None,
         latent: jax.Array,
         rope_key: jax.Array,
         w_uk: jax.Array,
         w_uv: jax.Array,
-        **call: Unpack[CallArguments],
+        **call: Unpack[LatentArguments],
     ) -> AttentionOutput: ...
 
     @overload
@@ -87,7 +87,7 @@ class LatentAttention:
         state: CacheState,
         layer: int,
         batch: RaggedBatch,
-        **call: Unpack[StepArguments],
+        **call: Unpack[LatentStepArguments],
     ) -> StepOutput: ...
 
     def __call__(
@@ -104,25 +104,32 @@ class LatentAttention:
         kv, latent_dim], rope_key [batch, kv, rope_dim], w_uk [latent_dim, heads, nope_dim], w_uv [latent_dim, heads,
         value_dim]; output [batch, q, heads, value_dim]. In packed layouts no array has a batch. Rotary positions are applied.
 
+        If query_latent_dim is declared, q_nope and q_rope are None, and queries are made of query_latent [batch, q,
+        query_latent_dim] and w_uq [query_latent_dim, heads, nope_dim + rope_dim], whose rotary part is rotated by q_cos and q_sin
+        [batch or 1, q, rope_dim / 2]: the cosine and sine of each pair's angle.
+
         call: what Attention takes. softmax_scale is (nope_dim + rope_dim)^-0.5 by default, in both forms. The output's plan is
         that of the attention inside, with a note on the form. Over pages: tokens as in a packed layout, with state=, layer= and
         batch=; latents and rotary keys are written, None with update='none'. Errors: InputError for other shapes; those of
         Attention.
         """
-        arrays = dict(zip(LATENT.names, (q_nope, q_rope, latent, rope_key, w_uk, w_uv), strict=True))
+        arrays, call = taken(self.dims, (q_nope, q_rope, latent, rope_key, w_uk, w_uv), call)
         layout, options = self._options(call)
         if self._in_pages:
             check_cache(self.dims, getattr(options.get("state"), "cache", None), options.get("layer"))
-            stepped = self.attention(*step_inputs(self.dims, arrays), None, **options)
+            choice = None if self.dims.query_latent_dim is None else self._query_of_step(arrays, options)
+            stepped = self.attention(*step_inputs(self.dims, arrays, choice), None, **options)
             attended = stepped.attention_outputs
             assert stepped.plan is not None  # the call itself sets it
             attended = None if attended is None else absorbed_output(attended, w_uv, layout="thd")
             return replace(stepped, attention_outputs=attended, plan=noted(self.dims, stepped.plan))
         decided = self._plan(arrays, layout, options)
         if decided.form == "expanded":
-            inner = expanded_inputs(*arrays.values(), layout=layout)
+            key_arrays = (arrays[name] for name in ("latent", "rope_key", "w_uk", "w_uv"))
+            inner = expanded_inputs(*expanded(self.dims, arrays, layout), *key_arrays, layout=layout)
         else:
-            inner = absorbed_inputs(q_nope, q_rope, latent, rope_key, w_uk, layout=layout)
+            query = absorbed(self.dims, arrays, layout, decided.choice.folded)
+            inner = absorbed_inputs(query, latent, rope_key, layout=layout)
         output = self.attention(*inner, **options)
         attended = output.attention_outputs
         if decided.form == "absorbed":
@@ -132,13 +139,13 @@ class LatentAttention:
     @overload
     def plan(
         self,
-        q_nope: CallArray,
-        q_rope: CallArray,
+        q_nope: CallArray | None,
+        q_rope: CallArray | None,
         latent: CallArray,
         rope_key: CallArray,
         w_uk: CallArray,
         w_uv: CallArray,
-        **call: Unpack[CallArguments],
+        **call: Unpack[LatentArguments],
     ) -> LatentPlan: ...
 
     @overload
@@ -154,7 +161,7 @@ class LatentAttention:
         cache: KVCache | CacheState,
         layer: int | None = None,
         batch: RaggedBatch | None = None,
-        **call: Unpack[StepArguments],
+        **call: Unpack[LatentStepArguments],
     ) -> PagedPlan: ...
 
     def plan(
@@ -169,7 +176,7 @@ class LatentAttention:
     ) -> Any:
         """The LatentPlan of the same call, from arrays or ShapeDtypeStructs; nothing runs. Over pages: the PagedPlan of the step
         inside, of cache= in place of a state; default: the file's."""
-        arrays = dict(zip(LATENT.names, (q_nope, q_rope, latent, rope_key, w_uk, w_uv), strict=True))
+        arrays, call = taken(self.dims, (q_nope, q_rope, latent, rope_key, w_uk, w_uv), call)
         layout, options = self._options(call)
         if self._in_pages:
             cache = options.get("cache", self.attention.declaration.cache)
@@ -185,6 +192,12 @@ class LatentAttention:
         if all(scale is None for scale in scales):
             options["softmax_scale"] = self.dims.softmax_scale
         return layout, options
+
+    def _query_of_step(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> QueryChoice | None:
+        cache: Any = options.get("state")
+        declared = {name: x for name, x in options.items() if name not in ("state", "batch")}
+        query, key = step_shapes(self.dims, arrays)
+        return query_of_step(self.dims, self.attention.plan(query, key, None, cache=cache, **declared))
 
     def _plan(self, arrays: Mapping[str, Any], layout: str, options: Mapping[str, Any]) -> LatentPlan:
         sizes = check_arrays(self.dims, arrays, layout)
@@ -239,7 +252,8 @@ def _inner_shapes(
     of_query = {"b": sizes["batch"], "t": sizes["q_len"], "h": dims.heads, "d": head_dim}
     of_key = of_query | {"t": sizes["kv_len"], "h": kv_heads}
     shapes = (of_query, of_key, of_key | {"d": value_dim})
-    dtypes = (arrays["q_nope"].dtype, arrays["latent"].dtype, arrays["latent"].dtype)
+    query = arrays["q_nope" if dims.query_latent_dim is None else "query_latent"]
+    dtypes = (query.dtype, arrays["latent"].dtype, arrays["latent"].dtype)
     return tuple(
         jax.ShapeDtypeStruct(tuple(shape[letter] for letter in layout), dtype)
         for shape, dtype in zip(shapes, dtypes, strict=True)

@@ -13,7 +13,7 @@ from ...planning import Plan
 from ...planning.text import spec_text
 from ...registry.latent_dims import Form, LatentDims
 from ...sharding.mesh import AnyMesh
-from .latent_operands import LATENT
+from .latent_operands import LATENT, names_of
 from .work import Choice
 
 __all__ = ["LatentPlan"]
@@ -55,8 +55,8 @@ class LatentPlan:
         axes = {"batch": query.get("b"), "q_len": query.get("t"), "heads": query.get("h"), "kv_len": key.get("t")}
         return MappingProxyType(
             {
-                name: PartitionSpec(*(axes.get(dim) for dim in LATENT[name].dims_in(problem.layout)))
-                for name in LATENT.names
+                name: PartitionSpec(*(axes.get(dim) for dim in LATENT[name].split_dims(problem.layout)))
+                for name in names_of(self.dims)
             }
         )
 
@@ -76,6 +76,13 @@ class LatentPlan:
                 f"  {form}: {work.flops / 1e9:.3g} GFLOP, {work.moved_bytes / 2**20:.3g} MiB moved; "
                 f"keys and values of a token take {work.cached_bytes} bytes"
             )
+        if (query := self.choice.query) is not None and self.form == "absorbed":
+            how = "multiplied first" if query.folded else "applied in turn"
+            work = query.work[query.folded]
+            lines.append(
+                f"  projections of queries and keys are {how}: {work.flops / 1e9:.3g} GFLOP; the other way would cost "
+                f"{query.ratio:.3g} times as much"
+            )
         lines.append(f"  compared at {self.choice.operations_per_byte:.3g} operations per byte")
         lines += (
             [f"  {name}: {spec_text(spec)}" for name, spec in self.specs.items()] if self.inner.problem.mesh else []
@@ -93,6 +100,7 @@ class LatentPlan:
             "ratio": self.choice.ratio,
             "operations_per_byte": self.choice.operations_per_byte,
             "work": {form: vars(work) for form, work in self.choice.work.items()},
+            "fold_query": self.choice.folded,
             "dims": self.dims.model_dump(),
             "specs": {name: spec_text(spec) for name, spec in self.specs.items()},
             "attention": self.inner.to_dict(),

@@ -105,6 +105,29 @@ def test_what_is_sent(strategy: str, form: str, mesh: str, forward: dict[str, in
     assert all(not made.differences for made in report.passes)
 
 
+QUERY = 24
+
+
+@pytest.mark.parametrize(
+    ("form", "fold", "weights", "parts"),
+    [
+        # All of w_uk, w_uv and w_uq.
+        ("expanded", None, LATENT_DIM * (NOPE + VALUE) + QUERY * (NOPE + ROPE), 1),
+        pytest.param("absorbed", False, LATENT_DIM * (NOPE + VALUE) + QUERY * (NOPE + ROPE), 1, marks=pytest.mark.slow),
+        # w_uv, w_uq's rotary part, and the weight that multiplies query latents.
+        ("absorbed", True, LATENT_DIM * VALUE + QUERY * (LATENT_DIM + ROPE), 2),
+    ],
+)
+def test_what_queries_that_are_made_of_latents_send(form: str, fold: bool | None, weights: int, parts: int) -> None:
+    """Gradients of weights over two devices with other tokens; those of all latents over two with other heads."""
+    latent = SMALL | {"query_latent_dim": QUERY} | ({} if fold is None else {"fold_query": fold})
+    report = _verified(_file(form, "gather", latent), "fsdp=2,tp=2")
+    of_weights = 2 * 4 * HEADS // 2 * weights // 2
+    of_queries = 2 * 4 * BATCH // 2 * LENGTH * QUERY * parts // 2
+    assert _sent(report) == [{}, {"all-reduce": of_weights + _latents(BATCH // 2 * LENGTH, 2, 2) + of_queries}]
+    assert all(not made.differences for made in report.passes)
+
+
 @pytest.mark.parametrize(
     ("form", "mesh", "refused"),
     [
@@ -124,7 +147,7 @@ def test_ulysses_splits_the_heads_of_the_form(form: str, mesh: dict[str, int], r
 
 def _shapes() -> list[Any]:
     sizes = SMALL | {"batch": BATCH, "q_len": LENGTH, "kv_len": LENGTH}
-    return [jax.ShapeDtypeStruct(row.shape(sizes, "bthd"), "float32") for row in LATENT]
+    return [jax.ShapeDtypeStruct(row.shape(sizes, "bthd"), "float32") for row in LATENT.required]
 
 
 @pytest.mark.parametrize(
