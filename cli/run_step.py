@@ -93,6 +93,9 @@ def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], ragged: 
     cache, problem = plan.cache.cache, plan.problem
     after = jax.tree.map(np.asarray, output.state.layers[0])
     key, value = _split(cache, after)
+    key_scale = after.key_scale
+    if cache.rope_size:  # whole keys, of which a part has no scale
+        key, key_scale = _with_rope(cache, after, key), None
     mask = page_mask(problem.mask)
     assert mask is not None
     query = np.asarray(jnp.asarray(arrays["query"], problem.runtime_dtype), np.float64)
@@ -104,7 +107,7 @@ def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], ragged: 
         tokens = slice(n * problem.local_tokens, (n + 1) * problem.local_tokens)
         batch = ragged if ragged.shards is None else jax.tree.map(lambda x, n=n: np.asarray(x)[n], ragged)
         of_values = "key_scale" if cache.values_in_keys else "value_scale"
-        held = {"key_scale": after.key_scale, "value_scale": getattr(after, of_values)}
+        held = {"key_scale": key_scale, "value_scale": getattr(after, of_values)}
         scales = {name: _of_shard(cache, scale, shard) for name, scale in held.items()}
         want = paged_reference(
             query[tokens],
@@ -140,7 +143,15 @@ def _stored_table(batch: RaggedBatch, pages: int) -> np.ndarray:
 def _split(cache: CacheFields, pages: LayerPages) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values [pages, page, kv_heads, dim] from any layout."""
     key, value = (None if x is None else np.asarray(x) for x in (pages.key, pages.value))
-    return LAYOUTS[cache.layout].separate(key, value, cache.head_dim, cache.value_size)
+    return LAYOUTS[cache.layout].separate(key, value, cache.key_size, cache.value_size)
+
+
+def _with_rope(cache: CacheFields, pages: LayerPages, latents: np.ndarray) -> np.ndarray:
+    """Keys in float64: latents [pages, page, kv_heads, dim] times their scale, and the rotary keys beside them."""
+    scale = np.asarray(pages.key_scale, np.float64)
+    by_token = scale.swapaxes(1, 2)[..., None] if scale.ndim == 3 else scale.reshape(-1, 1)
+    rope = np.asarray(pages.rope).swapaxes(1, 2)[..., : cache.rope_size]
+    return np.concatenate([latents.astype(np.float64) * by_token, rope.astype(np.float64)], -1)
 
 
 def _of_shard(cache: CacheFields, scale: Any, shard: slice) -> Any:

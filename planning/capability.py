@@ -46,6 +46,7 @@ FEATURES: Mapping[str, str] = {
     "gqa": "fewer kv heads than query heads",
     "value_dim": "a value head dim other than the query's",
     "latent_values": "values that are the first numbers of their keys, in pages of latents",
+    "rope_dtype": "rotary keys that aren't quantised, beside quantised latents",
     "quantized_kv": "int8 or fp8 keys and values, with scales",
 }
 ALL_FEATURES = frozenset(FEATURES)

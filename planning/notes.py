@@ -241,6 +241,9 @@ NOTES = _kinds(
     # -- a declared cache
     ("cache.repeated_heads", "kv_heads",
      "{kv_heads} kv heads are split {ways} ways: each is stored {times} times, in {stored} heads"),
+    ("cache.rope_apart", "rope_dtype",
+     "rotary keys are stored in {dtype}, in an array of their own: a token and layer take {latent} bytes of latent and {rope} of "
+     "rotary key, against {whole} with both quantised"),
     ("cache.repeated_latents", "kv_head_axis",
      "latents have no heads, so {axes} repeats them {times} times: {size:bytes} of pages per device; as pages_axis (the "
      "batch) or page_sequence_axis (each sequence's pages) it would split them to {split:bytes}"),

@@ -111,7 +111,7 @@ class LocalStep:
 
     def _stored(self) -> dict[str, tuple[tuple[int, ...], Any]]:
         streams = self.geometry.streams()
-        return {n: ((self.geometry.pages, *s), d) for n, (s, d) in streams.items() if n in ("key", "value")}
+        return {n: ((self.geometry.pages, *s), d) for n, (s, d) in streams.items() if n in ("key", "value", "rope")}
 
     def _scales(self) -> dict[str, tuple[int, ...]]:
         geometry, shapes = self.geometry, {}

@@ -109,6 +109,7 @@ def describe_step(
         "gqa": heads != cache.kv_heads,
         "value_dim": cache.value_size != cache.head_dim and not cache.values_in_keys,
         "latent_values": cache.values_in_keys,
+        "rope_dtype": cache.rope_size > 0,
         "quantized_kv": cache.quantised is not None,
     }
     table = operation.operands

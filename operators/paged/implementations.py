@@ -21,7 +21,7 @@ __all__ = ["PAGES_ON_TPU", "PAGES_ON_XLA", "PagedImplementation"]
 
 _FEATURES = frozenset({
     "causal", "sliding_window", "chunked", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "latent_values",
-    "quantized_kv", "draft_tree", "spans", "prefix_lengths",
+    "quantized_kv", "draft_tree", "spans", "prefix_lengths", "rope_dtype",
 })  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -113,7 +115,12 @@ def on_tpu(call: PagedCall) -> Attended:
     return Attended(output, lse, None if after is None else LayerPages(*after))
 
 
-_FIELDS = {"dtype": "runtime_dtype", "page_table_smem": "max_length", "page_rows": "cache.layout"}
+_FIELDS = {
+    "dtype": "runtime_dtype",
+    "page_table_smem": "max_length",
+    "page_rows": "cache.layout",
+    "rope_dtype": "cache.rope_dtype",
+}
 
 
 def _sentence(hint: str) -> str:
@@ -130,6 +137,11 @@ def _geometry(problem: PagedProblem) -> Geometry:
     rows = cache.pages_shape(1, kv_heads, problem.head_dim)[-1], cache.pages_shape(1, kv_heads, problem.value_dim)[-1]
     scale = None if cache.quantised is None else {"tensor": 0, "head": 1, "token_head": 3}[cache.quantised.scale]
     stored = np.dtype(jax.numpy.dtype(cache.stored_dtype))
+    rope: dict[str, Any] = {}
+    if cache.rope_size:
+        rows = (cache.pages_shape(1, kv_heads, cache.key_size)[-1],) * 2
+        rope["rope_row"] = cache.pages_shape(1, kv_heads, cache.rope_size)[-1]
+        rope["rope_dtype"] = np.dtype(jax.numpy.dtype(cache.rope_dtype))
     return Geometry(
         layout=LAYOUTS[cache.layout].kernel,  # type: ignore[arg-type]
         tokens=problem.local_tokens,
@@ -148,6 +160,7 @@ def _geometry(problem: PagedProblem) -> Geometry:
         value_dtype=stored,
         key_scale=scale,
         value_scale=scale,
+        **rope,
     )
 
 

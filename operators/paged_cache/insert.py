@@ -110,8 +110,9 @@ def write(
             pages.value is not None,
             *(
                 x is not None and cache.quantised is not None and cache.quantised.scale == "token_head"
-                for x in pages[2:]
+                for x in pages[2:4]
             ),
+            pages.rope is not None,
         )
         rows = PartitionSpec(token_axes or None, heads or None)
         return stored, LayerPages(rows, *(rows if has_rows else None for has_rows in by_token))  # type: ignore[arg-type]

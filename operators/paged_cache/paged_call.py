@@ -75,6 +75,7 @@ class PagedCall(NamedTuple):
         return {
             "key_pages": pages.key,
             "value_pages": pages.value,
+            "rope_pages": pages.rope,
             "key_scale": pages.key_scale,
             "value_scale": pages.value_scale,
             "cu_q_lens": batch.cu_q_lens,

@@ -37,12 +37,14 @@ __all__ = [
 class LayerPages(NamedTuple):
     """One layer's pages, in the cache's layout; the shapes here are those of layout split. If a layout joins keys and
     values, `key` has both and `value` is None. Scales are None, [] (per tensor), [kv_heads], or [pages, page, kv_heads].
+    rope: the rotary keys beside quantised latents, which aren't quantised; `key` has the latents alone then.
     """
 
     key: Num[Array, "pages page kv_heads head_dim"]
     value: Num[Array, "pages page kv_heads value_dim"] | None
     key_scale: Float[Array, ...] | None = None
     value_scale: Float[Array, ...] | None = None
+    rope: Float[Array, "pages kv_heads page rope_dim"] | None = None
 
 
 @exported(
@@ -187,6 +189,7 @@ def init(
                 zeros(of_group, "value_pages"),
                 scale(of_group, "key", layer),
                 scale(of_group, "value", layer),
+                zeros(of_group, "rope_pages"),
             )
         )
     return CacheState(tuple(layers), cache, plan.sequence_shards)
@@ -241,7 +244,7 @@ def step_specs(plan: CachePlan) -> tuple[PartitionSpec, LayerPages, RaggedBatch]
 
 def _names(plan: CachePlan) -> tuple[str, ...]:
     """The names of a layer's arrays, in the order of LayerPages."""
-    return plan.pages_array.name, "value_pages", "key_scale", "value_scale"
+    return plan.pages_array.name, "value_pages", "key_scale", "value_scale", "rope_pages"
 
 
 def _is_spec(x: object) -> bool:

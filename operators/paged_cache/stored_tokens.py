@@ -31,6 +31,11 @@ def check_token_scale(cache: KVCache, name: str, tokens: Any, scale: Any) -> Non
     """
     quantised, dtype = cache.quantised, jnp.dtype(tokens.dtype)
     comes_quantised = quantised is not None and dtype == jnp.dtype(quantised.dtype)
+    if comes_quantised and cache.rope_size:
+        raise InputTypeError(
+            f"{name} is {dtype}, but the cache stores rotary keys in {cache.rope_dtype}, apart from their latents; pass it as "
+            f"{cache.dtype}, to be quantised here."
+        )
     if dtype != jnp.dtype(cache.dtype) and not comes_quantised:
         or_stored = "" if quantised is None else f" and stores {quantised.dtype}"
         raise InputTypeError(
@@ -91,12 +96,17 @@ def as_stored(
             return quantised_tokens(tokens, cache.quantised.dtype, fixed)[0], None
         return quantised_tokens(tokens, cache.quantised.dtype)
 
+    form, rope = LAYOUTS[cache.layout], None
+    if cache.rope_size:
+        key = jnp.asarray(key)
+        rope = jnp.repeat(key[..., cache.key_size :].astype(cache.rope_dtype), kv_heads // key.shape[1], axis=1)
+        key, rope = key[..., : cache.key_size], form.joined(rope, None)
     key, key_scale = stored(key, pages.key_scale, key_scale)
     if cache.values_in_keys:
-        return LayerPages(LAYOUTS[cache.layout].joined(key, None), None, key_scale)
+        return LayerPages(form.joined(key, None), None, key_scale, None, rope)
     value, value_scale = stored(value, pages.value_scale, value_scale)
     if pages.value is None:
-        return LayerPages(LAYOUTS[cache.layout].joined(key, value), None, key_scale, value_scale)
+        return LayerPages(form.joined(key, value), None, key_scale, value_scale)
     return LayerPages(key, value, key_scale, value_scale)
 
 

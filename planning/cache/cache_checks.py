@@ -32,6 +32,18 @@ def _kind(cache: Any) -> str | None:
     return None
 
 
+def _rope(cache: Any) -> str | None:
+    if cache.rope_dtype is None:
+        return None
+    latent = cache.kind == "latent" or any(group.kind == "latent" for group in cache.groups)
+    if cache.quantised is None or not latent:
+        return (
+            f"rope_dtype={shown(cache.rope_dtype)} with kind={shown(cache.kind)} and "
+            f"quantised={shown(cache.quantised)}; wanted kind 'latent' and quantised, beside whose latents rotary keys are stored"
+        )
+    return None
+
+
 def _groups(cache: Any) -> str | None:
     return groups_problem(cache.groups)
 
@@ -71,4 +83,4 @@ def _axes(cache: Any) -> str | None:
     return None
 
 
-CHECKS: tuple[Callable[[Any], str | None], ...] = (_kind, _groups, _size, _dims, _axes)
+CHECKS: tuple[Callable[[Any], str | None], ...] = (_kind, _rope, _groups, _size, _dims, _axes)

@@ -79,6 +79,12 @@ class CacheFields(UnsetFieldsModel):
     value_dim: Annotated[_Size | None, Field(description="Head dimension of values; null: head_dim.")] = None
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     quantised: QuantisedPages | None = None
+    rope_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        Field(
+            description="Dtype of rotary keys beside quantised latents, which aren't quantised then; null: that of the latents."
+        ),
+    ] = None
     page_size: Annotated[_Size, Field(description="Tokens per page.")] = 16
     pages: Annotated[_Size | None, Field(description="Pages of the whole cache; or use bytes_per_device.")] = None
     bytes_per_device: Annotated[
@@ -212,12 +218,23 @@ class CacheFields(UnsetFieldsModel):
         return self.head_dim + (0 if self.values_in_keys else self.value_size)
 
     @property
+    def rope_size(self) -> int:
+        """Numbers of a key that pages store apart, in rope_dtype: the rotary part beside quantised latents; 0 for none."""
+        apart = self.rope_dtype is not None and self.quantised is not None and self.values_in_keys
+        return self.head_dim - self.value_size if apart else 0
+
+    @property
+    def key_size(self) -> int:
+        """Numbers of a key in the pages of keys."""
+        return self.head_dim - self.rope_size
+
+    @property
     def stored_dtype(self) -> str:
         """The dtype of the pages."""
         return self.dtype if self.quantised is None else self.quantised.dtype
 
     def pages_shape(self, pages: int, heads: int, dim: int) -> tuple[int, ...]:
-        """The shape of an array of pages: of keys, of values, or of both if the layout joins them."""
+        """The shape of an array of pages: of keys, of values, of both if the layout joins them, or of rotary keys."""
         both = self.head_dim, self.value_size
         return LAYOUTS[self.layout].array_shape(ArraySize(pages, self.page_size, heads, dim, both, self.pack))
 
@@ -251,6 +268,8 @@ def _part(cache: _Cache, group: int, pages: int) -> _Cache:
     left_out = {"bytes_per_device", "pages"}
     if own.get("kind", cache.kind) != cache.kind:  # then these follow from the kind, or are the group's own
         left_out |= {"kv_heads", "layout", "value_dim"}
+    if own.get("kind", cache.kind) != "latent":
+        left_out |= {"rope_dtype"}
     fields = {name: value for name, value in cache.to_dict().items() if name not in left_out}
     return type(cache).from_dict(fields | own | {"layers": [group_fields], "pages": pages})
 

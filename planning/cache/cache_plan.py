@@ -95,7 +95,7 @@ class CachePlan(CacheNumbers):
 
 
 _PER = {"tensor": "tensor", "head": "head", "token_head": "token and head"}
-_PAGES = ("key_pages", "value_pages", "kv_pages")
+_PAGES = ("key_pages", "value_pages", "kv_pages", "rope_pages")
 _BATCH = ("page_table", "cu_q_lens", "kv_lens", "num_seqs")
 
 
@@ -108,6 +108,7 @@ def _geometry_text(cache: CacheFields) -> str:
         heads = f"{cache.kv_heads} kv heads of {dims}"
     quantised = cache.quantised
     stored = "" if quantised is None else f" in {quantised.dtype} (a scale per {_PER[quantised.scale]})"
+    stored += f", rotary keys in {cache.rope_dtype}" if cache.rope_size else ""
     return f"{heads}, {cache.dtype}{stored}"
 
 

@@ -155,10 +155,10 @@ def _arrays(
         arrays.append(CacheArray(fitted, dtype, count, _device_bytes(fitted, size, target)))
 
     shape: tuple[int, ...]
-    for name, dim in _page_arrays(cache).items():
+    for name, (dim, dtype) in _page_arrays(cache).items():
         shape = cache.pages_shape(sizes.pages, heads, dim)
         spec = _with_heads(cache, pages, tp, len(shape))
-        add(name, spec, shape, " ".join(LAYOUTS[cache.layout].dims), cache.stored_dtype, cache.layer_count)
+        add(name, spec, shape, " ".join(LAYOUTS[cache.layout].dims), dtype, cache.layer_count)
     scaled = ("key_scale",) if cache.values_in_keys else ("key_scale", "value_scale")
     for name in scaled if cache.quantised is not None else ():
         match cache.quantised.scale if cache.quantised is not None else "":
@@ -195,11 +195,17 @@ def _arrays(
     return tuple(arrays)
 
 
-def _page_arrays(cache: CacheFields) -> dict[str, int]:
-    """The arrays of pages, and the head dimension of each."""
+def _page_arrays(cache: CacheFields) -> dict[str, tuple[int, str]]:
+    """The arrays of pages, and the head dimension and dtype of each."""
+    stored = cache.stored_dtype
     if LAYOUTS[cache.layout].one_array:
-        return {"kv_pages": cache.head_dim}
-    return {"key_pages": cache.head_dim, "value_pages": cache.value_size}
+        rope = (
+            {}
+            if cache.rope_dtype is None or not cache.rope_size
+            else {"rope_pages": (cache.rope_size, cache.rope_dtype)}
+        )
+        return {"kv_pages": (cache.key_size, stored), **rope}
+    return {"key_pages": (cache.head_dim, stored), "value_pages": (cache.value_size, stored)}
 
 
 def _with_heads(cache: CacheFields, pages: Any, heads: Any, rank: int) -> PartitionSpec:

@@ -18,6 +18,7 @@ __all__ = ["CacheSizes", "memory_refusal", "notes", "padded", "refusals", "witho
 
 _LANES = 128  # XLA pads the last dimension of an array on a TPU to a multiple of this; other dimensions lose nothing
 _MAX_PAGES = 2**30
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # others take a byte
 _T = TypeVar("_T")
 
 
@@ -141,7 +142,7 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[Note]:
     """Notes on what is as declared but has a cost."""
     cache, entries = plan.cache, []
     if sizes.repeat > 1 and cache.values_in_keys:
-        held, axes = plan.pages_array.device_bytes * cache.layer_count, _plus(cache.kv_head_axis)
+        held, axes = plan.bytes_of("kv_pages", "rope_pages"), _plus(cache.kv_head_axis)
         split = held // sizes.repeat
         entries.append(note("cache.repeated_latents", axes=axes, times=sizes.repeat, size=held, split=split))
     elif sizes.repeat > 1:
@@ -154,13 +155,16 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[Note]:
                 stored=plan.stored_heads,
             )
         )
-    if (row := LAYOUTS[cache.layout].padded_row(cache.head_dim, cache.value_size)) is not None:
-        what, size = row
+    rows = [LAYOUTS[cache.layout].padded_row(cache.head_dim, cache.value_size)]
+    if cache.rope_size:
+        rows = [("a latent", cache.key_size), ("a rotary key", cache.rope_size)]
+        entries.append(_rope_note(plan))
+    for what, size in filter(None, rows):
         if size % _LANES:
             lanes, layout = padded(size), cache.layout
             share = 1 - size / lanes
             entries.append(note("cache.padded_row", name=what, size=size, lanes=lanes, share=share, layout=layout))
-    elif plan.platform == "tpu":
+    if rows == [None] and plan.platform == "tpu":
         for name, size in (("head_dim", cache.head_dim), ("value_dim", cache.value_size)):
             if size % _LANES and (name == "head_dim" or size != cache.head_dim):
                 lanes = padded(size)
@@ -184,6 +188,15 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[Note]:
             if drop.axis in own_axes and drop.harmless
         ]
     return entries
+
+
+def _rope_note(plan: CachePlan) -> Note:
+    """The bytes of a token and layer with rotary keys apart, as pages hold them, and those of one quantised row."""
+    cache = plan.cache
+    latent, rope = (plan[name] for name in ("kv_pages", "rope_pages"))
+    of_latent, of_rope = (array.fitted.shape[-1] * _ITEMSIZE.get(array.dtype, 1) for array in (latent, rope))
+    whole = padded(cache.head_dim) * _ITEMSIZE.get(cache.stored_dtype, 1)
+    return note("cache.rope_apart", dtype=cache.rope_dtype, latent=of_latent, rope=of_rope, whole=whole)
 
 
 def _plus(axes: Any) -> str:

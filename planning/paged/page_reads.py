@@ -60,7 +60,7 @@ def _pages_with_keys(q_len: int, kv_len: int, problem: PagedProblem) -> int:
 def page_bytes(problem: PagedProblem) -> int:
     """Bytes of a page's keys, values and scales in one layer on a device, as stored."""
     plan = problem.cache
-    names = ("key_pages", "value_pages", "kv_pages", "key_scale", "value_scale")
+    names = ("key_pages", "value_pages", "kv_pages", "rope_pages", "key_scale", "value_scale")
     arrays = [array for name in names if (array := plan.get(name)) is not None and len(array.fitted.shape) > 2]
     return sum(array.device_bytes // max(1, array.fitted.local_shape[0]) for array in arrays)
 

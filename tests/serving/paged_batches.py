@@ -45,6 +45,7 @@ class PagedCase:
     spans: bool = False  # some tokens are in spans
     prefix: int | None = None  # tokens at the beginning of some sequences that see one another
     latent: bool = False  # values are the first numbers of their keys
+    rope: str | None = None  # the dtype of the other numbers of such keys, in pages of their own
     sizes: tuple[int, int, int] | None = (2, 3, 4)  # pages of a block, pairs, block_q; None: by rule
 
     @property
@@ -111,6 +112,14 @@ def make(
         arrays[name] = arrays[name].astype(dtype)
     if case.latent:
         arrays["value_pages"] = arrays["key_pages"][..., :value_dim]
+    if case.rope is not None:
+        arrays["key_pages"] = arrays["value_pages"]
+        rope = np.full((pages, page, kv_heads, dim - value_dim), np.nan, np.float32)
+        for s, (_, length) in enumerate(sequences):
+            for j in range(-(-length // page)):
+                used = min(page, length - j * page)
+                rope[table[s, j], :used] = rng.standard_normal((used, *rope.shape[2:]))
+        arrays["rope_pages"] = rope.astype(jnp.dtype(case.rope))
     if case.quantised is not None and not per_token:
         shape = (kv_heads,) if case.scale == "head" else ()
         arrays |= {n: np.asarray(rng.uniform(0.01, 0.03, shape), np.float32) for n in ("key_scale", "value_scale")}
@@ -191,6 +200,9 @@ def as_latents(arrays: dict[str, Any]) -> dict[str, Any]:
     made = {name: x for name, x in arrays.items() if name not in ("value_pages", "value_scale")}
     key = made["key_pages"].swapaxes(1, 2)
     made["key_pages"] = np.pad(key, ((0, 0), (0, 0), (0, 0), (0, -key.shape[-1] % 128)))
+    if "rope_pages" in made:
+        rope = made["rope_pages"].swapaxes(1, 2)
+        made["rope_pages"] = np.pad(rope, ((0, 0), (0, 0), (0, 0), (0, -rope.shape[-1] % 128)))
     if np.ndim(made.get("key_scale")) >= 3:
         made["key_scale"] = made["key_scale"].swapaxes(1, 2)
     return made | {"value_pages": None}
@@ -209,7 +221,12 @@ def run(case: PagedCase, arrays: dict[str, np.ndarray], **more: Any) -> tuple[np
 
 def expect(case: PagedCase, arrays: dict[str, np.ndarray]) -> PagedReference:
     """The same from the reference, rows of nobody 0."""
-    given = {n: x for n, x in arrays.items() if n not in ("query", "num_seqs")}
+    given = {n: x for n, x in arrays.items() if n not in ("query", "num_seqs", "rope_pages")}
+    if case.rope is not None:  # whole keys, whose latents alone have a scale
+        scale = np.asarray(given.pop("key_scale"), np.float64)
+        scale = scale[..., None] if scale.ndim == 3 else scale.reshape(-1, 1)
+        parts = np.asarray(arrays["key_pages"], np.float64) * scale, np.asarray(arrays["rope_pages"], np.float64)
+        given["key_pages"] = np.concatenate(parts, -1)
     query = np.asarray(arrays["query"], np.float64)
     return paged_reference(query, num_seqs=int(arrays["num_seqs"].reshape(())), **given, **case.call)
 

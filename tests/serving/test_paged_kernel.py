@@ -58,6 +58,8 @@ QUICK = (
     ("heads", PagedCase("mixed", (16, 1), window=(9, 0), sinks=True)),
     ("latent", PagedCase("decode", (16, 1), (576, 512), latent=True, dtype="bfloat16")),
     ("latent", PagedCase("speculate", (5, 1), (40, 32), latent=True, quantised="float8_e4m3fn", scale="tensor")),
+    ("latent", PagedCase("mixed", (18, 1), (72, 64), latent=True, **ALL_ON, scale="token_head", rope="bfloat16")),
+    ("latent", PagedCase("decode", (16, 1), (40, 32), latent=True, quantised="int8", scale="head", rope="float32")),
 )
 # Any three of layout, kind, heads and feature; any two of the others.
 EVERY = [
@@ -80,6 +82,9 @@ EVERY = [
         itertools.product(LAYOUTS, KINDS, (1, 3, 16), (None, (9, 0))), 2)),
     *(("latent", PagedCase(kind, (heads, 1), dims, latent=True, **FEATURES[n])) for kind, heads, dims, n in covering(
         itertools.product(KINDS, (5, 32), ((576, 512), (320, 256), (96, 96)), range(len(FEATURES))), 2)),
+    *(("latent", PagedCase(kind, (heads, 1), (576, 512), latent=True, quantised=quantised, scale=scale, rope=rope, cap=cap))
+      for kind, heads, quantised, scale, rope, cap in covering(itertools.product(
+          KINDS, (5, 32), ("int8", "float8_e4m3fn"), ("tensor", "head", "token_head"), ("bfloat16", "float32"), (None, 3.0)), 2)),
 ]  # fmt: skip
 
 

@@ -31,7 +31,9 @@ LLAMA = {"heads": (32, 8), "dims": (128, 128)}
 LATENTS = {"heads": (128, 1), "dims": (576, 512), "row": 640, "value_dim": 512, "page": 64}
 SMOLLM = {"heads": (9, 3), "dims": (64, 64)}
 DECODE = {"tokens": 64, "max_q_len": 1}
-PAGES = ("key_pages", "value_pages", "key_scale", "value_scale")
+# Latents of a byte, with rotary keys of bfloat16 in rows of their own.
+ROPE = {"pages_dtype": "int8", "scale": "token_head", "page": 128, "row": 512, "rope": 128, "writes": True}
+PAGES = ("key_pages", "value_pages", "key_scale", "value_scale", "rope_pages")
 
 
 def compile_one(
@@ -48,6 +50,7 @@ def compile_one(
     dtype: str = "bfloat16",
     pages_dtype: str | None = None,
     scale: str | None = None,
+    rope: int | None = None,
     sinks: bool = False,
     writes: bool = False,
     drafts: int = 0,
@@ -74,6 +77,8 @@ def compile_one(
         of = {"tensor": (), "head": (kv_heads,), "token_head": rows(1)[:3]}[scale]
         scaled = ("key_scale",) if layout == "latent" else ("key_scale", "value_scale")
         arrays |= {name: shape(of, jnp.float32) for name in scaled}
+    if rope is not None:
+        arrays["rope_pages"] = shape(rows(rope), jnp.bfloat16)
     if sinks:
         arrays["sinks"] = shape((query_heads,), jnp.float32)
     if drafts:
@@ -109,6 +114,8 @@ def compile_one(
                 DECODE,
                 {"sliding_window": (511, 0), "sinks": True, "logits_soft_cap": 30.0, "tokens": 64},
                 DECODE | {"pages_dtype": "int8", "scale": "token_head", "page": 128, "writes": True},
+                DECODE | ROPE,
+                ROPE | {"tokens": 64, "scale": "head", "pages_dtype": "float8_e4m3fn"},
                 {"heads": (16, 1), "dims": (320, 256), "row": 384, "value_dim": 256, "page": 64},
             )
         ),

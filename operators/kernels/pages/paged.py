@@ -54,6 +54,7 @@ def paged_attention(
     sinks: Float[Array, " heads"] | None = None,
     key_scale: Float[Array, ...] | float | None = None,
     value_scale: Float[Array, ...] | float | None = None,
+    rope_pages: Float[Array, "pages kv_heads page rope_dim"] | None = None,
     max_q_len: int | None = None,
     platform: str | None = None,
     pages_a_block: int | None = None,
@@ -81,7 +82,8 @@ def paged_attention(
     (i + 1) * n - 1 see only keys at these; `causal` intersects. Scales of int8 or fp8 pages:
     one number, [kv_heads], or one per token and head, in the pages' order. `layout`: see page_layout; if it joins keys and
     values, `key_pages` has both and `value_pages` is None; `value_dim` is then the values' dim, None: the query's. Values
-    that are a part of their keys have their scale.
+    that are a part of their keys have their scale. rope_pages: the rest of such keys, which has no scale; `key_pages` has the
+    values alone then.
 
     `page_stride` n, `page_shard` s: the table has every n-th page of each sequence from number s on, and only these are seen: key
     j is in page_table[row, j // page // n] if j // page % n == s. Output and lse then cover only these keys.
@@ -128,6 +130,8 @@ def paged_attention(
         operands = operands._replace(of_score=ScoreArrays(captures, int32("head_start", head_start)))
     if LAYOUTS[layout].values_in_keys:  # and so is their scale
         operands = operands._replace(value_scale=operands.key_scale)
+    if rope_pages is not None:
+        operands = operands._replace(rope_pages=jnp.asarray(rope_pages))
     if selected is not None:
         operands = operands._replace(selected=int32("selected", selected))
     check_operands(operands, layout)

@@ -24,7 +24,7 @@ def check_operands(operands: PagedOperands, layout: str) -> None:
     """Raise InputError or InputTypeError for the first thing that doesn't fit."""
     query, key, value = operands.query, operands.key_pages, operands.value_pages
     _rank("query", query, 3, "[tokens, heads, dim]")
-    _check_pages(query, key, value, layout)
+    _check_pages(query, key, value, operands.rope_pages, layout)
     heads, kv_heads = query.shape[1], page_shape(layout, key, value, query.shape[2]).kv_heads
     if heads % kv_heads:
         raise InputError(
@@ -33,6 +33,8 @@ def check_operands(operands: PagedOperands, layout: str) -> None:
     if str(query.dtype) not in _QUERIES:
         raise InputTypeError(f"query is {query.dtype}; wanted one of {', '.join(_QUERIES)}: cast it.")
     _check_batch(operands)
+    if operands.rope_pages is not None:
+        _check_rope(operands.rope_pages, key, layout)
     if (chosen := operands.selected) is not None and (chosen.ndim != 2 or len(chosen) != len(query)):
         raise InputError(
             f"selected has the shape {chosen.shape}; wanted [tokens, n] of {len(query)} tokens: positions in their sequences."
@@ -68,7 +70,9 @@ def check_spans(operands: PagedOperands, spans: Any, prefix: Any) -> None:
         raise InputError(f"prefix_lengths has the shape {tuple(prefix.shape)}; wanted [sequences] = ({sequences},).")
 
 
-def _check_pages(query: jax.Array, key: jax.Array, value: jax.Array | None, layout: str) -> None:
+def _check_pages(
+    query: jax.Array, key: jax.Array, value: jax.Array | None, rope: jax.Array | None, layout: str
+) -> None:
     """Shapes and dtypes of the arrays of pages."""
     form = LAYOUTS[layout]
     if form.one_array:
@@ -86,7 +90,8 @@ def _check_pages(query: jax.Array, key: jax.Array, value: jax.Array | None, layo
                 "kv_heads: keys and values of a token are at the same place."
             )
     dim = page_shape(layout, key, value, query.shape[2]).dim
-    if dim != query.shape[2] or dim > key.shape[-1]:
+    stored = key.shape[-1] + (0 if rope is None else rope.shape[-1])
+    if dim != query.shape[2] or dim > stored:
         raise InputError(f"query has dim {query.shape[2]} and key_pages {key.shape[-1]}; wanted one dim for both.")
     for name, pages in (("key_pages", key), ("value_pages", value)):
         if pages is not None and str(pages.dtype) not in (*_QUERIES, *_QUANTISED):
@@ -94,6 +99,20 @@ def _check_pages(query: jax.Array, key: jax.Array, value: jax.Array | None, layo
             raise InputTypeError(
                 f"{name} is {pages.dtype}; wanted one of {dtypes}: allocate the cache in one of these."
             )
+
+
+def _check_rope(rope: jax.Array, key: jax.Array, layout: str) -> None:
+    """Shapes and dtype of the rotary keys beside latents."""
+    if not LAYOUTS[layout].values_in_keys:
+        raise InputError(
+            f"rope_pages was given with pages of layout {layout!r}; wanted None, as only latents have them."
+        )
+    if rope.ndim != 4 or rope.shape[:3] != key.shape[:3]:
+        raise InputError(
+            f"rope_pages has the shape {rope.shape} and key_pages {key.shape}; wanted the same pages and page size."
+        )
+    if str(rope.dtype) not in _QUERIES:
+        raise InputTypeError(f"rope_pages is {rope.dtype}; wanted one of {', '.join(_QUERIES)}, as they have no scale.")
 
 
 def check_numbers(softmax_scale: object, soft_cap: object, sizes: Mapping[str, object]) -> None:

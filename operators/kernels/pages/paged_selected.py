@@ -93,7 +93,7 @@ def _gathered(tiles: Tiles, ids: jax.Array, slot: jax.Array) -> tuple[jax.Array,
     """(keys, values) [tokens, kv heads, n, dim]."""
     form, operands = LAYOUTS[tiles.static.layout], tiles.operands
     pages, ids_of_all, slots = lax.optimization_barrier(
-        ((operands.key_pages, operands.value_pages), ids.reshape(-1), slot.reshape(-1))
+        ((operands.key_pages, operands.value_pages, operands.rope_pages), ids.reshape(-1), slot.reshape(-1))
     )
 
     def tokens(x: jax.Array | None) -> jax.Array | None:
@@ -105,8 +105,11 @@ def _gathered(tiles: Tiles, ids: jax.Array, slot: jax.Array) -> tuple[jax.Array,
 
     key, value = (
         x.reshape(*ids.shape, *x.shape[2:]).swapaxes(1, 2).astype(tiles.dtype)
-        for x in form.separate(tokens(pages[0]), tokens(pages[1]), tiles.dim, tiles.value_dim)
+        for x in form.separate(tokens(pages[0]), tokens(pages[1]), tiles.dim - tiles.rope_dim, tiles.value_dim)
     )
+    if (stored := tokens(pages[2])) is not None:
+        rope = stored[..., : tiles.rope_dim].reshape(*ids.shape, *stored.shape[1:2], tiles.rope_dim)
+        key = jnp.concatenate([key, rope.swapaxes(1, 2).astype(tiles.dtype)], -1)
     return key, value
 
 

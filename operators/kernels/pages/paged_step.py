@@ -86,6 +86,7 @@ class PagedOperands(NamedTuple):
     selected: jax.Array | None = None
     draft_tree: DraftTree | None = None
     spans: Spans | None = None
+    rope_pages: jax.Array | None = None
 
 
 class KeyPlaces(NamedTuple):
@@ -143,7 +144,8 @@ class Tiles:
         self.width = operands.page_table.shape[1]
         self.block = static.pages_a_block * self.page
         wide = operands.query.dtype
-        for pages in (operands.key_pages, operands.value_pages):
+        self.rope_dim = 0 if operands.rope_pages is None else self.dim - self.value_dim
+        for pages in (operands.key_pages, operands.value_pages, operands.rope_pages):
             if pages is not None and pages.dtype.itemsize > 1:
                 wide = wider(wide, pages.dtype)
         self.dtype = compute_dtype(wide, np.dtype(np.float32), static.platform)
@@ -281,7 +283,11 @@ class Tiles:
         static, pages = self.static, self.operands.key_pages
         if self.joint_heads:
             return fetch_joint_heads(pages, ids, self.dtype)
-        return fetch(static.layout, pages, ids, static.platform, self.dtype, 0, self.dim)
+        keys = fetch(static.layout, pages, ids, static.platform, self.dtype, 0, self.dim - self.rope_dim)
+        if (rope_pages := self.operands.rope_pages) is None:
+            return keys
+        rope = fetch(static.layout, rope_pages, ids, static.platform, self.dtype, 0, self.rope_dim)
+        return jnp.concatenate([keys, rope], -1)
 
     def logits(
         self, rows: jax.Array, keys: jax.Array, scale: jax.Array | None, seen: jax.Array, seq: jax.Array, at: KeyPlaces
@@ -289,14 +295,12 @@ class Tiles:
         """Float32 [..., kv heads, rows, keys] in base 2, -inf where not seen. keys: `stored_keys`; scale: theirs, or None; at:
         positions of rows and keys, for a score."""
         static, operands = self.static, self.operands
-        if self.joint_heads:
-            x = self._joint_logits(rows, keys)
-        elif self.few_rows:
-            x = few_rows_product(rows, keys, np.dtype(np.float32), static.platform)
-        else:
-            x = product("...nx,...sx->...ns", rows, keys, np.dtype(np.float32))
+        first = self.dim - self.rope_dim  # numbers after it have no scale
+        x = self._products(rows[..., :first], keys[..., :first]) if self.rope_dim else self._products(rows, keys)
         if scale is not None:
             x = operator.mul(*same_rank(x, scale))
+        if self.rope_dim:
+            x = x + self._products(rows[..., first:], keys[..., first:])
         unit = LOG2E if static.score is None else 1.0
         if static.soft_cap is None:
             x = x * np.float32(static.scale * unit)
@@ -306,6 +310,14 @@ class Tiles:
             assert operands.of_score is not None
             x = self._scored(static.score, operands.of_score, x, seq, at)
         return where(self._each_row(seen), x, -jnp.inf)
+
+    def _products(self, rows: jax.Array, keys: jax.Array) -> jax.Array:
+        """Products of rows and keys in float32."""
+        if self.joint_heads:
+            return self._joint_logits(rows, keys)
+        if self.few_rows:
+            return few_rows_product(rows, keys, np.dtype(np.float32), self.static.platform)
+        return product("...nx,...sx->...ns", rows, keys, np.dtype(np.float32))
 
     def _scored(self, score: Steps, arrays: ScoreArrays, x: jax.Array, seq: jax.Array, at: KeyPlaces) -> jax.Array:
         tile = PageScores(score, arrays.captures, (self.kv_heads, self.group), seq, *at, arrays.head_start)

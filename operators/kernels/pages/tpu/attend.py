@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from .....errors import InputError, shown
+from .....errors import InputError, InputTypeError, shown
 from ...varying import alike
 from ..paged import places, with_spans
 from ..paged_checks import check_numbers, check_operands, check_spans, check_tree, int32, options_of, refuse_gradient
@@ -37,6 +37,7 @@ class PageArrays(NamedTuple):
     value: jax.Array | None = None
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
+    rope: jax.Array | None = None
 
 
 def paged_attention_tpu(
@@ -56,6 +57,7 @@ def paged_attention_tpu(
     sinks: Float[Array, " heads"] | None = None,
     key_scale: Float[Array, ...] | float | None = None,
     value_scale: Float[Array, ...] | float | None = None,
+    rope_pages: Float[Array, "pages kv_heads page rope_dim"] | None = None,
     max_q_len: int | None = None,
     layout: Layout = "split",
     value_dim: int | None = None,
@@ -74,10 +76,11 @@ def paged_attention_tpu(
 
     Semantics of `paged_attention`. layout: "split", pages [pages, page, kv_heads, dim] as there; "heads", [pages,
     kv_heads, page, dim]; "joined", key_pages [pages, kv_heads, page, dim + value_dim] and value_pages None; "latent", key_pages
-    [pages, kv_heads, page, dim], whose first `value_dim` numbers are the values and whose scale is theirs too. Rows may be padded
-    at their end, with any finite values: key_pages to more than the query's dim, values to more than `value_dim` (None: the
-    whole row is value). Per-token scales are laid out like the pages, without the last dimension. Sizes of blocks: None for the
-    result of `chosen_sizes` with `vmem_limit_bytes`. interpret: Pallas' interpreter, on any platform.
+    [pages, kv_heads, page, dim], whose first `value_dim` numbers are the values and whose scale is theirs too; the others may be
+    rope_pages, without a scale. Rows may be padded at their end, with any finite values: key_pages to more than the query's dim,
+    values to more than `value_dim` (None: the whole row is value). Per-token scales are laid out like the pages, without the last
+    dimension. Sizes of blocks: None for the result of `chosen_sizes` with `vmem_limit_bytes`. interpret: Pallas' interpreter, on
+    any platform.
 
     rows: for a sequence with one row, the kernel writes its key and value into their page while it attends; the returned arrays
     take over the memory of the pages and of per-token scales. What longer sequences write must be in the pages already. A row
@@ -104,17 +107,24 @@ def paged_attention_tpu(
     sinks, key_scale, value_scale = (None if x is None else jnp.asarray(x) for x in (sinks, key_scale, value_scale))
     if layout == "latent":
         value_scale = key_scale
-    as_split = _as_split(layout, value_dim, query, key_pages, value_pages, key_scale, value_scale)
+    rope_pages = None if rope_pages is None else jnp.asarray(rope_pages)
+    as_split = _as_split(layout, value_dim, query, key_pages, value_pages, key_scale, value_scale, rope_pages)
 
     def operands_of(key: Any, value: Any, key_scale: Any, value_scale: Any) -> PagedOperands:
         return PagedOperands(query, key, value, *lengths, sinks, key_scale, value_scale)
+
+    def rope_fields() -> dict[str, Any]:
+        return (
+            {} if rope_pages is None else {"rope_row": rope_pages.shape[-1], "rope_dtype": np.dtype(rope_pages.dtype)}
+        )
 
     check_operands(operands_of(*as_split), "split")
     check_tree(operands_of(*as_split), draft_tree)
     check_spans(operands_of(*as_split), spans, prefix_lengths)
     value_row = key_pages.shape[-1] if value_pages is None else value_pages.shape[-1]
     geometry = replace(_geometry(layout, operands_of(*as_split)), key_row=key_pages.shape[-1], value_row=value_row)
-    operands = operands_of(key_pages, value_pages, key_scale, value_scale)
+    geometry = replace(geometry, **rope_fields())
+    operands = operands_of(key_pages, value_pages, key_scale, value_scale)._replace(rope_pages=rope_pages)
     options = Options(
         **options_of(softmax_scale, causal, sliding_window, logits_soft_cap, max_q_len, chunk_size),
         sinks=sinks is not None,
@@ -162,7 +172,7 @@ def _check_rows(geometry: Geometry, rows: PageArrays) -> None:
 
 
 def _as_split(
-    layout: Layout, value_dim: int | None, query: Any, key: Any, value: Any, key_scale: Any, value_scale: Any
+    layout: Layout, value_dim: int | None, query: Any, key: Any, value: Any, key_scale: Any, value_scale: Any, rope: Any
 ) -> tuple[Any, Any, Any, Any]:
     """Shapes and dtypes that pages and scales would have in the layout "split" without padding, for checks."""
     if layout not in get_args(Layout):
@@ -172,7 +182,10 @@ def _as_split(
             f"layout={shown(layout)} with value_pages {'missing' if value is None else 'given'}; wanted them separate from "
             "key_pages in 'split' and 'heads', and in one array with them, value_pages=None, in 'joined' and 'latent'."
         )
-    dim = query.shape[-1] if query.ndim else 0
+    whole = query.shape[-1] if query.ndim else 0
+    dim = whole if rope is None else value_dim or 0
+    if rope is not None:
+        _check_rope(layout, rope, key, whole - dim)
     joined = value is None and layout != "latent"
     if key.ndim != 4 or key.shape[3] < dim + joined * (value_dim or 1):
         expected = "dim + value_dim" if joined else "dim"
@@ -191,7 +204,17 @@ def _as_split(
 
     if value is None:
         value, value_dim = key, value_dim or (dim if layout == "latent" else key.shape[3] - dim)
-    return as_split(key, dim), as_split(value, value_dim), as_split(key_scale), as_split(value_scale)
+    return as_split(key, whole), as_split(value, value_dim), as_split(key_scale), as_split(value_scale)
+
+
+def _check_rope(layout: Layout, rope: Any, key: Any, dim: int) -> None:
+    if layout != "latent" or rope.ndim != 4 or rope.shape[:3] != key.shape[:3] or not 0 < dim <= rope.shape[3]:
+        raise InputError(
+            f"rope_pages has the shape {rope.shape} in the layout {layout!r}; wanted 'latent', and {key.shape[:3]} with rows of "
+            f"at least {dim}, what the query has besides value_dim."
+        )
+    if str(rope.dtype) not in ("bfloat16", "float32"):
+        raise InputTypeError(f"rope_pages is {rope.dtype}; wanted bfloat16 or float32.")
 
 
 def _geometry(layout: Layout, operands: PagedOperands) -> Geometry:
@@ -273,7 +296,12 @@ def _arrays(
 ) -> dict[str, jax.Array]:
     """What the kernels take besides the work items."""
     query = operands.query
-    if geometry.query_dim > geometry.dim:
+    if geometry.rope_dtype is not None:
+        parts = query[..., : geometry.value_dim], query[..., geometry.value_dim :]
+        widths = geometry.key_lanes[1], geometry.rope_row
+        padded = (jnp.pad(x, ((0, 0), (0, 0), (0, n - x.shape[-1]))) for x, n in zip(parts, widths, strict=True))
+        query = jnp.concatenate([*padded], -1)
+    elif geometry.query_dim > geometry.dim:
         query = jnp.pad(query, ((0, 0), (0, 0), (0, geometry.query_dim - geometry.dim)))
     arrays = {"query": query, "table": operands.page_table.reshape(-1)}
     columns = []
@@ -286,10 +314,11 @@ def _arrays(
         columns.append(jnp.broadcast_to(per_head.astype(np.float32)[:, None], (geometry.heads, LANES)))
     if columns:
         arrays["columns"] = jnp.stack(columns)
-    for name, pages in (("key", operands.key_pages), ("value", operands.value_pages), *scales.items()):
+    rows_of_pages = {"key": operands.key_pages, "value": operands.value_pages, "rope": operands.rope_pages}
+    for name, pages in (rows_of_pages | scales).items():
         if name in geometry.streams():
             assert pages is not None
-            arrays[f"{name}_pages"] = pages if name in ("key", "value") else pages.astype(np.float32)
+            arrays[f"{name}_pages"] = pages if name in rows_of_pages else pages.astype(np.float32)
     for name in () if rows is None else geometry.streams():
         row = getattr(rows, name)
         if name.endswith("scale"):

@@ -112,12 +112,13 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
                 def of_head(head: Any) -> None:
                     query = refs["query_buffer"][half_of_query, heads_of(head)]
                     query = query.reshape(rows, geometry.query_dim).astype(geometry.compute_dtype)
-                    raw = tile_product(query, pages.key(slot, head), 1, 1)
                     scale = column(columns.key_scale, head)
                     scale = None if scale is None else spread(scale, size)
                     if "key_scale" in by_token:
                         scale = row_of(by_token["key_scale"], head)
-                    x = weigh(options, raw, scale)
+                    apart = geometry.rope_dtype is not None
+                    raw = pages.products(query, pages.key(slot, head), slot, head, scale if apart else None)
+                    x = weigh(options, raw, None if apart else scale)
                     x = x if seen is None else jnp.where(seen, x, -jnp.inf)
                     sums = Sums(refs["peak"][head], refs["total"][head], refs["weighted"][head])
                     p, peak, total, shrink = add(sums, x)

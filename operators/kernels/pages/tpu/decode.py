@@ -130,9 +130,15 @@ def _head_by_head(
     by_token = pages.token_scales(slot, there)
 
     def logits(rows: slice, head: int) -> jax.Array:
-        raw = tile_product(query[rows], keys[head], 1, 1)
         scale = by_token.get("key_scale")
-        return raw if scale is None else raw * scale[head : head + 1]
+        scale = of_rows(rows) if scale is None else scale[head : head + 1]
+        return pages.products(query[rows], keys[head], slot, head, scale)
+
+    def of_rows(rows: slice) -> jax.Array | None:
+        """Scales by head, if they aren't those of all of a key's numbers."""
+        if columns.key_scale is None or geometry.rope_dtype is None:
+            return None
+        return spread(refs["columns"][columns.key_scale][rows], keys[0].shape[0])
 
     def weighted(rows: slice, head: int) -> jax.Array:
         part, scale = p[rows], by_token.get("value_scale")
@@ -142,7 +148,8 @@ def _head_by_head(
 
     keys = [pages.key(slot, j) for j in range(geometry.kv_heads)]
     raw = _by_head(geometry, logits)
-    scale = None if columns.key_scale is None else spread(refs["columns"][columns.key_scale], raw.shape[1])
+    every = columns.key_scale is not None and geometry.rope_dtype is None
+    scale = None if not every else spread(refs["columns"][columns.key_scale], raw.shape[1])
     p, peak, total, shrink = add(sums, jnp.where(seen, weigh(options, raw, scale), -jnp.inf))
     values = [pages.value(slot, j) for j in range(geometry.kv_heads)]
     step = _by_head(geometry, weighted)

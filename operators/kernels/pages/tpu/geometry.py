@@ -47,6 +47,8 @@ class Geometry:
     value_dtype: np.dtype
     key_scale: int | None  # rank: 0, 1 or 3; None without
     value_scale: int | None
+    rope_row: int = 0  # numbers per row of rope_pages, which hold the keys' numbers after value_dim; 0 without
+    rope_dtype: np.dtype | None = None
 
     @property
     def group(self) -> int:
@@ -77,7 +79,7 @@ class Geometry:
 
     @property
     def key_lanes(self) -> tuple[int, int]:
-        """Which numbers of a page row are multiplied with the query, padded with zeros."""
+        """Which numbers of a row of keys are multiplied with the query, padded with zeros."""
         return (0, self.dim) if self.joined and not self.whole_row else (0, self.key_row)
 
     @property
@@ -97,8 +99,8 @@ class Geometry:
 
     @property
     def query_dim(self) -> int:
-        """The query's dim in the kernel."""
-        return self.key_lanes[1]
+        """The query's dim in the kernel: its part for a row of keys, then that for a row of rotary keys."""
+        return self.key_lanes[1] + self.rope_row
 
     @property
     def summed_dim(self) -> int:
@@ -109,8 +111,8 @@ class Geometry:
     def compute_dtype(self) -> np.dtype:
         """The dtype of the factors of products: none is rounded."""
         wide = self.dtype
-        for pages in (self.key_dtype, self.value_dtype):
-            if pages.itemsize > 1:
+        for pages in (self.key_dtype, self.value_dtype, self.rope_dtype):
+            if pages is not None and pages.itemsize > 1:
                 wide = wider(wide, pages)
         return wide
 
@@ -129,6 +131,8 @@ class Geometry:
                 "key": (self.row_shape(self.key_row), self.key_dtype),
                 "value": (self.row_shape(self.value_row), self.value_dtype),
             }
+        if self.rope_dtype is not None:
+            rows["rope"] = self.row_shape(self.rope_row), self.rope_dtype
         for name, rank in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
             if rank == 3 and (name == "key_scale" or self.layout != "latent"):
                 shape = (self.page, self.kv_heads) if self.layout == "split" else (self.kv_heads, self.page)

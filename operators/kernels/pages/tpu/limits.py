@@ -33,6 +33,8 @@ def reasons_against(geometry: Geometry, options: Options) -> list[tuple[str, str
         reasons.append(
             ("dtype", f"the query is {geometry.dtype}, which TPUs don't have", "cast it to bfloat16 or float32")
         )
+    if geometry.rope_dtype is not None and str(geometry.rope_dtype) not in _DTYPES:
+        reasons.append(("rope_dtype", f"rotary keys are {geometry.rope_dtype}", "allocate them in bfloat16 or float32"))
     for name, dtype in (("keys", geometry.key_dtype), ("values", geometry.value_dtype)):
         if str(dtype) not in _PAGES:
             reasons.append(("dtype", f"{name} are {dtype}", f"allocate the cache in one of {', '.join(_PAGES)}"))
@@ -66,6 +68,8 @@ def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
     rows = {"key_pages": geometry.key_row} if geometry.one_array else {
         "key_pages": geometry.key_row, "value_pages": geometry.value_row
     }  # fmt: skip
+    if geometry.rope_dtype is not None:
+        rows["rope_pages"] = geometry.rope_row
     odd = {name: row for name, row in rows.items() if row % LANES}
     if odd:
         whole = ", ".join(f"{name} to {math.ceil(row / LANES) * LANES}" for name, row in odd.items())

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ...precision import tile_product
 from .geometry import Geometry, Options
 from .work_items import FIELDS, FIRST_PAGE, WorkItem
 from .writes import Writer
@@ -159,6 +160,20 @@ class Pages:
     def value(self, slot: Any, head: Any) -> jax.Array:
         """Values of a kv head."""
         return self._rows(self.last, slot, head, self.geometry.value_lanes)
+
+    def rope(self, slot: Any, head: Any) -> jax.Array:
+        """Rotary keys of a kv head, which are apart from the latents."""
+        return self._rows("rope", slot, head, (0, self.geometry.rope_row))
+
+    def products(self, query: jax.Array, key: jax.Array, slot: Any, head: Any, scale: jax.Array | None) -> jax.Array:
+        """Products of rows with a head's keys, times the scale of each key, if given; rotary keys apart have none."""
+        geometry = self.geometry
+        if geometry.rope_dtype is None:
+            raw = tile_product(query, key, 1, 1)
+            return raw if scale is None else raw * scale
+        latent, rope = query[:, : geometry.key_lanes[1]], query[:, geometry.key_lanes[1] :]
+        raw = tile_product(latent, key, 1, 1)
+        return (raw if scale is None else raw * scale) + tile_product(rope, self.rope(slot, head), 1, 1)
 
     def token_scales(self, slot: Any, valid: jax.Array) -> dict[str, jax.Array]:
         """Scales that are by token, by name: [kv_heads, keys] each, 0 where not valid [1, keys]. Latents' keys and values share
