@@ -76,7 +76,7 @@ class PagedFunction(Generic[_Params, _Returned]):
             raise ConfigError(f"{', '.join(options)}: an argument of each call, not of the declaration; leave it out.")
         operation_class: Any = OperationRegistry.get(operation)
         if not issubclass(operation_class, PagedOperation):
-            raise ConfigError(f"operation={shown(operation)} has calls and no steps over pages; wanted 'paged'.")
+            raise ConfigError(f"operation={shown(operation)} doesn't attend over pages; wanted 'paged'.")
         return PagedFunction(self._read, self._returned, operation_class(parsed.metadata), kv_head_axis, max_length)
 
     @property

@@ -214,8 +214,8 @@ NOTES = _kinds(
     ("index.keys_gathered", "partition_axis",
      "queries of {axes:plus} select among all keys: index keys are gathered, {size:bytes} on each device"),
     ("index.merged", "cache.page_sequence_axis",
-     "each device selects from its own pages, and selections are gathered over {axes:plus} and merged: {size:bytes}, "
-     "{sent:bytes} sent per device and layer"),
+     "each device selects from its own pages, and selections are merged over {axes:plus}: an all-to-all and an all-gather of "
+     "{size:bytes}, {sent:bytes} sent per device and layer"),
     # -- steps over pages
     ("paged.merged", "cache.page_sequence_axis",
      "each device attends to its own pages, and outputs are merged by their lse over {axes:plus}: all-reduces of {size:bytes}, "

@@ -66,10 +66,8 @@ class PlannedStep(Planned):
 
 def step_traffic(problem: PagedProblem) -> Traffic:
     """All that a step has to send: what merges the results of devices with pages of the same sequences."""
-    if (merge := problem.merge) is None:
-        return Traffic(())
     what = "merging outputs by lse" if problem.top_k is None else "merging selections"
-    return Traffic((Need(merge.kind, merge.sent, what, axes=problem.sequence_axes),))
+    return Traffic(tuple(Need(merge.kind, merge.sent, what, axes=problem.sequence_axes) for merge in problem.merges))
 
 
 def unneeded(required: Traffic, sent: tuple[Collective, ...]) -> tuple[Collective, ...]:

@@ -25,27 +25,34 @@ __all__ = ["SelectedKeys", "index_on_xla", "select_keys"]
 
 
 class SelectedKeys(NamedTuple):
-    """Of the keys of this device: see PagedSelection. pages: none, because a selection writes nothing."""
+    """Of the keys of this device: see PagedSelection; once these are all keys, without the order. pages: none, as a selection
+    writes nothing."""
 
     positions: Any
-    order: Any
+    order: Any = None
     pages: LayerPages | None = None
 
     @classmethod
     def specs(cls, tokens: Any, heads: Any, pages: Any) -> SelectedKeys:
         """The specs of a result whose tokens are split over these axes."""
         del heads
-        return cls(PartitionSpec(tokens, None), PartitionSpec(tokens, None), pages)
+        return cls(PartitionSpec(tokens, None), None, pages)
 
     @classmethod
     def merged(cls, parts: Sequence[SelectedKeys]) -> SelectedKeys:
         """The selection from all keys, from those of parts of them."""
-        return cls(*merge_selections([PagedSelection(x.positions, x.order) for x in parts]))
+        return cls(merge_selections([PagedSelection(x.positions, x.order) for x in parts]).positions)
 
     def merged_over(self, axes: tuple[str, ...]) -> SelectedKeys:
-        """The same inside a shard_map, from the devices along some axes."""
-        positions, order = (lax.all_gather(x, axes) for x in self[:2])
-        return self.merged([SelectedKeys(*part) for part in zip(positions, order, strict=True)])
+        """The same inside a shard_map, from the devices along some axes. Each merges its share of the tokens, and sends what it
+        found to the others: gathering all parts everywhere would send more."""
+        n, (tokens, k) = lax.axis_size(axes), self.positions.shape
+        parts = jnp.stack([self.positions, lax.bitcast_convert_type(self.order, jnp.int32)], axis=1)
+        parts = jnp.pad(parts, ((0, -tokens % n), (0, 0), (0, 0))).reshape(n, -1, 2, k)
+        mine = lax.all_to_all(parts, axes, 0, 0)
+        order = lax.bitcast_convert_type(mine[:, :, 1], jnp.uint32)
+        found = self.merged([SelectedKeys(*part) for part in zip(mine[:, :, 0], order, strict=True)])
+        return SelectedKeys(lax.all_gather(found.positions, axes, tiled=True)[:tokens])
 
 
 def index_on_xla(call: PagedCall) -> SelectedKeys:
@@ -139,7 +146,7 @@ def select_keys(
             top_k=top_k,
         )
         selected: SelectedKeys = method(call)
-        return selected
+        return selected if layer_state.sequence_shards > 1 else SelectedKeys(selected.positions)
 
     pages = layer_state.layers[0]
     of_logits = LogitArrays(index_weights=jnp.asarray(index_weights))

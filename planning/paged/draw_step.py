@@ -33,8 +33,9 @@ def _name(array: CacheArray) -> str:
 
 def _sent(problem: PagedProblem, axes: tuple[MeshAxis, ...]) -> Iterator[Transfer]:
     along = problem.sequence_axes
-    if (merge := problem.merge) is not None and (groups := groups_along(axes, along)):
-        yield Transfer(merge.what, merge.kind, along, groups, f"{merge.what} over parts of the pages are merged")
+    if problem.merges and (groups := groups_along(axes, along)):
+        for merge in problem.merges:
+            yield Transfer(merge.what, merge.kind, along, groups, f"{merge.what} over parts of the pages are merged")
 
 
 def _repeated(problem: PagedProblem, named: list[tuple[str, FittedSpec]]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from ...sharding import describe_mesh
+from ...sharding import MeshAxis, describe_mesh
 from ..cache.cache_checks import axis_names
 from ..cache.cache_plan import CachePlan
 from ..problem import Problem, heads_text, platform_text
@@ -87,16 +87,27 @@ class PagedProblem(Problem):
         return tuple(a.name for a in self.mesh if a.name in named and a.size > 1 and a.kind != "manual")
 
     @property
-    def merge(self) -> Merge | None:
-        """What merges these devices' results: sums of float32 outputs and two numbers for each, or the selections of all."""
+    def repeated_axes(self) -> tuple[MeshAxis, ...]:
+        """Of a step that selects, the mesh axes along which all devices do the same work: index heads aren't split."""
+        if self.top_k is None:
+            return ()
+        fitted = self.cache.pages_array.fitted
+        split = {*fitted.axes(0), *self.sequence_axes}
+        return tuple(a for a in self.mesh if a.size > 1 and a.kind != "manual" and a.name not in split)
+
+    @property
+    def merges(self) -> tuple[Merge, ...]:
+        """What merges these devices' results: sums of float32 outputs and two numbers for each; or the positions and scores that
+        each selected, merged by each device for a share of the tokens, and then the positions that remain."""
         n = self.sequence_shards
         if n == 1 or self.mode == "insert":
-            return None
+            return ()
         if self.top_k is not None:
-            part = 8 * self.local_tokens * self.top_k
-            return Merge("all-gather", "selections", n * part, (n - 1) * part)
+            size = 4 * -(-self.local_tokens // n) * n * self.top_k
+            parts = Merge("all-to-all", "selections of parts", 2 * size, 2 * size * (n - 1) / n)
+            return parts, Merge("all-gather", "positions", size, size * (n - 1) / n)
         size = 4 * self.local_tokens * self.local_heads[0] * (self.value_dim + 2)
-        return Merge("all-reduce", "output, lse", size, 2 * size * (n - 1) / n)
+        return (Merge("all-reduce", "output, lse", size, 2 * size * (n - 1) / n),)
 
     @property
     def local_tokens(self) -> int:

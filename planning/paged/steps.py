@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from ...errors import RefusedShardingError
 from ...sharding import FittedSpec, TensorShape, fit_tensor
 from ..capability import Reason
 from ..notes import note
@@ -27,8 +28,10 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
     def placements(
         self, operation: type[PlannedOperation], problem: PagedProblem, policy: Policy
     ) -> Callable[[str], StepPlacement]:
-        del policy
         placement = StepPlacement(_tensors(operation, problem))
+        if policy.strict and (repeated := problem.repeated_axes):
+            names = ", ".join(f"{axis.name}={axis.size}" for axis in repeated)
+            raise RefusedShardingError(f"strict: {problem.describe()}: {names} split nothing of the selection.")
         return lambda _: placement
 
     def reasons(
@@ -57,9 +60,17 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
             notes += (note("paged.selected", count=selected.shape[1], size=selected_bytes(problem)),)
         if (tree := problem.operand("draft_tree")) is not None:
             notes += (note("paged.draft_tree", drafts=tree.shape[1]),)
-        if (merge := problem.merge) is not None:
-            code = "paged.merged" if problem.top_k is None else "index.merged"
-            notes += (note(code, axes=problem.sequence_axes, size=merge.size, sent=int(merge.sent)),)
+        if repeated := problem.repeated_axes:
+            notes += (note("index.idle_axes", names=[f"{axis.name}={axis.size}" for axis in repeated]),)
+        if merges := problem.merges:
+            axes = problem.sequence_axes
+            size, sent = sum(merge.size for merge in merges), int(sum(merge.sent for merge in merges))
+            made = (
+                note("paged.merged", axes=axes, size=size, sent=sent)
+                if problem.top_k is None
+                else note("index.merged", axes=axes, size=size, sent=sent)
+            )
+            notes += (made,)
         return notes
 
     def tune_key(self, method: str, problem: PagedProblem, placement: StepPlacement) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,11 @@ def test_a_compiled_selection_sends_what_is_needed(tmp_path: Path, capsys: pytes
     assert one["flops"] == 2 * pairs * 2 * 3 * (4 + 1) / 2  # batch, heads, a product and a weight; two devices
     declared = _step(cache={"page_sequence_axis": "sp"})
     (report,) = _json(capsys, "verify", _file(tmp_path, declared), "--mesh", "sp=2")
-    assert (
-        sum(x["sent_bytes"] for x in report["collectives"]) == 4 * 4 * 8
-    )  # tokens, keys of each, a position and its score
+    # Half of the tokens' keys as a position and a score, and half of the positions.
+    assert {x["kind"]: x["sent_bytes"] for x in report["collectives"]} == {
+        "all-to-all": 2 * 4 * 8,
+        "all-gather": 2 * 4 * 4,
+    }
     assert report["differences"] == []
     (report,) = _json(capsys, "verify", _file(tmp_path, _selected(count=3)))
     assert report["page_bytes"] == 4 * 3 * 2 * 2 * 8 * 4  # tokens, keys of each, key and value, heads, dim, bytes
@@ -117,6 +120,25 @@ def test_reports_and_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tuned,) = _json(capsys, "tune", _file(tmp_path, _step({"q_lens": 1})), *options)
     assert len(tuned["passes"]["step"]) == 2
     assert set(tuned["choice"]) <= {"pages_per_block"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
+@pytest.mark.parametrize("target", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_sparse_decode_of_deepseek_compiles_for_tpus(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 sequences of up to 128k: all scores of the chunk take 256 MiB, and those of each index head 64 times as many."""
+    lengths = {"q_lens": [*[1] * 15, 512], "kv_lens": [*[32768] * 15, 131072], "q_heads": 64}
+    quantised = {"dtype": "float8_e4m3fn", "scale": "token_head"}
+    cache = {"dtype": "bfloat16", "quantised": quantised, "head_dim": 128, "value_dim": 128, "page_size": 64}
+    cache |= {"pages": 10240, "max_sequences": 16, "max_length": 131072, "page_sequence_axis": "sp"}
+    declared = _step(lengths, cache) | {"metadata": {"operation_configs": {"paged_indexer": {"top_k": 2048}}}}
+    mesh = "sp=8" if target.startswith("tpu7x") else "sp=4"
+    report = _json(capsys, "verify", _file(tmp_path, declared), "--target", target, "--mesh", mesh)[0]
+    assert report["failure"] is None
+    assert report["differences"] == []
+    assert report["temp_bytes"] < 96 << 20
 
 
 def test_arrays_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -358,7 +358,7 @@ def test_reads_and_products_are_those_of_the_device_with_most(window: Any, chunk
     assert reads.device_bytes == pages.max() * 4 * 2 * (DIM + 8) * 4
     assert step_flops(plan.problem, step.batch) == 2 * pairs.max() * HEADS * (DIM + 8)
     tokens = sum(q_lens)
-    assert plan.problem.merge.size == 4 * tokens * HEADS * (8 + 2)
+    assert plan.problem.merges[0].size == 4 * tokens * HEADS * (8 + 2)
     assert any("merged by their lse over sp" in note for note in plan.notes)
 
 
@@ -374,7 +374,7 @@ def test_a_compiled_step_sends_what_joins_outputs_and_nothing_else(monkeypatch: 
     (one,) = report.passes
     sent = one.collectives or ()
     assert {(own.kind, own.axes) for own in sent} == {("all-reduce", ("sp",))}
-    assert sum(own.result_bytes for own in sent) == report.plan.problem.merge.size
+    assert sum(own.result_bytes for own in sent) == report.plan.problem.merges[0].size
     least = step_traffic(report.plan.problem)
     assert least.needs == one.needs
     assert sum(own.sent_bytes for own in sent) == least.sent_bytes

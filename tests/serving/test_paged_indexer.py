@@ -12,7 +12,7 @@ import pytest
 from paged_batches import PagedCase
 
 from attnops import InputError, KVCache, OperationMetadata, OperationRegistry, Prefix, RefusedError
-from attnops.errors import AttnOpsError, InputTypeError
+from attnops.errors import AttnOpsError, InputTypeError, RefusedShardingError
 from attnops.operators.paged_cache import RaggedBatch, init
 from attnops.operators.selection.kernel.paged_top_k import PagedSelection, merge_selections, paged_top_k
 from attnops.planning.notes import has_note
@@ -139,7 +139,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "dp": ({"pages_axis": "dp"}, {"dp": 2}),
     "dp_on_one_device": ({"pages_axis": "dp"}, {}),
     "sp_dp": ({"page_sequence_axis": "sp", "pages_axis": "dp"}, {"dp": 2, "sp": 2}),
-    "fp8_sp_tp": ({"page_sequence_axis": "sp", "quantised": FP8}, {"sp": 2, "tp": 2}),
+    "fp8_sp_cp_tp": ({"page_sequence_axis": ("sp", "cp"), "quantised": FP8}, {"sp": 2, "cp": 2, "tp": 2}),
 }  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def test_a_step_writes_its_keys_and_selects(way: str) -> None:
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     shards, lengths, new = plan.shards, (9, 14), (3, 1)
     indexer = OperationRegistry.create("paged_indexer", OperationMetadata(mesh=mesh))
-    tables, tokens = ([0, 3, 6], [4, 1, 8, 5]), sum(lengths)
+    tables, tokens = ([0, 5, 10], [4, 1, 6, 7]), sum(lengths)
 
     def batch_of(q_lens: Any, kv_lens: Any) -> RaggedBatch:
         one = RaggedBatch.make(
@@ -306,8 +306,13 @@ def test_the_plan_says_what_is_selected_read_and_sent() -> None:
     assert f"the {TOP} best keys" in plan.explain()
     split = _plan(KVCache(**FIELDS | {"page_sequence_axis": "sp"}), {"mesh": _mesh({"sp": 2})})
     (merged,) = (note.values for note in split.notes if note.code == "index.merged")
-    part = 4 * TOP * 8  # tokens, keys of each, bytes of a position and its score
-    assert merged == {"axes": ("sp",), "size": 2 * part, "sent": part}
+    size = 4 * TOP * (8 + 4)  # tokens, keys of each, bytes of a position and its score, and of a position
+    assert merged == {"axes": ("sp",), "size": size, "sent": size // 2}
+    repeated = _plan(metadata={"mesh": _mesh({"tp": 2})})
+    assert [note.values for note in repeated.notes if note.code == "index.idle_axes"] == [{"names": ["tp=2"]}]
+    with pytest.raises(RefusedShardingError):
+        _plan(metadata={"mesh": _mesh({"tp": 2}), "strict": True})
+    assert not has_note(split.notes, "index.idle_axes")
     assert _plan(config={"top_k": 3}).problem.top_k == 3
     assert not _plan(config={"pages_per_block": 8}).rejected
     refused = _plan(config={"pages_per_block": 3})
