@@ -11,7 +11,8 @@ import numpy as np
 __all__ = ["axes_along", "device_groups"]
 
 _PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}\}")
-_MESH = re.compile(r"replica_groups=mesh\[(.*?)\] *\{(.*?)\}")
+_MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?:, *device_ids=\((.*?\)?)\))? *\{(.*?)\}")
+_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")  # of a mesh's devices: a transposed count, or listed
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}")
 
@@ -26,20 +27,43 @@ def device_groups(line: str, devices: int) -> Groups:
     if pairs := _PAIRS.search(line):
         return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)", pairs[0]) if a != b)
     if mesh := _MESH.search(line):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
-        joined = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", mesh[2])]
-        places = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        group_size = math.prod(places.shape[axis] for axis in joined)
-        return _rows(np.moveaxis(places, joined, range(-len(joined), 0)).reshape(-1, group_size))
+        return _rows(_of_mesh(*mesh.groups()))
     if iota := _IOTA.search(line):
-        dims = [int(n) for n in iota[3].split(",")]
-        order = [int(n) for n in iota[4].split(",")] if iota[4] else range(len(dims))
-        places = np.arange(math.prod(dims)).reshape(dims).transpose(order)
-        return _rows(places.reshape(int(iota[1]), int(iota[2])))
+        return _rows(_counted(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2])))
     if listed := _LISTED.search(line):
         groups = tuple(tuple(int(n) for n in group.split(",")) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
         return groups or (tuple(range(devices)),)  # {} is all devices
     raise ValueError(f"no groups of devices can be read from {line.strip()[:200]!r}.")
+
+
+def _of_mesh(axes: str, device_ids: str | None, joined: str) -> np.ndarray:
+    """[groups, devices]. axes: 'x'=4,'y'=2. device_ids: [2,2,2]T(1,0,2), or numbers; None if they count up. joined: 'x', or of a
+    part of an axis 'x':(parts before)size."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    devices = np.arange(math.prod(sizes.values()))
+    if device_ids is not None:
+        order = _ORDER.fullmatch(device_ids)
+        devices = np.array([int(n) for n in device_ids.split(",")]) if order is None else _counted(order[1], order[2])
+    parts: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", joined):
+        parts[name].append((int(before or 1), int(size or sizes[name])))
+    shape, inside = list[int](), list[int]()
+    for name, whole in sizes.items():
+        done = 1
+        for before, size in sorted(parts[name]):
+            shape += [before // done, size]
+            inside.append(len(shape) - 1)
+            done = before * size
+        shape.append(whole // done)
+    group_size = math.prod(shape[at] for at in inside)
+    return np.moveaxis(devices.reshape(shape), inside, range(-len(inside), 0)).reshape(-1, group_size)
+
+
+def _counted(dims: str, order: str | None) -> np.ndarray:
+    """The numbers from 0 in this shape, transposed and then in a row."""
+    shape = [int(n) for n in dims.split(",")]
+    places = np.arange(math.prod(shape)).reshape(shape)
+    return places.transpose([int(n) for n in order.split(",")] if order else range(len(shape))).reshape(-1)
 
 
 def axes_along(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:

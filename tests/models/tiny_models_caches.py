@@ -138,7 +138,7 @@ class PagedCache:
             }
             make: Any = Attention if layer.latent is None else LatentAttention
             self.attend.append(make(declared, mesh=mesh))
-        self.indexer = OperationRegistry.create("indexer", OperationMetadata(mesh=mesh))
+        self.indexer = OperationRegistry.create("paged_indexer", OperationMetadata(mesh=mesh))
 
     def init(self) -> Any:
         return init(self.cache, self.mesh)
@@ -165,17 +165,10 @@ class PagedCache:
         return made.attention_outputs, made.state
 
     def select(self, n: int, given: Any, positions: Any, state: Any, place: Any) -> Any:
-        """int32 [tokens, top_k]; each token has a row of its own in the indexer's call."""
-        query, key, head_weights = given
-        index_keys, state = self._index_keys(n, key, state, place, positions)
-        found = self.indexer(
-            query[:, None],
-            index_keys,
-            head_weights[:, None],
-            top_k=dict(self.layers[n].indexer)["top_k"],
-            query_offset=positions,
-        )
-        return found.positions[:, 0], state
+        """int32 [tokens, top_k]."""
+        top_k = dict(self.layers[n].indexer)["top_k"]
+        found = self.indexer(*given, **self._step(("index", n), place, state), top_k=top_k)
+        return found.positions, found.state
 
     def grouped(self, n: int, arrays: Any, positions: Any, state: Any, place: Any, kept: Any) -> Any:
         if kept is None:

@@ -146,6 +146,15 @@ ALONG_A, ALONG_B = ((0, 4), (1, 5), (2, 6), (3, 7)), ((0, 1, 2, 3), (4, 5, 6, 7)
         ("replica_groups=mesh['a'=2,'b'=4] {'b'}", ALONG_B, ("b",)),
         ("replica_groups=mesh['x'=2,'y'=4] {'x'}", ALONG_A, ("a",)),
         ("replica_groups=mesh['all'=8] {'all'}", (tuple(range(8)),), ("a", "b")),
+        ("replica_groups=mesh['x'=8] {'x':(2)4}", ALONG_B, ("b",)),  # of an axis a part, after 2 others
+        ("replica_groups=mesh['x'=8] {'x':(1)2}", ALONG_A, ("a",)),
+        (
+            "replica_groups=mesh['x'=4,'w'=1,'y'=2], device_ids=([2,2,2]T(1,0,2)) {'y'}, to_apply=%add",
+            ((0, 1), (4, 5), (2, 3), (6, 7)),
+            ("b",),
+        ),
+        ("replica_groups=mesh['x'=4,'y'=2], device_ids=([8]) {'y'}", ((0, 1), (2, 3), (4, 5), (6, 7)), ("b",)),
+        ("replica_groups=mesh['x'=4,'y'=2], device_ids=(0,4,1,5,2,6,3,7) {'y'}", ALONG_A, ("a",)),
         ("replica_groups={}, to_apply=%add", (tuple(range(8)),), ("a", "b")),
         ("source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,4}}", ((0, 1), (1, 2), (2, 3), (3, 0)), ("b",)),
         ("source_target_pairs={{0,4},{4,0}}", ((0, 4), (4, 0)), ("a",)),

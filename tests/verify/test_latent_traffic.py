@@ -77,6 +77,10 @@ SPLIT: list[Any] = [
         {"all-reduce": _weights(4, 2) + _latents(BATCH * LENGTH // 4, 2, 2)},
         marks=pytest.mark.slow,
     ),
+    pytest.param(  # the batch is split over fsdp and dp, in this order, so groups are of a mesh in another order
+        "gather", "absorbed", "dp=2,fsdp=2,tp=2", {},
+        {"all-reduce": _weights(4, 2) + _latents(BATCH * LENGTH // 4, 2, 2)},
+    ),
     pytest.param(
         "gather", "expanded", "fsdp=2,sp=4", {"all-gather": TOKEN * BATCH // 2 * LENGTH * 3 // 4},
         {"reduce-scatter": TOKEN * BATCH // 2 * LENGTH * 3 // 4, "all-reduce": _weights(2, 1) + _weights(4, 1)},
@@ -182,7 +186,6 @@ OF_WEIGHTS = 2 * 128 * 512 * 256
     ("strategy", "mesh", "forward"),
     [
         ("gather", "fsdp=16,tp=4", {}),
-        ("gather", "fsdp=16,sp=4", {"all-gather": KEYS * 4 * 1024 * 3}),
         ("ulysses", "fsdp=16,sp=4", {"all-to-all": 2 * KEYS * 4 * 1024 * 3 // 4}),
         ("ring", "fsdp=16,sp=4", {"collective-permute": KEYS * 4 * 1024 * 3}),
     ],
