@@ -107,6 +107,9 @@ NOTES = _kinds(
      "pages hold latents, which the absorbed form reads: {cached} bytes per token and layer, against {expanded} of expanded keys "
      "and values"),
     ("latent.form", "latent", "latent attention, {form}, {chosen}: {other} would cost {ratio:.3g} times as much"),
+    ("latent.gradients", "latent",
+     "the gradients of the projections are summed over devices: {sent:bytes} per device in the backward pass, besides what the "
+     "attention sends"),
     ("latent.sent_keys", "latent",
      "keys and values are sent as {form} ones: {sent:bytes} per device in the forward pass; {other} ones would be "
      "{other_sent:bytes}"),

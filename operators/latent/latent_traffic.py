@@ -11,6 +11,7 @@ from ...planning.placed_tensors import sent_itemsize
 from ...planning.traffic import Need, min_traffic
 from ...registry.latent_dims import FORMS, LatentDims
 from ...sharding import axes_at
+from ...sharding.modes import canonical_mode
 from .latent_operands import LATENT, dim_sizes
 from .latent_plan import LatentPlan
 from .work import Choice, form_note, query_notes
@@ -19,18 +20,27 @@ __all__ = ["form_notes", "projection_needs"]
 
 
 def form_notes(dims: LatentDims, choice: Choice, plan: Plan) -> tuple[str, ...]:
-    """The notes of the plan of the attention inside: its form, and what its keys take if a strategy sends them."""
-    split, of_form = plan.placement.sequence, (form_note(choice), *query_notes(choice))
-    if plan.implementation is None or not (split.gathers or split.ring_axes):
-        return of_form
-    sent = sum(need.sent_bytes for need in min_traffic(plan, False).needs if need.what.split()[0] in ("key", "value"))
-    columns = {}
-    for form in FORMS:
-        heads, head_dim, value_dim = dims.inner(form)
-        columns[form] = (plan.placement.local.q_heads if heads > 1 else 1) * (head_dim + value_dim)
-    other_sent = round(sent * columns[choice.other] / columns[choice.form])
-    sent_keys = note("latent.sent_keys", form=choice.form, sent=round(sent), other=choice.other, other_sent=other_sent)
-    return *of_form, sent_keys
+    """The notes of the plan of the attention inside: its form, what the gradients of its projections send, and what its keys take
+    if a strategy sends them."""
+    split, notes = plan.placement.sequence, [form_note(choice), *query_notes(choice)]
+    if plan.implementation is None or any(axis.kind == "manual" for axis in plan.problem.mesh):
+        return tuple(notes)
+    if plan.problem.mode == canonical_mode("train"):
+        around = projection_needs(LatentPlan(dims, choice, plan))
+        if total := round(sum(need.sent_bytes for need in around if not need.optional)):
+            notes.append(note("latent.gradients", sent=total))
+    if split.gathers or split.ring_axes:
+        sent = sum(
+            need.sent_bytes for need in min_traffic(plan, False).needs if need.what.split()[0] in ("key", "value")
+        )
+        columns = {}
+        for form in FORMS:
+            heads, head_dim, value_dim = dims.inner(form)
+            columns[form] = (plan.placement.local.q_heads if heads > 1 else 1) * (head_dim + value_dim)
+        other_sent = round(sent * columns[choice.other] / columns[choice.form])
+        form, other = choice.form, choice.other
+        notes.append(note("latent.sent_keys", form=form, sent=round(sent), other=other, other_sent=other_sent))
+    return tuple(notes)
 
 
 def projection_needs(plan: LatentPlan) -> tuple[Need, ...]:

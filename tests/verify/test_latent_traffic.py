@@ -174,6 +174,23 @@ def test_a_note_says_what_the_other_form_would_send(strategy: str, form: str, se
     assert "latent.sent_keys" not in {note.code for note in whole.inner.notes if isinstance(note, Note)}
 
 
+@pytest.mark.parametrize(
+    ("mesh", "mode", "sent"),
+    [
+        ({"sp": 4, "tp": 2}, "train", _weights(4, 2) + _latents(BATCH * LENGTH // 4, 2, 1)),
+        ({"fsdp": 4}, "train", _weights(4, 1)),
+        ({"tp": 2}, "train", _latents(BATCH * LENGTH, 2, 1)),
+        ({"sp": 4, "tp": 2}, "prefill", None),
+        (None, "train", None),
+    ],
+)
+def test_a_note_says_what_the_gradients_of_projections_send(mesh: Any, mode: str, sent: int | None) -> None:
+    attend = LatentAttention("vanilla", **SMALL, form="expanded", mesh=mesh, sequence_parallel="ulysses")
+    notes = attend.plan(*_shapes(), causal=True, mode=mode).inner.notes
+    found = [note.values["sent"] for note in notes if isinstance(note, Note) and note.code == "latent.gradients"]
+    assert found == ([] if sent is None else [sent])
+
+
 # -- a pod that isn't here ---------------------------------------------------------------------------------------------
 
 KEYS = 2 * 128 * (192 + 128)  # bytes of a token's expanded key and value in bfloat16
