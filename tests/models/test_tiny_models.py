@@ -64,6 +64,16 @@ def test_on_arrays(name: str, form: str | None, devices: int) -> None:
     _in_steps(name, model)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("name", LATENT)
+def test_with_queries_made_of_their_latents(name: str, fold: bool) -> None:
+    _in_steps(name, Decoder(name, paged=True, fold=fold, mesh=_mesh() if fold else None))
+    model = Decoder(name, paged=False, fold=fold, form="absorbed" if fold else None)
+    logits, _ = jax.jit(model.step)(model.weights, {}, tokens(name), None, jnp.int32(0))
+    _close(name, logits)
+
+
 # -- the formulas ------------------------------------------------------------------------------------------------------
 
 

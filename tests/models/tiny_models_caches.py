@@ -29,7 +29,7 @@ __all__ = ["DenseCache", "PagedCache"]
 class DenseCache:
     """Keys of all positions as arrays [rows, LENGTH, ...], written in place."""
 
-    def __init__(self, read: ModelDeclaration, mesh: Any, form: str | None) -> None:
+    def __init__(self, read: ModelDeclaration, mesh: Any, latent: dict[str, Any]) -> None:
         self.layers, self.attend = read.layers, []
         for layer in read.layers:
             declared = (layer.latent or layer.declaration).to_dict()
@@ -38,20 +38,21 @@ class DenseCache:
                 assert shapes == {"q_heads": 4, "kv_heads": 2, "head_dim": 8}
                 self.attend.append(Attention(declared, mesh=mesh))
                 continue
-            declared["latent"] |= {} if form is None else {"form": form}
+            declared["latent"] |= latent
             self.attend.append(LatentAttention(declared, mesh=mesh))
         self.indexer = OperationRegistry.create("indexer", OperationMetadata(mesh=mesh))
 
     def init(self) -> Any:
         return {}
 
-    def latent(self, n: int, arrays: Any, positions: Any, state: Any, place: Any, kept: Any) -> Any:
-        q_nope, q_rope, latent, rope_key = (self._rows(x) for x in arrays[:4])
+    def latent(self, n: int, arrays: Any, made_of: Any, positions: Any, state: Any, place: Any, kept: Any) -> Any:
+        q_nope, q_rope, latent, rope_key = (None if x is None else self._rows(x) for x in arrays[:4])
+        made_of = {name: x if name == "w_uq" else self._rows(x) for name, x in made_of.items()}
         first = self._first(positions)
         latent, state = self._written(state, f"latent {n}", latent, first)
         rope_key, state = self._written(state, f"rope {n}", rope_key, first)
         given = {} if kept is None else {"mask": kept}
-        out = self.attend[n](q_nope, q_rope, latent, rope_key, *arrays[4:], query_offset=first, **given)
+        out = self.attend[n](q_nope, q_rope, latent, rope_key, *arrays[4:], query_offset=first, **given, **made_of)
         return out.attention_outputs, state
 
     def select(self, n: int, given: Any, positions: Any, state: Any, place: Any) -> Any:
@@ -101,7 +102,7 @@ class PagedCache:
 
     PAGE = 4
 
-    def __init__(self, read: ModelDeclaration, mesh: Any) -> None:
+    def __init__(self, read: ModelDeclaration, mesh: Any, latent: dict[str, Any]) -> None:
         self.layers, self.mesh = read.layers, mesh
         count = len(read.layers)
         pages = ROWS * LENGTH // self.PAGE
@@ -136,6 +137,8 @@ class PagedCache:
             declared = {key: declared[key] for key in ("metadata", "latent") if key in declared} | {
                 "operation": "paged"
             }
+            if layer.latent is not None:
+                declared["latent"] |= latent
             make: Any = Attention if layer.latent is None else LatentAttention
             self.attend.append(make(declared, mesh=mesh))
         self.indexer = OperationRegistry.create("paged_indexer", OperationMetadata(mesh=mesh))
@@ -160,8 +163,8 @@ class PagedCache:
         layer = self.layer_of[key]
         return {"state": state, "layer": layer, "batch": place[self.cache.group_of(layer)]}
 
-    def latent(self, n: int, arrays: Any, positions: Any, state: Any, place: Any, kept: Any) -> Any:
-        made = self.attend[n](*arrays, **self._step(n, place, state), selected=kept)
+    def latent(self, n: int, arrays: Any, made_of: Any, positions: Any, state: Any, place: Any, kept: Any) -> Any:
+        made = self.attend[n](*arrays, **made_of, **self._step(n, place, state), selected=kept)
         return made.attention_outputs, made.state
 
     def select(self, n: int, given: Any, positions: Any, state: Any, place: Any) -> Any:

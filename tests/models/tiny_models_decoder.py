@@ -21,9 +21,12 @@ __all__ = ["Decoder"]
 
 
 class Decoder:
-    """A model by its name, over pages or on arrays. form: that of latent attention on arrays; None leaves it to attnops."""
+    """A model by its name, over pages or on arrays. form: that of latent attention on arrays; None leaves it to attnops. fold:
+    LatentAttention makes the queries of their latents, with both projections multiplied first or not; None passes queries."""
 
-    def __init__(self, name: str, *, paged: bool, mesh: Any = None, form: str | None = None) -> None:
+    def __init__(
+        self, name: str, *, paged: bool, mesh: Any = None, form: str | None = None, fold: bool | None = None
+    ) -> None:
         self.name, self.config, self.mesh = name, CONFIGS[name], mesh
         self.weights = {key: jnp.asarray(x) for key, x in weights(name).items()}
         self.tables = tuple(jnp.asarray(x, jnp.float32) for x in rotary(name))
@@ -32,7 +35,13 @@ class Decoder:
         if self.minimax:  # as published: the text part of a model that also sees images
             fields = {"model_type": "minimax_m3_vl", "text_config": fields}
         read = ModelDeclaration.from_config(fields, operation="vanilla")
-        self.cache: Any = PagedCache(read, mesh) if paged else DenseCache(read, mesh, form)
+        rank = self.config.get("q_lora_rank")
+        made: Any = (
+            {"query_latent_dim": rank, "rope_pairs": "interleaved", "fold_query": fold} if fold is not None else {}
+        )
+        form_of = {} if form is None else {"form": form}
+        self.makes = fold is not None
+        self.cache: Any = PagedCache(read, mesh, made) if paged else DenseCache(read, mesh, made | form_of)
 
     def step(self, weights: Any, state: Any, ids: Any, place: Any, first: Any) -> tuple[Any, Any]:
         """(logits [rows, q, vocab], state) for ids [rows, q], the first at position `first`. place: where a paged step writes."""
@@ -64,10 +73,12 @@ class Decoder:
         residual = self.norm(_linear(h, w["q_a_proj.weight"]), w["q_a_layernorm.weight"])
         query = _linear(residual, w["q_b_proj.weight"]).reshape(tokens, c["num_attention_heads"], -1)
         q_nope, q_rope = query[..., :nope], _rotate(query[..., nope:], turn, True)
+        residual_of = residual
         if beta := c["rope_parameters"].get("llama_4_scaling_beta"):  # Mistral 4's, of which a note of the plan tells
             passed = positions // np.int32(c["rope_parameters"]["original_max_position_embeddings"])
             scale = 1.0 + beta * jnp.log1p(passed.astype(jnp.float32))
             q_nope, q_rope = (x * scale[:, None, None] for x in (q_nope, q_rope))
+            residual_of = residual * scale[:, None]
         joined = _linear(h, w["kv_a_proj_with_mqa.weight"])
         latent = self.norm(joined[:, :rank], w["kv_a_layernorm.weight"])
         rope_key = _rotate(joined[:, None, rank:], turn, True)[:, 0]
@@ -83,7 +94,12 @@ class Decoder:
             head_weights = _linear(h, w["indexer.weights_proj.weight"]) * heads**-0.5
             kept, state = self.cache.select(n, (*given, head_weights), positions, state, place)
         arrays = (q_nope, q_rope, latent, rope_key, up[..., :nope], up[..., nope:])
-        out, state = self.cache.latent(n, arrays, positions, state, place, kept)
+        made_of = {}
+        if self.makes:  # pairs of their rotary part stay where they are, so those of the keys do
+            arrays = (None, None, latent, _in_place(rope_key), *arrays[4:])
+            w_uq = w["q_b_proj.weight"].reshape(c["num_attention_heads"], -1, c["q_lora_rank"]).transpose(2, 0, 1)
+            made_of = {"query_latent": residual_of, "w_uq": w_uq, "q_cos": turn[0][:, 0], "q_sin": turn[1][:, 0]}
+        out, state = self.cache.latent(n, arrays, made_of, positions, state, place, kept)
         return out, state, kept
 
     def _grouped(self, n: int, w: Any, h: Any, turn: Any, positions: Any, state: Any, place: Any, kept: Any) -> Any:
@@ -153,3 +169,8 @@ def _rotate(x: Any, turn: Any, pairs: bool) -> Any:
     rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
     a, b = (rotated[..., 0::2], rotated[..., 1::2]) if pairs else (rotated[..., :half], rotated[..., half:])
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def _in_place(x: Any) -> Any:
+    """Columns i and i + half as 2i and 2i + 1."""
+    return jnp.stack(jnp.split(x, 2, -1), -1).reshape(x.shape)
