@@ -11,7 +11,7 @@ import paged_batches as batches
 import pytest
 from paged_batches import PagedCase
 
-from attnops import InputError, KVCache, OperationMetadata, OperationRegistry, Prefix, RefusedError
+from attnops import Chunked, InputError, KVCache, OperationMetadata, OperationRegistry, Prefix, RefusedError
 from attnops.errors import AttnOpsError, InputTypeError, RefusedShardingError
 from attnops.operators.paged_cache import RaggedBatch, init
 from attnops.operators.selection.kernel.paged_top_k import PagedSelection, merge_selections, paged_top_k
@@ -351,6 +351,7 @@ def test_what_is_not_read_is_told() -> None:
         ({"mode": "insert"}, InputError),
         ({"update": "none"}, InputError),
         ({"mask": Prefix(3)}, RefusedError),
+        ({"mask": Chunked(4)}, RefusedError),
         ({"max_q_len": 1}, InputError),
         ({"cache": KVCache(**FIELDS | {"kind": "kv", "kv_heads": 2})}, InputError),
         ({"index_query": np.ones((4, DIM), np.float32)}, InputError),
