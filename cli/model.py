@@ -123,6 +123,7 @@ def model_json(plans: ModelPlans) -> dict[str, Any]:
                 "kind": layer.kind,
                 "name": layer.name,
                 "indexer": dict(layer.indexer),
+                "reads_layer": layer.reads_layer,
                 "declaration": layer.declaration.to_dict(),
                 "plan": plan.to_dict(),
             }
@@ -167,7 +168,7 @@ def _alike(plan: Plan, row: dict[str, str], differing: Sequence[str]) -> list[tu
         rows.append(("runs", row["runs"]))
     rows += [
         (label, row[label])
-        for label in ("indexer", "cap", "score", "sinks", "blocks")
+        for label in ("keys", "indexer", "cap", "score", "sinks", "blocks")
         if label not in differing and row[label].strip("-")
     ]
     if "device" not in differing:
@@ -189,6 +190,7 @@ def _row(plans: ModelPlans, layer: LayerDeclaration, plan: Plan) -> dict[str, st
         "dim": f"{dim}" if value_dim == dim else f"{dim}/{value_dim}",
         "cap": "" if problem.logits_soft_cap is None else f"{problem.logits_soft_cap:g}",
         "score": "" if problem.score is None else problem.score.describe(),
+        "keys": "" if layer.reads_layer is None else f"of layer {layer.reads_layer}",
         "indexer": _indexer(dict(layer.indexer)),
         "sinks": "" if sinks is None else f"{1 if len(sinks.shape) == 1 else sinks.shape[1]} per head",
         "runs": plan.implementation or "nothing",

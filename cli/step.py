@@ -37,18 +37,23 @@ def one_layer(declaration: Declaration, metadata: OperationMetadata) -> tuple[De
     cache, step = declaration.cache, declaration.step
     if cache is None or step is None or cache.layer_count == 1:
         return declaration, ()
-    group, fields = step.group(cache), cache.to_dict() | {"layers": 1}
+    # A layer without pages is the second of two, which reads the first.
+    reads = cache.layer_read(step.layer) != step.layer
+    count, layer = (2, 1) if reads else (1, 0)
+    group, fields = step.group(cache), cache.to_dict() | {"layers": count}
     if len(cache.groups) > 1:
         cache_plan = plan_cache(declaration, metadata)
         assert cache_plan is not None
         group_plan = cache_plan.require().groups[group]
-        fields = group_plan.cache.to_dict() | {"layers": [group_plan.cache.to_dict()["layers"][0] | {"layers": 1}]}
+        fields = group_plan.cache.to_dict() | {"layers": [group_plan.cache.to_dict()["layers"][0] | {"layers": count}]}
     elif not isinstance(cache.layers, int):
-        fields["layers"] = [cache.to_dict()["layers"][0] | {"layers": 1}]
+        fields["layers"] = [cache.to_dict()["layers"][0] | {"layers": count}]
+    fields.pop("reads_layer", None)
+    fields |= {"reads_layer": [[1, 0]]} if reads else {}
     if cache.bytes_per_device is not None and "bytes_per_device" in fields:
-        fields["bytes_per_device"] = max(1, cache.bytes_per_device // cache.layer_count)
+        fields["bytes_per_device"] = max(1, cache.bytes_per_device // len(cache.stored_layers))
     changed = declaration.model_copy(
-        update={"cache": KVCache.from_dict(fields), "step": step.model_copy(update={"layer": 0})}
+        update={"cache": KVCache.from_dict(fields), "step": step.model_copy(update={"layer": layer})}
     ).checked()
     which = "" if len(cache.groups) == 1 else f", layer {step.layer}"
     return changed, (f"one of the cache's {cache.layer_count} layers{which}: a step uses one",)

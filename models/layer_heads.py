@@ -87,11 +87,12 @@ def _checked(config: ModelConfig, heads: LayerHeads, where: str) -> LayerHeads:
     return heads
 
 
-def shared_keys(config: ModelConfig, kinds: Sequence[str], notes: list[Note]) -> int:
-    """The first of the layers that attend to keys of the last layer of their kind before it. Errors: ConfigError."""
+def shared_keys(config: ModelConfig, kinds: Sequence[str], notes: list[Note]) -> dict[int, int]:
+    """For each of the layers without keys of their own the one whose keys it reads: the last of its kind that has some. Errors:
+    ConfigError."""
     count = len(kinds)
     if not config.fields.get("num_kv_shared_layers"):
-        return count
+        return {}
     first = count - whole(config, "num_kv_shared_layers", maximum=count)
     own = kinds[:first]
     missing = sorted(set(kinds) - set(own))
@@ -100,6 +101,6 @@ def shared_keys(config: ModelConfig, kinds: Sequence[str], notes: list[Note]) ->
             f"num_kv_shared_layers={count - first} of {count} layers: before layer {first} there is no {missing[0]} layer whose "
             "keys the shared ones could use; wanted fewer."
         )
-    sources = sorted({first - 1 - list(reversed(own)).index(kind) for kind in kinds[first:]})
-    notes.append(note("model.shared_kv", sources=sources, first=first, last=count - 1))
-    return first
+    read = {layer: first - 1 - list(reversed(own)).index(kinds[layer]) for layer in range(first, count)}
+    notes.append(note("model.shared_kv", sources=sorted({*read.values()}), first=first, last=count - 1))
+    return read

@@ -35,7 +35,7 @@ class LayerHeads(NamedTuple):
 class LayerAttention:
     """One layer: its kind ('global', 'local 4096' and so on), its mask, its scale if scales differ between layers, its score
     without arrays, its sizes if they are those of an image, and its heads if they differ between layers. indexed: whether an
-    indexer picks keys from those that the mask shows."""
+    indexer picks keys from those that the mask shows. reads_layer: the layer whose keys and values it reads; None: its own."""
 
     kind: str
     mask: Mask
@@ -44,3 +44,4 @@ class LayerAttention:
     sizes: LayerSizes | None = None
     heads: LayerHeads | None = None
     indexed: bool = False
+    reads_layer: int | None = None

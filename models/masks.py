@@ -32,8 +32,9 @@ def layer_attentions(config: ModelConfig, head_dim: int, causal: bool, notes: li
     layers = []
     for number, kind in enumerate(kinds):
         layer = _layer(config, kind, number, head_dim, causal)
-        label = (indexed[number] or layer.kind) + " shared kv" * (number >= shared)
-        layers.append(replace(layer, kind=label, heads=layer_heads(config, kind, number), indexed=kind == INDEXED))
+        label = (indexed[number] or layer.kind) + " shared kv" * (number in shared)
+        heads, reads = layer_heads(config, kind, number), shared.get(number)
+        layers.append(replace(layer, kind=label, heads=heads, indexed=kind == INDEXED, reads_layer=reads))
     return tuple(layers)
 
 

@@ -287,8 +287,8 @@ NOTES = _kinds(
     ("model.shared_indexer", "mask",
      "{count} layers, those that are shared, have no indexer and use the selection of the last layer before them that has one"),
     ("model.shared_kv", "key",
-     "layers {first} to {last} have no keys and values of their own and attend to those of {sources:list}. A cache made from "
-     "layer_groups has room for them all the same"),
+     "layers {first} to {last} have no keys and values of their own and attend to those of {sources:list}; "
+     "reads_layer of the model and of KVCache says which reads which"),
     ("model.two_attentions", "model",
      "each of {layers} layers has two attentions: those of layer n are layers 2n and 2n + 1 here"),
     ("model.unknown_keys", "model", "not read, as attnops doesn't know them: {keys:list}"),

@@ -29,7 +29,7 @@ class LayerDeclaration:
 
     latent: the declaration of latent attention, for LatentAttention; `declaration` has a key and a value for each head then.
     indexer: (name, size) of the part of the model that picks keys for each query, which no declaration has: attention to all keys
-    of the mask is declared. Empty if there is none.
+    of the mask is declared. Empty if there is none. reads_layer: the layer whose keys and values these read; None: their own.
     """
 
     layers: tuple[int, ...]
@@ -38,6 +38,7 @@ class LayerDeclaration:
     declaration: Declaration
     latent: Declaration | None = None
     indexer: tuple[tuple[str, int], ...] = ()
+    reads_layer: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ class ModelDeclaration:
             name = layer.kind.replace(" ", "_").replace("±", "")
             name += f"_layer_{numbers[0]}" if kinds.count(layer.kind) > 1 else ""
             indexer = attention.indexer if layer.indexed else ()
-            distinct.append(LayerDeclaration(tuple(numbers), layer.kind, name, declaration, latent, indexer))
+            its_own = (layer.kind, name, declaration, latent, indexer, layer.reads_layer)
+            distinct.append(LayerDeclaration(tuple(numbers), *its_own))
         return cls(read.family, attention.positions, tuple(distinct), attention.notes)
 
     @property
@@ -139,6 +141,12 @@ class ModelDeclaration:
             return layer_groups(windows)
         names = ("kv_heads", "head_dim", "value_dim")
         return layer_groups(windows, [dict(zip(names, own, strict=True)) for own in sizes])
+
+    @property
+    def reads_layer(self) -> dict[int, int]:
+        """For each layer without keys and values of its own the one whose it reads, as for KVCache(reads_layer=...)."""
+        read = enumerate(layer.reads_layer for layer in self.layers)
+        return {number: source for number, source in read if source is not None}
 
     def layer(self, number: int) -> LayerDeclaration:
         """The declaration of layer `number`, from 0. Errors: ConfigError for a layer that the model doesn't have."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -28,32 +28,41 @@ from ..paged_cache.stored_tokens import check_token_scale
 from .step_arguments import Step, StepArrays
 from .step_visibility import check_shapes
 
-__all__ = ["describe_step"]
+__all__ = ["LayerPlace", "describe_step"]
 
 _FLOATS = ("float32", "bfloat16", "float16")
+
+
+class LayerPlace(NamedTuple):
+    """A layer's group, and the layer whose keys it reads, None for its own."""
+
+    group: int
+    reads: int | None = None
 
 
 def describe_step(
     operation: Any,
     metadata: OperationMetadata,
     cache: KVCache,
-    group: int,
+    place: LayerPlace,
     tokens: tuple[Any, Any, Any],
     step_arrays: StepArrays,
     step: Step,
     mesh: AnyMesh | None,
     arrays: Any,
 ) -> PagedProblem:
-    """Build the problem of a step over a group's layers. operation: a subclass of StepOperation. `tokens` are query, key and
+    """Build the problem of a step over layers of one place. operation: a subclass of StepOperation. `tokens` are query, key and
     value, `arrays` all that may determine where it runs.
 
     Errors: InputError and InputTypeError give the argument, its value, what is wanted and a hint.
     """
     platform, kind, source = planned_platform(metadata, mesh, arrays)
     config, notes = declared_config(operation, metadata, platform)
-    plan = cache.plan(mesh, kv_heads=metadata.policy.kv_heads, device_kind=kind or platform).groups[group]
-    cache = cache.part(group, plan.pages)
-    update = str(step.update or getattr(config, "update", "before"))
+    plan = cache.plan(mesh, kv_heads=metadata.policy.kv_heads, device_kind=kind or platform).groups[place.group]
+    cache = cache.part(place.group, plan.pages)
+    # A layer that reads another's keys has none to write, unless it is given some, which is refused by the plan.
+    reads_only = place.reads is not None and tokens[1] is None and step.mode != "insert"
+    update = str(step.update or ("none" if reads_only else getattr(config, "update", "before")))
     called = operation.token_names
     query, key, value = (None if x is None else shaped(n, x) for n, x in zip(called, tokens, strict=True))
     known_sizes(**dict(zip(called, (query, key, value), strict=True)))
@@ -126,6 +135,7 @@ def describe_step(
         softmax_dtype=softmax,
         mode=step.mode,
         update=update,
+        reads_layer=place.reads,
         max_q_len=step.max_q_len,
         top_k=step.top_k,
         mask=step.mask,

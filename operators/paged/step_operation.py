@@ -33,7 +33,7 @@ from ..paged_cache.check_visibility import check_visibility
 from ..paged_cache.insert import check_step
 from ..paged_cache.join_shards import check_mesh
 from ..paged_cache.state import CacheState, alone
-from .describe_step import describe_step
+from .describe_step import LayerPlace, describe_step
 from .implementations import PagedImplementation
 from .run_step import StepInputs, run_step
 from .step_arguments import Step, StepArrays
@@ -71,7 +71,7 @@ class StepOperation(DeclaredOperation):
     ) -> tuple[PagedPlan, tuple[Any, ...]]:
         """(the plan, what `run_program` returns, whose last is the whole state) of a step."""
         layer_state = alone(state, layer, batch)
-        pages, group = layer_state.layers[0], state.cache.group_of(int(layer))
+        pages, place = layer_state.layers[0], _place(state.cache, int(layer))
         mesh = self._mesh()
         arrays = (*tokens, *step_arrays.flat, pages, batch)
         request = (
@@ -79,7 +79,7 @@ class StepOperation(DeclaredOperation):
             mesh,
             current_device(jax.tree.leaves(arrays)) if mesh is None else get_abstract_mesh(),
             state.cache,
-            group,
+            place,
             step,
             cache_generation(),
             _wide(jax.config),
@@ -87,12 +87,12 @@ class StepOperation(DeclaredOperation):
         )
         decided = _prepared.find(request)
         if decided is None:
-            decided = self._prepare(state.cache, group, tokens, step_arrays, step, mesh, arrays)
+            decided = self._prepare(state.cache, place, tokens, step_arrays, step, mesh, arrays)
             _prepared.put(request, decided)
         _check_pages(decided, state, pages, mesh)
         query, key, value = tokens
         counted = key if query is None else query
-        layer_state = replace(layer_state, cache=state.cache.part(group, decided.cache.pages))
+        layer_state = replace(layer_state, cache=state.cache.part(place.group, decided.cache.pages))
         check_step(layer_state, 0, batch, counted, debug=False, writes=decided.problem.update != "none")
         check_longest(batch, step.max_q_len, debug=False)
         check_visibility(batch, step_arrays, layer_state.cache.window_tokens, debug=False)
@@ -115,9 +115,9 @@ class StepOperation(DeclaredOperation):
             raise InputError(
                 f"the cache's layers are in {len(declared.groups)} groups; specify the step's layer, such as layer=0."
             )
-        group = declared.group_of(0 if layer is None else layer)
+        place = _place(declared, 0 if layer is None else layer)
         mesh = self._mesh()
-        decided = self._plan(declared, group, tokens, step_arrays, step, mesh, (*tokens, *step_arrays.flat))
+        decided = self._plan(declared, place, tokens, step_arrays, step, mesh, (*tokens, *step_arrays.flat))
         has_values = batch is not None and all(known_values(x) is not None for x in jax.tree.leaves(batch))
         by_value = {"selected", "spans", "prefix_lengths"}  # on which the pages that are read depend
         if not has_values or by_value & decided.problem.features:
@@ -127,28 +127,28 @@ class StepOperation(DeclaredOperation):
     def _plan(
         self,
         cache: KVCache,
-        group: int,
+        place: LayerPlace,
         tokens: tuple[Any, Any, Any],
         step_arrays: StepArrays,
         step: Step,
         mesh: AnyMesh | None,
         arrays: Any,
     ) -> PagedPlan:
-        problem = describe_step(type(self), self.metadata, cache, group, tokens, step_arrays, step, mesh, arrays)
+        problem = describe_step(type(self), self.metadata, cache, place, tokens, step_arrays, step, mesh, arrays)
         decided: PagedPlan = plan(type(self), problem, self.metadata.policy)
         return decided
 
     def _prepare(
         self,
         cache: KVCache,
-        group: int,
+        place: LayerPlace,
         tokens: tuple[Any, Any, Any],
         step_arrays: StepArrays,
         step: Step,
         mesh: AnyMesh | None,
         arrays: Any,
     ) -> PagedPlan:
-        decided = self._ready(self._plan(cache, group, tokens, step_arrays, step, mesh, arrays), arrays, mesh)
+        decided = self._ready(self._plan(cache, place, tokens, step_arrays, step, mesh, arrays), arrays, mesh)
         axes = named_axes(self.metadata.partition_axis)
         idle = tuple(f"{a.name}={a.size}" for a in decided.cache.idle_axes if a.name not in axes)
         if idle:
@@ -170,6 +170,11 @@ class StepOperation(DeclaredOperation):
         rules = runs.capability.rules
         reasons += [r for rule in rules if (r := rule.check(problem, problem.config)) is not None]  # type: ignore[arg-type]
         return tuple(reasons)
+
+
+def _place(cache: KVCache, layer: int) -> LayerPlace:
+    group, source = cache.group_of(layer), cache.layer_read(layer)
+    return LayerPlace(group, None if source == layer else source)
 
 
 def _check_pages(decided: PagedPlan, state: CacheState, pages: Any, mesh: AnyMesh | None) -> None:

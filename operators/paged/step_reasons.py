@@ -46,6 +46,10 @@ def step_reasons(problem: PagedProblem, method: str, consumes: Set[str], name: s
         reasons.append(Reason("paged.mask", "mask", text, hint))
         unread = problem.mask.features()
     reasons += _window_reasons(problem)
+    if problem.reads_layer is not None and problem.update != "none":
+        text = f"update={problem.update!r}: the layer reads the keys and values of layer {problem.reads_layer} and has no pages"
+        hint = "Give update='none', without key and value, or leave the layer out of cache.reads_layer."
+        reasons.append(Reason("paged.reads_layer", "update", text, hint))
     for feature in sorted(problem.features - consumes - unread):
         hint = "Leave it out, or declare fallback='allow'."
         reasons.append(Reason(f"feature.{feature}", feature, f"{method} has no {feature}", hint))

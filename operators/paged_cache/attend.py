@@ -23,7 +23,7 @@ from ..kernels.varying import varying
 from .batch import RaggedBatch
 from .by_device import by_device
 from .check_visibility import check_visibility
-from .insert import check_step, insert, write
+from .insert import check_own_keys, check_step, insert, write
 from .known_sizes import known_sizes
 from .logit_arrays import LogitArrays, by_place
 from .paged_call import Attended, PagedCall, PagedMethod, PagedSizes, on_xla
@@ -98,6 +98,8 @@ def attend(
     RaggedBatch.check; InputError for shapes, and for keys that `update` doesn't use or that it needs and doesn't get.
     """
     check_operands(state, layer, query, key, value, update)
+    if key is not None:
+        check_own_keys(state, layer)
     layer_state = alone(state, layer, batch)
     cache = layer_state.cache
     check_window(cache.window_tokens, sliding_window, chunk_size)

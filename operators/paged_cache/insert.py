@@ -26,7 +26,7 @@ from .state import CacheState, LayerPages, alone, layer_of
 from .stored_tokens import as_stored, check_no_values, check_token_scale
 from .token_slots import by_shard, rows_by_shard, token_slots
 
-__all__ = ["check_shards", "check_step", "insert", "write"]
+__all__ = ["check_own_keys", "check_shards", "check_step", "insert", "write"]
 
 
 def insert(
@@ -66,6 +66,7 @@ def write(
     """(the state with the tokens written, as by `insert`, the tokens as their pages store them). which: of which rows tokens are
     written: of all, of those with several tokens, or of none."""
     whole, at = state, layer
+    check_own_keys(state, layer)
     state, layer = alone(whole, at, batch), 0
     pages = state.layers[0]
     cache, shards = state.cache, batch.shards
@@ -121,6 +122,16 @@ def write(
     operands = jax.tree.map(jnp.asarray, (key, value, scales, *arrays))
     after, tokens = on_auto_axes(run, pages, *operands, specs=specs)
     return whole.with_layer(at, after), tokens
+
+
+def check_own_keys(state: CacheState, layer: int) -> None:
+    """Refuse to write for a layer that reads another's keys. Errors: InputError; those of layer_of."""
+    layer_of(state, layer)
+    if (source := state.cache.layer_read(int(layer))) != layer:
+        raise InputError(
+            f"layer {layer} reads the keys and values of layer {source}, as the cache's reads_layer declares, and has no pages "
+            "to write; wanted update='none', without key and value."
+        )
 
 
 def check_step(

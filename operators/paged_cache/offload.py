@@ -14,7 +14,6 @@ from jaxtyping import Array, Int32
 
 from ...errors import InputError, InputTypeError, is_whole, shown
 from ...masks.int_arrays import known_values
-from ...planning.cache.layer_groups import layer_numbers
 from ...planning.cache.window_pages import first_visible_page
 from ...pytree_export import exported
 from ...sharding import on_auto_axes, spec_of
@@ -98,9 +97,8 @@ def restore(state: CacheState, saved: SavedSequence, batch: _Batches, sequence: 
     """
     if len(state.cache.groups) > 1:
         _check_same(state, saved)
-        of_groups = layer_numbers(state.cache.groups)
         for group, (group_state, group_batch) in enumerate(_by_group(state, batch)):
-            layers = tuple(saved.layers[number] for number in of_groups[group])
+            layers = tuple(saved.layers[place] for place in state.cache.places(group))
             state = state.with_group(group, restore(group_state, replace(saved, layers=layers), group_batch, sequence))
         return state
     batch = _single_batch(batch)

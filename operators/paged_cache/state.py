@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Num
 from ...errors import InputError, InputTypeError, ShardingError, a_type, is_whole, shown
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
-from ...planning.cache.layer_groups import layer_numbers
 from ...planning.paged.step_operands import token_specs
 from ...pytree_export import exported, exported_tuple
 from ...sharding.mesh import AnyMesh
@@ -54,8 +53,8 @@ class LayerPages(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CacheState:
-    """Every layer's pages, one array per layer, and the declaration that they follow. A pytree: donate it to the step that
-    writes it, and only the written pages are touched.
+    """Every layer's pages, one array per layer that has its own, and the declaration that they follow. A pytree: donate it to
+    the step that writes it, and only the written pages are touched.
 
     sequence_shards: the number of devices that share each sequence's pages, from the mesh's plan; the arrays hold one such
     device's pages after another's.
@@ -88,7 +87,7 @@ class CacheState:
         """The state of one group's layers, numbered from 0; itself if there is one group."""
         if len(self.cache.groups) == 1:
             return self
-        layers = tuple(self.layers[number] for number in layer_numbers(self.cache.groups)[group])
+        layers = tuple(self.layers[place] for place in self.cache.places(group))
         return CacheState(layers, self.cache.part(group, layers[0].key.shape[0]), self.sequence_shards)
 
     def with_group(self, group: int, group_state: CacheState) -> CacheState:
@@ -96,13 +95,14 @@ class CacheState:
         if len(self.cache.groups) == 1:
             return group_state
         layers = list(self.layers)
-        for number, pages in zip(layer_numbers(self.cache.groups)[group], group_state.layers, strict=True):
-            layers[number] = pages
+        for place, pages in zip(self.cache.places(group), group_state.layers, strict=True):
+            layers[place] = pages
         return replace(self, layers=tuple(layers))
 
     def with_layer(self, layer: int, pages: LayerPages) -> CacheState:
-        """The state with other pages for one layer."""
-        return replace(self, layers=(*self.layers[:layer], pages, *self.layers[layer + 1 :]))
+        """The state with other pages for one layer, or for the one that it reads."""
+        place = self.cache.place_of(layer)
+        return replace(self, layers=(*self.layers[:place], pages, *self.layers[place + 1 :]))
 
 
 class CacheShardings(NamedTuple):
@@ -117,8 +117,8 @@ class CacheShardings(NamedTuple):
 
 
 def layer_of(state: CacheState, layer: Any) -> LayerPages:
-    """The pages of a layer. Errors: InputTypeError if `state` isn't a state or the layer's number isn't known while tracing;
-    InputError for a layer out of range."""
+    """The pages that a layer reads. Errors: InputTypeError if `state` isn't a state or the layer's number isn't known while
+    tracing; InputError for a layer out of range."""
     if not isinstance(state, CacheState):
         raise InputTypeError(f"state is {a_type(state)}; wanted a CacheState, such as from init(cache).")
     if not is_whole(layer, numpy=True):
@@ -126,11 +126,10 @@ def layer_of(state: CacheState, layer: Any) -> LayerPages:
             f"layer={shown(layer)} is {a_type(layer)}; wanted an int: each layer has its own arrays, so loop over them in "
             "a Python loop."
         )
-    if not 0 <= layer < len(state.layers):
-        raise InputError(
-            f"layer={layer}; wanted 0 to {len(state.layers) - 1}: the cache has {len(state.layers)} layers."
-        )
-    return state.layers[layer]
+    count = len(state.layers) + len(state.cache.reads_layer or ())
+    if not 0 <= layer < count:
+        raise InputError(f"layer={layer}; wanted 0 to {count - 1}: the cache has {count} layers.")
+    return state.layers[state.cache.place_of(int(layer))]
 
 
 def alone(state: CacheState, layer: int, batch: RaggedBatch) -> CacheState:
@@ -158,8 +157,8 @@ def init(
     """Make the cache's arrays, zeros, placed on the mesh, or on jax's default device.
 
     `key_scale`, `value_scale`: for quantised caches with a scale per tensor or head, which is fixed before anything is written:
-    a number, or an array that broadcasts to [layers] or [layers, kv_heads]. Errors: RefusedError if the plan refuses;
-    InputError for scales that are missing or unused.
+    a number, or an array that broadcasts to [layers] or [layers, kv_heads], of the layers that have pages. Errors: RefusedError
+    if the plan refuses; InputError for scales that are missing or unused.
     """
     plan = cache.plan(mesh, kv_heads=kv_heads).require()
     if mesh is not None and not isinstance(mesh, Mesh):
@@ -179,7 +178,7 @@ def init(
         return zeros(group_plan, name) if fixed is None else jax.device_put(fixed, place(group_plan, name))
 
     layers = []
-    for layer in range(cache.layer_count):
+    for number, layer in enumerate(cache.stored_layers):
         of_group = plan.groups[cache.group_of(layer)]
         key = zeros(of_group, of_group.pages_array.name)
         assert key is not None
@@ -187,8 +186,8 @@ def init(
             LayerPages(
                 key,
                 zeros(of_group, "value_pages"),
-                scale(of_group, "key", layer),
-                scale(of_group, "value", layer),
+                scale(of_group, "key", number),
+                scale(of_group, "value", number),
                 zeros(of_group, "rope_pages"),
             )
         )
@@ -206,7 +205,8 @@ def abstract(plan: CachePlan, mesh: AnyMesh | None = None, *, layers: int | None
         return jax.ShapeDtypeStruct(array.fitted.shape, array.dtype, sharding=where)
 
     count = plan.cache.layer_count if layers is None else layers
-    plans = [plan.groups[plan.cache.group_of(layer)] for layer in range(count)]
+    stored = (layer for layer in plan.cache.stored_layers if layer < count)
+    plans = [plan.groups[plan.cache.group_of(layer)] for layer in stored]
     pages = tuple(LayerPages(*(of(group_plan, name) for name in _names(group_plan))) for group_plan in plans)
     return CacheState(pages, plan.cache, plan.sequence_shards)  # type: ignore[arg-type]
 
@@ -222,7 +222,7 @@ def shardings(cache: KVCache, mesh: Mesh, *, kv_heads: Literal["replicate", "err
         jax.tree.map(lambda spec: NamedSharding(mesh, spec), step_specs(part), is_leaf=_is_spec) for part in plan.groups
     ]
     key = NamedSharding(mesh, token_specs(plan)[1])
-    layers = tuple(groups[cache.group_of(layer)][1] for layer in range(cache.layer_count))
+    layers = tuple(groups[cache.group_of(layer)][1] for layer in cache.stored_layers)
     state = CacheState(layers, cache, plan.sequence_shards)
     batches = tuple(batch for _, _, batch in groups)
     return CacheShardings(state, batches if len(batches) > 1 else batches[0], groups[0][0], key, key)
@@ -254,7 +254,7 @@ def _is_spec(x: object) -> bool:
 def _fixed_scales(plan: CachePlan, tensor: str, value: Any) -> list[np.ndarray | None]:
     """For each layer, its scale declared as fixed, float32 [] or [stored heads], else None."""
     quantised, name = plan.cache.quantised, f"{tensor}_scale"
-    layers = range(plan.cache.layer_count)
+    layers = plan.cache.stored_layers
     parts = [plan.groups[plan.cache.group_of(layer)] for layer in layers]
     has_scale = [tensor == "key" or not part.cache.values_in_keys for part in parts]
     if quantised is None or quantised.scale == "token_head" or not any(has_scale):

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import shown
 from ...page_layouts import LAYOUTS
-from .layer_groups import groups_problem
+from .layer_groups import groups_problem, reads_problem
 
 __all__ = ["CHECKS", "axis_names"]
 
@@ -48,6 +48,10 @@ def _groups(cache: Any) -> str | None:
     return groups_problem(cache.groups)
 
 
+def _reads(cache: Any) -> str | None:
+    return None if cache.reads_layer is None else reads_problem(cache.reads_layer, cache.groups)
+
+
 def _size(cache: Any) -> str | None:
     sized = [number for number, group in enumerate(cache.groups) if group.pages is not None]
     if sized and (cache.pages is not None or cache.bytes_per_device is not None):
@@ -83,4 +87,4 @@ def _axes(cache: Any) -> str | None:
     return None
 
 
-CHECKS: tuple[Callable[[Any], str | None], ...] = (_kind, _rope, _groups, _size, _dims, _axes)
+CHECKS: tuple[Callable[[Any], str | None], ...] = (_kind, _rope, _groups, _reads, _size, _dims, _axes)

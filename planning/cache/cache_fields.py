@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
-from ...errors import ConfigError, InputError, a_type, shown
+from ...errors import ConfigError, a_type, shown
 from ...page_layouts import LAYOUTS, ArraySize, page_layout
 from ...strict_json import parse_json, read_text
 from ..unset_fields import UnsetFieldsModel, explain_validation
 from .cache_checks import CHECKS
-from .layer_groups import CacheKind, LayerGroup, Layers, checked_layers, layer_numbers
+from .cache_layers import CacheLayers
+from .layer_groups import CacheKind, layer_numbers
 
 __all__ = ["CacheFields", "QuantisedPages"]
 
@@ -54,7 +55,7 @@ class QuantisedPages(UnsetFieldsModel):
     scale: Literal["tensor", "head", "token_head"] = "token_head"
 
 
-class CacheFields(UnsetFieldsModel):
+class CacheFields(CacheLayers):
     """The fields of KVCache. Sizes count elements of the whole cache, over all devices; only `bytes_per_device` is per device.
 
     Errors of all constructors: ConfigError that names the source, the field, the value and what is expected.
@@ -62,11 +63,6 @@ class CacheFields(UnsetFieldsModel):
 
     model_config = ConfigDict(title="cache")
 
-    layers: Annotated[
-        Layers,
-        BeforeValidator(checked_layers),
-        Field(description="Number of layers; or groups of layers, each with its own window, pages and page table."),
-    ]
     kind: Annotated[
         CacheKind,
         Field(
@@ -170,39 +166,6 @@ class CacheFields(UnsetFieldsModel):
         """Return `to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
-    @property
-    def groups(self) -> tuple[LayerGroup, ...]:
-        """The groups of layers; a single group if `layers` is a number."""
-        return (LayerGroup(layers=self.layers),) if isinstance(self.layers, int) else self.layers
-
-    @property
-    def layer_count(self) -> int:
-        """The number of layers in all groups."""
-        return self.layers if isinstance(self.layers, int) else sum(map(len, layer_numbers(self.layers)))
-
-    def group_of(self, layer: int) -> int:
-        """The group that a layer is in. Errors: InputError for a layer that the cache doesn't have."""
-        for number, layers in enumerate(
-            [range(self.layers)] if isinstance(self.layers, int) else layer_numbers(self.layers)
-        ):
-            if layer in layers:
-                return number
-        raise InputError(
-            f"layer={shown(layer)}; wanted 0 to {self.layer_count - 1}: the cache has {self.layer_count} layers."
-        )
-
-    @property
-    def window_tokens(self) -> int | None:
-        """The window of a cache with one group: the maximum number of tokens that a query sees. Errors: ConfigError for several
-        groups."""
-        if isinstance(self.layers, int):
-            return None
-        if len(self.layers) > 1:
-            raise ConfigError(
-                f"the cache has {len(self.layers)} groups of layers; use the window_tokens of one of them."
-            )
-        return self.layers[0].window_tokens
-
     def part(self, group: int, pages: int) -> Self:
         """A cache with one group's layers, numbered from 0, and this many pages. For the only group, the cache itself."""
         return self if len(self.groups) == 1 else _part(self, group, max(1, pages))
@@ -261,16 +224,19 @@ class CacheFields(UnsetFieldsModel):
 
 @functools.lru_cache(maxsize=256)
 def _part(cache: _Cache, group: int, pages: int) -> _Cache:
-    group_fields = {"layers": len(layer_numbers(cache.groups)[group])}
+    numbers = list(layer_numbers(cache.groups)[group])
+    group_fields = {"layers": len(numbers)}
     if (window := cache.groups[group].window_tokens) is not None:
         group_fields["window_tokens"] = window
     own = cache.groups[group].geometry
-    left_out = {"bytes_per_device", "pages"}
+    left_out = {"bytes_per_device", "pages", "reads_layer"}
     if own.get("kind", cache.kind) != cache.kind:  # then these follow from the kind, or are the group's own
         left_out |= {"kv_heads", "layout", "value_dim"}
     if own.get("kind", cache.kind) != "latent":
         left_out |= {"rope_dtype"}
     fields = {name: value for name, value in cache.to_dict().items() if name not in left_out}
+    reads = [[numbers.index(n) for n in pair] for pair in cache.reads_layer or () if pair[0] in numbers]
+    fields |= {"reads_layer": reads} if reads else {}
     return type(cache).from_dict(fields | own | {"layers": [group_fields], "pages": pages})
 
 

@@ -34,6 +34,7 @@ class CachePlan(CacheNumbers):
         layers = f"{cache.layer_count} layer{'s' if cache.layer_count > 1 else ''}" + (
             f" in {len(self.parts)} groups" if self.parts else ""
         )
+        layers += "" if cache.reads_layer is None else f", {len(cache.stored_layers)} with pages"
         if not self.parts and self.window_tokens is not None:
             layers += f" with a window of {self.window_tokens} tokens"
         which = "" if self.group is None else f"group {self.group[0]} of {self.group[1]}: "
@@ -119,6 +120,7 @@ def fact_rows(plan: CachePlan) -> list[tuple[str, str]]:
         ("mesh", describe_mesh(plan.mesh)),
         ("device", plan.device_kind or plan.platform),
         *[(f"group {number}", _group_text(plan, number)) for number in range(len(plan.parts))],
+        *[("shared", text) for text in _reads_text(cache)],
         ("tokens", _fit_text(plan)) if plan.parts else ("pages", f"{_pages_text(plan)}: {_fit_text(plan)}"),
         (
             "bytes",
@@ -187,10 +189,24 @@ def _group_text(plan: CachePlan, number: int) -> str:
     )
 
 
+def _reads_text(cache: CacheFields) -> list[str]:
+    """Which layers read which other's pages, a line for each of these."""
+    by_source: dict[int, list[int]] = {}
+    for layer, source in cache.reads_layer or ():
+        by_source.setdefault(source, []).append(layer)
+    lines = []
+    for source, layers in by_source.items():
+        many = len(layers) > 1
+        subject = f"layers {_runs(layers)} read" if many else f"layer {layers[0]} reads"
+        lines.append(f"{subject} the keys and values of layer {source}")
+    return lines
+
+
 def _group_dict(plan: CachePlan, number: int) -> dict[str, Any]:
     part = plan.groups[number]
     return {
         "layers": list(layer_numbers(plan.cache.groups)[number]),
+        "stored_layers": [n for n in layer_numbers(plan.cache.groups)[number] if plan.cache.layer_read(n) == n],
         "window_tokens": part.window_tokens,
         **{name: getattr(part.cache, name) for name in GEOMETRY},
         "pages": part.pages,

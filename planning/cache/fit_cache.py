@@ -158,20 +158,20 @@ def _arrays(
     for name, (dim, dtype) in _page_arrays(cache).items():
         shape = cache.pages_shape(sizes.pages, heads, dim)
         spec = _with_heads(cache, pages, tp, len(shape))
-        add(name, spec, shape, " ".join(LAYOUTS[cache.layout].dims), dtype, cache.layer_count)
+        add(name, spec, shape, " ".join(LAYOUTS[cache.layout].dims), dtype, len(cache.stored_layers))
     scaled = ("key_scale",) if cache.values_in_keys else ("key_scale", "value_scale")
     for name in scaled if cache.quantised is not None else ():
         match cache.quantised.scale if cache.quantised is not None else "":
             case "tensor":
-                add(name, PartitionSpec(), (), "", "float32", cache.layer_count)
+                add(name, PartitionSpec(), (), "", "float32", len(cache.stored_layers))
             case "head":
-                add(name, PartitionSpec(tp), (heads,), "kv_heads", "float32", cache.layer_count)
+                add(name, PartitionSpec(tp), (heads,), "kv_heads", "float32", len(cache.stored_layers))
             case _:
                 shape = (sizes.pages, cache.page_size, heads)
                 dims = "pages page kv_heads"
                 if cache.heads_at == 1:
                     shape, dims = (sizes.pages, heads, cache.page_size), "pages kv_heads page"
-                add(name, _with_heads(cache, pages, tp, 3), shape, dims, "float32", cache.layer_count)
+                add(name, _with_heads(cache, pages, tp, 3), shape, dims, "float32", len(cache.stored_layers))
     rows, width = cache.max_sequences // sizes.shards, -(-cache.table_width // sizes.along)
     lead = () if batches is None else (batches,)
     table = () if sizes.along == 1 else (sizes.along,)

@@ -15,10 +15,13 @@ __all__ = [
     "CacheKind",
     "LayerGroup",
     "Layers",
+    "ReadsLayer",
     "checked_layers",
+    "checked_reads",
     "groups_problem",
     "layer_groups",
     "layer_numbers",
+    "reads_problem",
 ]
 
 _LIMIT = 2**30
@@ -80,6 +83,51 @@ class LayerGroup(UnsetFieldsModel):
 
 
 Layers = _Size | tuple[LayerGroup, ...]
+ReadsLayer = tuple[tuple[_Number, _Number], ...]
+"""Pairs of a layer without pages and the layer whose keys and values it reads."""
+
+
+def checked_reads(value: Any) -> Any:
+    """Check `reads_layer`: pairs, or a mapping of them, sorted by layer. Errors: ValueError."""
+    pairs = (
+        list(value.items() if isinstance(value, Mapping) else value)
+        if isinstance(value, Mapping | list | tuple)
+        else [()]
+    )
+    # Names in a JSON object are strings.
+    named = isinstance(value, Mapping)
+    pairs = [(int(a), b) if named and isinstance(a, str) and a.isdecimal() else (a, b) for a, b in _two(pairs)]
+    if not pairs or not all(is_whole(n, 0, _LIMIT) for pair in pairs for n in pair):
+        raise ValueError(
+            f"reads_layer={shown(value)}; wanted the layer that each layer without pages reads, such as {{15: 13, 16: 14}}, or "
+            "[[15, 13], [16, 14]]"
+        )
+    return tuple(sorted(pairs))
+
+
+def _two(pairs: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """The pairs; something that no pair is for another form."""
+    right = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+    return [(pair[0], pair[1]) for pair in pairs] if right else []
+
+
+def reads_problem(reads: ReadsLayer, groups: Sequence[LayerGroup]) -> str:
+    """What is wrong with the layers that read another's keys; '' for nothing."""
+    group_of = {layer: number for number, layers in enumerate(layer_numbers(groups)) for layer in layers}
+    own = set(group_of) - {layer for layer, _ in reads}
+    for number, (layer, source) in enumerate(reads):
+        if layer not in group_of:
+            return f"reads_layer: layer {layer}; wanted 0 to {len(group_of) - 1}, the cache's layers"
+        if number and reads[number - 1][0] == layer:
+            return f"reads_layer: layer {layer} is given twice"
+        if source >= layer or source not in own:
+            return f"reads_layer: layer {layer} reads layer {source}; wanted an earlier layer with keys of its own"
+        if group_of[layer] != group_of[source]:
+            return (
+                f"reads_layer: layer {layer} reads layer {source}, but they are in groups {group_of[layer]} and "
+                f"{group_of[source]}; wanted one group, whose pages both read"
+            )
+    return ""
 
 
 def checked_layers(value: Any) -> Any:

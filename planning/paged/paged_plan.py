@@ -98,6 +98,7 @@ class PagedPlan(Decision[PagedProblem, StepPlacement]):
             "update": problem.update,
             "max_q_len": problem.max_q_len,
             **({} if problem.top_k is None else {"top_k": problem.top_k}),
+            "reads_layer": problem.reads_layer,
             "group": 0 if problem.cache.group is None else problem.cache.group[0],
             "dtypes": {
                 "query": problem.input_dtype,
@@ -141,6 +142,8 @@ def step_rows(plan: PagedPlan, *, verbose: bool = True) -> list[tuple[str, str]]
         window = problem.cache.window_tokens
         tokens_text = "all tokens" if window is None else f"a window of {window} tokens"
         rows.append(("layers", f"of group {number} of {count}: {tokens_text}"))
+    if problem.reads_layer is not None:
+        rows.append(("keys", f"those of layer {problem.reads_layer}, which this layer reads"))
     rows.append(("update", (_UPDATES if problem.top_k is None else _INDEX_UPDATES)[problem.update]))
     lines = [] if plan.method is None else plan.config_lines()
     if lines := [line for line in lines if verbose or line.origin != "default"]:

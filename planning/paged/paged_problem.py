@@ -35,7 +35,8 @@ class PagedProblem(Problem):
     tokens: the length of the token arrays, including padding. max_q_len: the maximum number of queries per sequence; None: any.
     update: when the step's own keys are written: 'before', 'fused', or 'none'. key_dtype, value_dtype: of the step's own keys
     and values, the cache's or that of quantised pages. top_k: for a step that selects keys and doesn't attend, how many; its
-    query and keys are those of an indexer. None: it attends.
+    query and keys are those of an indexer. None: it attends. reads_layer: the layer whose keys and values the step's layer reads;
+    None: its own.
     """
 
     cache: CachePlan
@@ -43,6 +44,7 @@ class PagedProblem(Problem):
     update: str
     max_q_len: int | None
     top_k: int | None = None
+    reads_layer: int | None = None
 
     @property
     def contiguous_positions(self) -> bool:
