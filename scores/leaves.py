@@ -124,6 +124,7 @@ class PositionTemperature(Score):
     attn_temperature_tuning."""
 
     kind: ClassVar[str] = "position_temperature"
+    by_query_alone: ClassVar[bool] = True
     floor: float = 8192.0
     scale: float = 0.1
 

@@ -62,6 +62,8 @@ class Score:
     captured: ClassVar[tuple[str, ...]] = ()
     # Whether the score depends on where a query and a key are, so that their alignment matters.
     needs_positions: ClassVar[bool] = True
+    # Whether of these it is only the query's.
+    by_query_alone: ClassVar[bool] = False
 
     def _key(self) -> tuple[Any, ...]:
         held = (x if x is None or x is GIVEN or isinstance(x, tuple) else id(x) for x in self.arrays())

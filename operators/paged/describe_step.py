@@ -114,6 +114,7 @@ def describe_step(
         "draft_tree": step_arrays.draft_tree is not None,
         "spans": step_arrays.spans is not None,
         "prefix_lengths": step_arrays.prefix_lengths is not None,
+        "positions": step_arrays.q_positions is not None,
         "return_lse": step.return_lse,
         "gqa": heads != cache.kv_heads,
         "value_dim": cache.value_size != cache.head_dim and not cache.values_in_keys,
@@ -152,6 +153,7 @@ def describe_step(
                 ("index_weights", step_arrays.index_weights),
                 ("spans", step_arrays.spans),
                 ("prefix_lengths", step_arrays.prefix_lengths),
+                ("q_positions", step_arrays.q_positions),
                 ("draft_tree", step_arrays.draft_tree),
             )
             if x is not None

@@ -14,7 +14,7 @@ from ...planning.paged.step_tuning import step_candidates, step_fields
 from ..kernels.pages.tpu import reasons_against
 from ..paged_cache.paged_call import Attended, PagedCall, on_xla
 from .paged_config import PagedConfig
-from .step_reasons import BY_HEAD, DTYPE, SOFTMAX
+from .step_reasons import BY_HEAD, DTYPE, POSITIONS, SOFTMAX
 from .tpu_kernel import SPANNED, on_tpu, tpu_call, tpu_notes, tpu_reasons, tpu_sizes
 
 __all__ = ["PAGES_ON_TPU", "PAGES_ON_XLA", "PagedImplementation"]
@@ -108,8 +108,8 @@ class PagesOnXla(PagedImplementation):
     """Plain XLA: decoding rows by a list of live pages, chunks block by block; dead pages aren't read."""
 
     capability = declares(
-        consumes=_FEATURES | {"score", "selected"},
-        rules=(SOFTMAX, DTYPE, BY_HEAD),
+        consumes=_FEATURES | {"score", "selected", "positions"},
+        rules=(SOFTMAX, DTYPE, BY_HEAD, POSITIONS),
         tolerance={"float32": (4e-6, None), "bfloat16": (1.5e-2, None), "float16": (2e-3, None)},
     )
 

@@ -72,6 +72,7 @@ def run_step(program: Program, inputs: StepInputs) -> tuple[jax.Array | None, ja
         draft_tree=arrays.draft_tree,
         spans=arrays.spans,
         prefix_lengths=arrays.prefix_lengths,
+        q_positions=arrays.q_positions,
         max_q_len=problem.max_q_len,
         debug=debug,
         method=getattr(program.operation, plan.method or ""),

@@ -32,6 +32,7 @@ class StepArguments(TypedDict, total=False):
     draft_tree: CallArray | None
     spans: CallArray | None
     prefix_lengths: CallArray | None
+    q_positions: CallArray | None
     softmax_scale: float | None
     logits_soft_cap: float | None
     score: Score | None
@@ -69,6 +70,7 @@ class StepArrays(NamedTuple):
     draft_tree: Any = None
     spans: Any = None
     prefix_lengths: Any = None
+    q_positions: Any = None
 
     @property
     def flat(self) -> tuple[Any, ...]:
@@ -127,7 +129,8 @@ def step_of(call: StepArguments, default_causal: bool, query: Any) -> tuple[Step
     arrays, options = split_arguments(query, None, None, shared | {"layout": "thd"})
     if options.mask_is_array or arrays.mask_leaves:
         raise InputTypeError(
-            "mask holds arrays; wanted a Mask of Causal and SlidingWindow: keys lie in pages, which an array can't mask."
+            "mask holds arrays; wanted a Mask of Causal, SlidingWindow and Chunked: keys lie in pages, which no array can mask. "
+            "Arrays of a step are spans, prefix_lengths, draft_tree and selected."
         )
     longest = arguments.get("max_q_len")
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
@@ -156,7 +159,10 @@ def step_of(call: StepArguments, default_causal: bool, query: Any) -> tuple[Step
             arrays.key_scale,
             arrays.value_scale,
             tuple(arrays.by_name[name] for name in (() if options.score is None else captured_names(options.score))),
-            **{name: arguments.get(name) for name in ("selected", "draft_tree", "spans", "prefix_lengths")},
+            **{
+                name: arguments.get(name)
+                for name in ("selected", "draft_tree", "spans", "prefix_lengths", "q_positions")
+            },
         ),
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import Any
 
 from ...masks.page_mask import page_mask
 from ...planning import Reason, Rule
 from ...planning.paged.paged_problem import PagedProblem
 
-__all__ = ["BY_HEAD", "DTYPE", "SOFTMAX", "step_reasons"]
+__all__ = ["BY_HEAD", "DTYPE", "POSITIONS", "SOFTMAX", "step_reasons"]
 
 SOFTMAX = Rule(
     "paged.softmax_dtype",
@@ -31,6 +32,27 @@ BY_HEAD = Rule(
     lambda p, c: all(set(x.operand.dims) <= _BY_HEAD for x in p.operands if x.operand.feature == "score"),
     "score {p.score}: a step's tokens are of several sequences, so its arrays are by head, or tables",
     "Attend to a dense cache with 'vanilla' for arrays by query or key.",
+)
+
+
+def _positions_suffice(problem: Any, config: Any) -> bool:
+    """Whether the positions of queries, where they are given, are all that is read of positions."""
+    del config
+    if problem.operand("q_positions") is None:
+        return True
+    mask, parts = page_mask(problem.mask), () if problem.score is None else problem.score.parts()
+    alone = all(part.by_query_alone or not part.needs_positions for part in parts)
+    read = any(part.by_query_alone for part in parts)
+    return read and alone and mask is not None and mask.window == (None, None) and mask.chunk is None
+
+
+POSITIONS = Rule(
+    "paged.positions",
+    "q_positions",
+    _positions_suffice,
+    "q_positions beside the mask {p.mask} and the score {p.score}: pages don't keep the positions of their keys, so windows, "
+    "chunks and scores by distance can't know them, and without a score by the query's position nothing reads them",
+    "Leave q_positions out where they are the tokens' places in their sequences; else pass a score such as PositionTemperature.",
 )
 
 

@@ -20,6 +20,7 @@ def check_shapes(step: Step, arrays: StepArrays, tokens: int) -> None:
         ("draft_tree", arrays.draft_tree, _check_tree),
         ("spans", arrays.spans, _check_spans),
         ("prefix_lengths", arrays.prefix_lengths, _check_prefix),
+        ("q_positions", arrays.q_positions, _check_positions),
     ):
         if array is None:
             continue
@@ -66,3 +67,10 @@ def _check_prefix(lengths: Any, tokens: int) -> None:
         raise InputError(
             f"prefix_lengths has shape {tuple(lengths.shape)}; wanted [rows], a number for each row of the batch."
         )
+
+
+def _check_positions(positions: Any, tokens: int) -> None:
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise InputError(f"q_positions is {positions.dtype}; wanted int32: one of each token.")
+    if tuple(positions.shape) != (tokens,):
+        raise InputError(f"q_positions has shape {tuple(positions.shape)}; wanted [tokens] = ({tokens},).")

@@ -97,8 +97,8 @@ def on_tpu(call: PagedCall) -> Attended:
         raise ConfigError(
             f"the pages of a sequence are on {call.sequence_shards} devices; the TPU kernel requires them on one."
         )
-    if call.selected is not None or call.score is not None:
-        given = "selected keys" if call.score is None else "a score"
+    if call.selected is not None or call.score is not None or call.q_positions is not None:
+        given = "selected keys" if call.selected is not None else "a score or positions"
         raise ConfigError(f"{given} over pages: the TPU kernel has none of it; wanted plain XLA.")
     if LAYOUTS[call.layout].kernel is None:
         raise ConfigError(f"pages of layout {call.layout!r}; wanted one of {_taken()}.")

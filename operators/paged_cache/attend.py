@@ -69,6 +69,7 @@ def attend(
     draft_tree: Bool[Array, "rows drafts drafts"] | None = None,
     spans: Int[Array, "tokens 2"] | None = None,
     prefix_lengths: Int[Array, " rows"] | None = None,
+    q_positions: Int[Array, " tokens"] | None = None,
     max_q_len: int | None = None,
     debug: bool = False,
     method: PagedMethod = on_xla,
@@ -87,7 +88,8 @@ def attend(
     `selected`: for each token the positions of the keys that it attends to, of those that it sees; -1 is none. `draft_tree`: for
     each row of the batch which of its tokens in this step each of them sees; without a True, by position.
     `spans`: the first position of each token's span and one past the last, (0, 0) for none, `prefix_lengths`: for each row the
-    tokens of its prefix: those of a span or prefix see one another whatever the mask.
+    tokens of its prefix: those of a span or prefix see one another whatever the mask. `q_positions`: each query's for a score
+    that reads no key's, where it isn't its place in the sequence.
     `sliding_window`: inclusive distances (left, right). `chunk_size`: keys are seen only by queries of the same chunk of so many
     positions. `max_q_len`: the most queries of any row in this step, 1 if all rows
     decode; in a traced batch queries beyond it give 0, and with 'fused' and 1 their keys aren't written. `debug`: checks traced
@@ -114,9 +116,9 @@ def attend(
             layer_state, 0, batch, key, value, key_scale=key_scale, value_scale=value_scale, debug=debug
         )
     check_longest(batch, max_q_len, debug=debug)
-    given = (sinks, selected, draft_tree, spans, prefix_lengths)
-    sinks, selected, draft_tree, spans, prefix_lengths = (None if x is None else jnp.asarray(x) for x in given)
-    of_logits = LogitArrays(sinks, tuple(map(jnp.asarray, captures)), selected, None, draft_tree, spans, prefix_lengths)
+    given = (draft_tree, spans, prefix_lengths, q_positions)
+    sinks, selected, *visible = (None if x is None else jnp.asarray(x) for x in (sinks, selected, *given))
+    of_logits = LogitArrays(sinks, tuple(map(jnp.asarray, captures)), selected, None, *visible)
     check_visibility(batch, of_logits, cache.window_tokens, debug=debug)
 
     def shard(
@@ -155,6 +157,7 @@ def attend(
             draft_tree=of_logits.draft_tree,
             spans=of_logits.spans,
             prefix_lengths=of_logits.prefix_lengths,
+            q_positions=of_logits.q_positions,
         )
         return method(call)
 

@@ -12,7 +12,7 @@ from ...errors import InputError
 from ...masks.int_arrays import known_values
 from .batch import RaggedBatch
 
-__all__ = ["check_spans"]
+__all__ = ["check_positions", "check_spans"]
 
 
 def check_spans(
@@ -34,6 +34,24 @@ def check_spans(
             run(of_tree, *known)
         elif debug:
             jax.debug.callback(run, tree, array, *numbers)
+
+
+def check_positions(batch: RaggedBatch, positions: Any, *, debug: bool) -> None:
+    """Refuse positions [tokens] below 0. Traced ones are checked while the step runs, with `debug`. Errors: InputError."""
+    arrays = (positions, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)
+    known = [known_values(x) for x in arrays]
+    if all(x is not None for x in known):
+        _check_positions(*known)
+    elif debug:
+        jax.debug.callback(_check_positions, *arrays)
+
+
+def _check_positions(positions: Any, *numbers: Any) -> None:
+    positions = np.asarray(positions)
+    for row, token, _, count, _ in _rows(positions, *numbers, tokens=True):
+        if (wrong := positions[token : token + count] < 0).any():
+            at = token + int(wrong.argmax())
+            raise InputError(f"q_positions[{at}] is {positions[at]}, of row {row}; wanted 0 or more.")
 
 
 def _rows(array: Any, starts: Any, lengths: Any, counts: Any, *, tokens: bool) -> Any:

@@ -16,12 +16,13 @@ from ...scores.steps import Lowering, Steps
 __all__ = ["LogitArrays", "by_place"]
 
 
-_BY_ROW = ("selected", "index_weights", "draft_tree", "spans", "prefix_lengths")
+_BY_ROW = ("selected", "index_weights", "draft_tree", "spans", "prefix_lengths", "q_positions")
 
 
 class LogitArrays(NamedTuple):
     """sinks [heads], the score's arrays as given, selected int32 [tokens, n]; for a step that selects index_weights [tokens,
-    heads]; draft_tree bool [rows, drafts, drafts], spans int32 [tokens, 2], prefix_lengths int32 [rows]."""
+    heads]; draft_tree bool [rows, drafts, drafts], spans int32 [tokens, 2], prefix_lengths int32 [rows], q_positions
+    int32 [tokens]."""
 
     sinks: Any = None
     captures: tuple[Any, ...] = ()
@@ -30,6 +31,7 @@ class LogitArrays(NamedTuple):
     draft_tree: Any = None
     spans: Any = None
     prefix_lengths: Any = None
+    q_positions: Any = None
 
     @property
     def by_row(self) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class PagedCall(NamedTuple):
     index_weights [tokens, heads], top_k: of a step that selects; None for one that attends.
     draft_tree [rows, drafts, drafts]: which of its sequence's tokens in this step each token sees; None: by position.
     spans [tokens, 2], prefix_lengths [rows]: keys that tokens see whatever the mask, as in `paged_attention`.
+    q_positions [tokens]: those of queries for a score that reads no key's.
     """
 
     query: jax.Array
@@ -68,6 +69,7 @@ class PagedCall(NamedTuple):
     draft_tree: jax.Array | None = None
     spans: jax.Array | None = None
     prefix_lengths: jax.Array | None = None
+    q_positions: jax.Array | None = None
 
     def kernel_arguments(self) -> dict[str, Any]:
         """The pages, the batch and what is declared of the logits, by the names that kernels of every platform take them by."""
@@ -140,5 +142,6 @@ def on_xla(call: PagedCall) -> Attended:
         captures=call.captures,
         head_start=call.head_start,
         selected=call.selected,
+        q_positions=call.q_positions,
     )
     return Attended(output, lse)

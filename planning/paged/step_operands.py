@@ -18,6 +18,7 @@ STEP_OPERANDS = OperandTable(
     Operand("value_scale", ("tokens", "kv_heads"), gradient=False),
     Operand("softmax_aux", ("heads",), gradient=False, feature="sinks"),
     Operand("selected", ("tokens", "selected"), dtype="integers", gradient=False, feature="selected"),
+    Operand("q_positions", ("tokens",), dtype="integers", gradient=False, feature="positions"),
     Operand("spans", ("tokens", "two"), dtype="integers", gradient=False, feature="spans"),
     Operand("prefix_lengths", ("sequences",), dtype="integers", gradient=False, feature="prefix_lengths"),
     Operand(

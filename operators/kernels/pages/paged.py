@@ -69,6 +69,7 @@ def paged_attention(
     draft_tree: Bool[Array, "sequences drafts drafts"] | None = None,
     spans: Int[Array, "tokens 2"] | None = None,
     prefix_lengths: Int[Array, " sequences"] | None = None,
+    q_positions: Int[Array, " tokens"] | None = None,
 ) -> tuple[Array, Array]:
     """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]).
 
@@ -101,6 +102,8 @@ def paged_attention(
     spans: for each token the first position of the span that it is in, and one past the last: it sees all keys there too,
     whatever the mask; a token outside of its span has none. prefix_lengths: for each sequence how many of its first tokens are
     such a span.
+
+    q_positions: each query's position for a score that reads no key's; the mask is by their places in the sequences.
 
     `max_q_len`: the most queries of any sequence in this batch; rows beyond it are skipped and give 0. None: any. The sizes
     at the end are for tuning; `platform` defaults to jax's default backend.
@@ -135,6 +138,8 @@ def paged_attention(
     if selected is not None:
         operands = operands._replace(selected=int32("selected", selected))
     check_operands(operands, layout)
+    if q_positions is not None:
+        operands = operands._replace(q_positions=int32("q_positions", q_positions))
     check_tree(operands, draft_tree)
     check_spans(operands, spans, prefix_lengths)
     operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))

@@ -39,6 +39,8 @@ def check_operands(operands: PagedOperands, layout: str) -> None:
         raise InputError(
             f"selected has the shape {chosen.shape}; wanted [tokens, n] of {len(query)} tokens: positions in their sequences."
         )
+    if (at := operands.q_positions) is not None and at.shape != (len(query),):
+        raise InputError(f"q_positions has the shape {at.shape}; wanted [tokens] = ({len(query)},).")
     if operands.sinks is not None and operands.sinks.shape != (heads,):
         raise InputError(
             f"sinks has the shape {operands.sinks.shape}; wanted [heads] = ({heads},): merge several with logsumexp."

@@ -72,7 +72,8 @@ class Spans(NamedTuple):
 class QueryRows(NamedTuple):
     """Queries of sequences. slots int32 [..., queries]: their places in the sequence, below 0 for none; positions: the same, or
     by their depth in a tree. first_draft [...]: the slot from which on `words` [..., queries, n] decide; None without trees.
-    begin, end [..., queries]: of the keys that they see besides; None without spans."""
+    begin, end [..., queries]: of the keys that they see besides; None without spans. scored [..., queries]: the positions by
+    which a score knows them, if others than these."""
 
     slots: jax.Array
     positions: jax.Array
@@ -80,6 +81,7 @@ class QueryRows(NamedTuple):
     words: jax.Array | None = None
     begin: jax.Array | None = None
     end: jax.Array | None = None
+    scored: jax.Array | None = None
 
 
 def chunk_start(positions: Any, size: int) -> Any:

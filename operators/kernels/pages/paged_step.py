@@ -86,6 +86,7 @@ class PagedOperands(NamedTuple):
     selected: jax.Array | None = None
     draft_tree: DraftTree | None = None
     spans: Spans | None = None
+    q_positions: jax.Array | None = None
     rope_pages: jax.Array | None = None
 
 
@@ -192,31 +193,34 @@ class Tiles:
         first = of(batch.kv_lens) - q_len
         slots = jnp.where(row < q_len[..., None], first[..., None] + row, -1)
         tree, spans = self.operands.draft_tree, self.operands.spans
-        begin = end = None
+        begin = end = scored = None
+        token = of(batch.starts)[..., None] + jnp.minimum(row, jnp.maximum(q_len - 1, 0)[..., None])
+        if self.operands.q_positions is not None:
+            scored = self.operands.q_positions.at[token].get(mode="promise_in_bounds")
         if spans is not None:
-            token = of(batch.starts)[..., None] + jnp.minimum(row, jnp.maximum(q_len - 1, 0)[..., None])
             begin, end = (x.at[token].get(mode="promise_in_bounds") for x in (spans.begin, spans.end))
             begin, end = jnp.where(slots >= 0, begin, NO_KEY), jnp.where(slots >= 0, end, 0)
         if tree is None:
-            return QueryRows(slots, slots, begin=begin, end=end)
+            return QueryRows(slots, slots, begin=begin, end=end, scored=scored)
         drafts, used = tree.depth.shape[1], of(tree.used)
         index = seq[..., None], jnp.minimum(row, np.int32(drafts - 1))
         drafted = used[..., None] & (row < drafts)
         depth, words = (x.at[index].get(mode="promise_in_bounds") for x in (tree.depth, tree.words))
         positions = jnp.where(drafted & (slots >= 0), first[..., None] + depth, slots)
         words = jnp.where(drafted[..., None], words, 0)
-        return QueryRows(slots, positions, jnp.where(used, first, NO_KEY), words, begin, end)
+        return QueryRows(slots, positions, jnp.where(used, first, NO_KEY), words, begin, end, scored)
 
     def places(self, rows: QueryRows, keys: jax.Array, seq: jax.Array) -> KeyPlaces:
         """The positions of rows and keys, for a score: of a tree's tokens by their depth."""
         tree = self.operands.draft_tree
+        positions = rows.positions if rows.scored is None else rows.scored
         if tree is None or self.static.score is None:
-            return KeyPlaces(rows.positions, keys)
+            return KeyPlaces(positions, keys)
         assert rows.first_draft is not None
         first = rows.first_draft[..., None]
         number = jnp.clip(keys - first, 0, np.int32(tree.depth.shape[1] - 1))
         depth = tree.depth.at[seq[..., None], number].get(mode="promise_in_bounds")
-        return KeyPlaces(rows.positions, jnp.where(keys >= first, first + depth, keys))
+        return KeyPlaces(positions, jnp.where(keys >= first, first + depth, keys))
 
     def range_of(self, first: Any, last: Any, kv_len: Any, least: Any = None, most: Any = None) -> tuple[Any, Any]:
         """(first page, one past the last page) that queries at positions first to last can see, besides keys from `least` to
