@@ -25,7 +25,8 @@ _MLA: dict[str, Any] = {
     "v_head_dim": 6, "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
     "n_group": 2, "topk_group": 1, "norm_topk_prob": True,
 }  # fmt: skip
-_INDEXER: dict[str, Any] = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 6}
+# With few heads, a key whose products are all negative scores 0 as others do, and which of them is selected is open: so 16.
+_INDEXER: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 8, "index_topk": 6}
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 _YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
