@@ -114,7 +114,7 @@ class AttentionProblem(Problem):
     if it is known only at run time or nothing depends on it. `declared_axes`: the mesh axes that the rules name not only by
     default. `manual_sequence`: the Manual axes over which the caller
     has split (queries, keys), if the strategy uses them; lengths are then the total ones. `batch`, `q_len` and `kv_len` may be
-    symbolic dimensions of jax.export; see `symbolic`.
+    symbolic dimensions of jax.export; see `symbolic`. values_in_key: values are the first numbers of their keys.
     """
 
     batch: int
@@ -131,6 +131,7 @@ class AttentionProblem(Problem):
     rules: AttnShardingRules
     declared_axes: frozenset[str]
     vma: bool = False
+    values_in_key: bool = False
     manual_sequence: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
     @property

@@ -23,6 +23,7 @@ from ...symbolic import is_symbolic, surely
 from ..api.read_option import read_flag, read_integer, read_name, read_number, read_window
 from .arrays import Arrays, is_array
 from .call_scores import read_score, without_cap
+from .key_columns import KeyColumns
 
 __all__ = ["Options", "bound_mask", "check_names", "join_mask", "split_arguments", "takes_call_arguments"]
 
@@ -31,7 +32,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 class Options(NamedTuple):
     """Everything static in a call, with its defaults. `mask` is a structure whose arrays are in Arrays.mask_leaves.
-    `score` is one whose arrays are operands; a soft cap that it begins with is in `logits_soft_cap`."""
+    `score` is one whose arrays are operands; a soft cap that it begins with is in `logits_soft_cap`. values_in_key: see
+    KeyColumns."""
 
     mask: Mask | None = None
     score: Score | None = None
@@ -47,9 +49,11 @@ class Options(NamedTuple):
     return_lse: bool = False
     mode: str | None = None
     layout: str = "bthd"
+    values_in_key: bool = False
 
 
 _DEFAULTS = Options()
+_IN_KEY = Options(values_in_key=True)
 _KNOWN = frozenset(CALL_ARGUMENTS)
 _STATIC_OR_ARRAY = "query_offset"
 
@@ -77,16 +81,17 @@ def split_arguments(
     query: Any, key: Any, value: Any, call: Mapping[str, Any], table: OperandTable = ATTENTION
 ) -> tuple[Arrays, Options]:
     """Sort the arguments of a call into arrays and options. Cheap: checks only the types that decide the sorting."""
-    arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
+    in_key = isinstance(value, KeyColumns)
+    arrays: dict[str, Any] = {"query": query, "key": key, "value": value.of(key) if in_key else value}
     if not call:  # most calls
-        return Arrays(arrays), _DEFAULTS
+        return Arrays(arrays), _IN_KEY if in_key else _DEFAULTS
     score: Score | None = None
     captured: dict[str, Any] = {}
     if call.get("score") is not None:
         layout = call.get("layout", _DEFAULTS.layout)
         score, captured = read_score(call["score"], query, layout if isinstance(layout, str) else "", call)
     check_names(call, (*table.names, *captured))
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"values_in_key": True} if in_key else {}
     leaves: tuple[Any, ...] = ()
     for name, argument in call.items():
         if name == "score" or name in captured:

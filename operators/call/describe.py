@@ -169,6 +169,7 @@ def describe(
         device_kind=kind,
         platform_source=source,
         vma=vma,
+        values_in_key=options.values_in_key,
         manual_sequence=by_caller if any(by_caller) else None,
         notes=(
             *config_notes,

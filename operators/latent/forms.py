@@ -46,11 +46,11 @@ def expanded_inputs(
 @_with_layout
 def absorbed_inputs(
     query: jax.Array, latent: jax.Array, rope_key: jax.Array, layout: str
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """The absorbed query, and one key head whose values are the first columns of its keys."""
     key = jnp.concatenate([latent, rope_key], -1)
     axis = layout.index("h")
-    return query, jnp.expand_dims(key, axis), jnp.expand_dims(latent, axis)
+    return query, jnp.expand_dims(key, axis)
 
 
 @_with_layout

@@ -18,6 +18,7 @@ from ...registry.step_declaration import StepDeclaration
 from ...sharding.modes import canonical_layout
 from ..api.attention import Attention
 from ..api.attention_keywords import is_operation_name
+from ..call.key_columns import KeyColumns
 from ..call.output import AttentionOutput
 from .forms import absorbed_inputs, absorbed_output, expanded_inputs
 from .latent_operands import LatentArguments, LatentStepArguments, check_arrays, taken
@@ -129,7 +130,7 @@ class LatentAttention:
             inner = expanded_inputs(*expanded(self.dims, arrays, layout), *key_arrays, layout=layout)
         else:
             query = absorbed(self.dims, arrays, layout, decided.choice.folded)
-            inner = absorbed_inputs(query, latent, rope_key, layout=layout)
+            inner = (*absorbed_inputs(query, latent, rope_key, layout=layout), KeyColumns(self.dims.latent_dim))
         output = self.attention(*inner, **options)
         attended = output.attention_outputs
         if decided.form == "absorbed":
@@ -204,7 +205,8 @@ class LatentAttention:
 
         def inner(form: Form) -> Plan:
             query, key, value = _inner_shapes(self.dims, form, arrays, sizes, layout)
-            return self.attention.plan(query, key, value, **options)
+            values: Any = value if form == "expanded" else KeyColumns(self.dims.latent_dim)
+            return self.attention.plan(query, key, values, **options)
 
         first = self.dims.form or "expanded"
         planned = inner(first)

@@ -19,10 +19,12 @@ __all__ = ["attend_call"]
 
 
 def attend_call(
-    call: LocalCall, kernel: PartialAttention, query: jax.Array, key: jax.Array, value: jax.Array
+    call: LocalCall, kernel: PartialAttention, query: jax.Array, key: jax.Array, value: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """(output, lse) of this device's queries and the call's keys; tensors in the kernel's layout, the output as well."""
+    """(output, lse) of this device's queries and the call's keys; tensors in the kernel's layout, the output as well. value: None
+    where it is a part of the key, which the kernel knows."""
     if call.ring is not None:
+        assert value is not None
         return _attend_ring(call.ring, call, kernel, query, key, value)
     operands = Operands(query, key, value, call.bias, call.sinks, call.key_scale, call.value_scale, call.captures)
     return differentiable(kernel, operands, call.mask, call.dropout, call.score)

@@ -108,7 +108,10 @@ def test_the_names_are_those_of_the_signatures():
 
 def test_every_argument_has_a_place():
     """Each is kept as an array, an option, or (query_offset) either; a file's option has the default of a call's."""
-    arrays, options = set(ATTENTION.names), set(Options._fields) - {"mask_is_array"}
+    arrays, options = (
+        set(ATTENTION.names),
+        set(Options._fields) - {"mask_is_array", "values_in_key"},
+    )  # how mask and value were given
     assert arrays | options == set(CALL_ARGUMENTS)
     assert arrays & options == {"query_offset"}
     assert options - {"mask", "score"} == set(CALL_OPTIONS)

@@ -10,6 +10,7 @@ one by query block that of the query.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -47,9 +48,10 @@ def add_query_gradient(
     grid.scratch["q_sum"] = pltpu.VMEM((len(grid.heads.in_tile), *sums), jnp.float32)
 
 
-def add_key_gradients(grid: KernelGrid, kv_padded: int, dim: int, value_dim: int, dtype: Any, transposed: bool) -> None:
-    """Add d_key [batch, kv heads, kv, dim], d_value and their sums, maybe transposed, for one block of keys at a time."""
-    for name, width in (("key", dim), ("value", value_dim)):
+def add_key_gradients(grid: KernelGrid, kv_padded: int, dims: Mapping[str, int], dtype: Any, transposed: bool) -> None:
+    """Add d_key [batch, kv heads, kv, dim], d_value and their sums, maybe transposed, for one block of keys at a time. dims: as
+    in `add_key_sums`."""
+    for name, width in dims.items():
         shape = (grid.batch, grid.heads.kv_heads, kv_padded, width)
         grid.outputs[f"d_{name}"] = Output(shape, dtype, grid.key_block(width, "head_dim_minor"))
         sums = (width, grid.block_kv) if transposed else (grid.block_kv, width)
@@ -67,6 +69,7 @@ def backward_kernel(
     stationary_weights: bool,
     first_block: int,
     query_scale: float,
+    in_keys: bool = False,
 ) -> None:
     """One step of a backward pass; the sums that it is given determine which gradients it computes.
 
@@ -74,7 +77,8 @@ def backward_kernel(
     values and the output's gradient, run ahead of what uses them. first_block: the first kv block of the sums of the keys, if
     they cover many. query_scale: the remaining factor of the query's gradient, 1 if another pass continues with it.
     stationary_weights: gradients are computed and summed transposed. The matrix unit then holds the weights, which fill it, and
-    the other factor, whose few columns would fill only a part, streams past.
+    the other factor, whose few columns would fill only a part, streams past. in_keys: values are a part of their keys, and so are
+    their sums; the logits' gradients then have their scale at once, which the values' don't have.
     """
     tile = Tile(grid, logits, refs, transposed=True)
     heads = grid.heads.in_tile
@@ -103,7 +107,7 @@ def backward_kernel(
         if all_keys is not None:
             pl.when(first)(all_keys.clear)
         elif of_keys:
-            clear("key_sum", "value_sum")
+            clear("key_sum", *(() if in_keys else ("value_sum",)))
 
     def run_variant(number: int) -> None:
         variant = tile.enter(number)
@@ -126,7 +130,8 @@ def backward_kernel(
             keep = tile.keep(dropout[subtile.number], subtile)
             d_p = tile.dropped(d_p, keep)
             d_x = p * (d_p - refs["delta"][subtile.number, :, subtile.queries])
-            d_x = pull(d_x)[0].astype(query.dtype)
+            d_x = pull(d_x)[0]
+            d_x = (d_x * logits.scale if in_keys else d_x).astype(query.dtype)
             if of_keys:
                 start, size = subtile.keys.start, subtile.shape[1]
                 rows = pl.ds(start, size)
@@ -177,12 +182,11 @@ def backward_kernel(
 
     def query_done() -> None:
         for number in range(len(heads)):
-            refs["d_query"][number] = (stored_or_rows(refs["q_sum"][number]) * query_scale).astype(
-                refs["d_query"].dtype
-            )
+            factor = 1.0 if in_keys else query_scale
+            refs["d_query"][number] = (stored_or_rows(refs["q_sum"][number]) * factor).astype(refs["d_query"].dtype)
 
     def keys_done() -> None:
-        scales = {"key": logits.scale, "value": 1.0}
+        scales = {"key": 1.0} if in_keys else {"key": logits.scale, "value": 1.0}
         if all_keys is not None:
             all_keys.leave(tile.step.batch, tile.step.kv_tile, scales)
             return

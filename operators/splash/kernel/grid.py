@@ -125,6 +125,8 @@ class KernelGrid:
         self.scratch: dict[str, Any] = {}
         self.aliased: dict[str, str] = {}  # inputs whose memory an output takes over
         self.capture_shapes: tuple[tuple[int, ...], ...] = ()  # of the arrays that a score's steps read
+        self.value_view: tuple[slice, ...] | None = None  # where values are a part of keys, the index of theirs
+        self.value_sum_view: tuple[slice, ...] | None = None
 
     # -- where a step is ---------------------------------------------------------------------------------------------
 
@@ -273,7 +275,7 @@ class KernelGrid:
         }
         out_shape = [varying_as(arrays[0], x.shape, x.dtype) for x in self.outputs.values()]
         call = lambda covered: pl.pallas_call(  # noqa: E731
-            lambda *refs: kernel(dict(zip(names, refs, strict=True))),
+            lambda *refs: kernel(self._with_views(dict(zip(names, refs, strict=True)))),
             out_shape=out_shape,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(self.scalars),
@@ -304,6 +306,14 @@ class KernelGrid:
             else:
                 results = mapped_grid(lambda n, *arrays: call(n)(*arrays), len(self.scalars))(covered, *arrays)
         return dict(zip(self.outputs, results, strict=True))
+
+    def _with_views(self, refs: dict[str, Any]) -> dict[str, Any]:
+        """With values, and their sums, that are parts of the keys' and aren't loaded or kept by themselves."""
+        if self.value_view is not None:
+            refs["value"] = refs["key"].at[self.value_view]
+        if self.value_sum_view is not None:
+            refs["value_sum"] = refs["key_sum"].at[self.value_sum_view]
+        return refs
 
     def cost(self, dims: int) -> pl.CostEstimate:
         """The work of the live tiles; `dims` is the summed depth of a weight's products."""

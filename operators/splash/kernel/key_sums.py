@@ -6,7 +6,7 @@ cast in a buffer of their own, from where they leave while the next ones are mad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ def leaving_rows(rows: int, first: int = 0) -> int:
 def add_key_sums(
     grid: KernelGrid,
     keys: range,
-    dims: tuple[int, int],
+    dims: Mapping[str, int],
     dtype: Any,
     transposed: bool,
     whole: int,
@@ -41,13 +41,14 @@ def add_key_sums(
 ) -> None:
     """Add d_key [batch, kv heads, whole, dim] and d_value, which stay in HBM, and the sums of some of their keys.
 
-    dims: of key and value. before: both as the pass over earlier keys left them; this pass writes its own rows into them.
+    dims: of key and value, without the latter where it is a part of the former. before: both as the pass over earlier keys left
+    them; this pass writes its own rows into them.
     """
     anywhere = pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
     rows = len(keys)
     assert keys.stop <= whole, "a copy beyond the end would write over something else"
     at_a_time = leaving_rows(rows, keys.start)
-    for name, dim in zip(_NAMES, dims, strict=True):
+    for name, dim in dims.items():
         shape = (grid.batch, grid.heads.kv_heads, whole, dim)
         grid.outputs[f"d_{name}"] = Output(shape, dtype, anywhere, rows / whole)
         if before is not None:
@@ -56,7 +57,7 @@ def add_key_sums(
         sums = (dim, rows) if transposed else (rows, dim)
         grid.scratch[f"{name}_sum"] = pltpu.VMEM((grid.heads.kv_tile, *sums), jnp.float32)
         grid.scratch[f"{name}_leaving"] = pltpu.VMEM((_BUFFERS, at_a_time, dim), dtype)
-    grid.scratch["left"] = pltpu.SemaphoreType.DMA((_BUFFERS, len(_NAMES)))
+    grid.scratch["left"] = pltpu.SemaphoreType.DMA((_BUFFERS, len(dims)))
 
 
 class KeySums:
@@ -64,6 +65,7 @@ class KeySums:
 
     def __init__(self, refs: dict[str, Any], grid: KernelGrid, transposed: bool, first: int) -> None:
         self.refs, self.grid, self.transposed, self.first = refs, grid, transposed, first
+        self.names = tuple(name for name in _NAMES if f"d_{name}" in refs)
         rows = refs["key_sum"].shape[2 if transposed else 1]
         self.at_a_time = leaving_rows(rows, first)
         self.parts = rows // self.at_a_time
@@ -73,7 +75,7 @@ class KeySums:
 
         def part(number: Any, head: Any, rows: Any) -> None:
             del number
-            for name in _NAMES:
+            for name in self.names:
                 at = self._at(name, head, rows)
                 at[...] = jnp.zeros(at.shape, jnp.float32)
 
@@ -92,14 +94,14 @@ class KeySums:
                     self.refs[f"d_{name}"].at[batch, kv_tile * kv_heads + head, rows],
                     self.refs["left"].at[slot, stream],
                 )
-                for stream, name in enumerate(_NAMES)
+                for stream, name in enumerate(self.names)
             ]
 
         def part(number: Any, head: Any, start: Any) -> None:
             # A wait counts bytes, which are the same for every part.
             pl.when(number >= _BUFFERS)(lambda: self._wait(copies(number, head, start)))
             slot = lax.rem(number, np.int32(_BUFFERS))
-            for name in _NAMES:
+            for name in self.names:
                 sums = self._at(name, head, start)[...]
                 leaving = self.refs[f"{name}_leaving"]
                 sums = sums.T if self.transposed else sums

@@ -43,8 +43,10 @@ class PartialSplash:
     bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, unscaled or with
     scales, float32 [batch, kv_heads, kv]; the output has the query's dtype. interpret: True for Pallas' interpreter, or the
     parameters of the slow one that simulates a TPU's memory, for tests. tokens_first: write the output as [batch, q, heads *
-    value_dim], for callers who swap heads and queries; value_dim is a multiple of 128, and the division is fused. Fully masked
-    rows give output 0, lse -inf (or that of the sink) and zero gradients.
+    value_dim], for callers who swap heads and queries; value_dim is a multiple of 128, and the division is fused.
+
+    value_columns: values are the first so many numbers of their keys, which aren't quantised; `value` is None, and its gradient a
+    part of the key's. Fully masked rows give output 0, lse -inf (or that of the sink) and zero gradients.
     """
 
     scale: float
@@ -54,6 +56,7 @@ class PartialSplash:
     interpret: bool | pltpu.InterpretParams
     residual_checkpoint_name: str | None
     tokens_first: bool = False
+    value_columns: int | None = None
     layout: str = "bhtd"
     title: ClassVar[str] = KERNELS
 
@@ -83,19 +86,17 @@ def _dequantised(operands: Operands) -> Operands:
     """The operands with key and value in the query's dtype, without scales, as the backward kernels require."""
     dtype = operands.query.dtype
     key = dequantised(operands.key, operands.key_scale, "bhtd", dtype)
-    value = dequantised(operands.value, operands.value_scale, "bhtd", dtype)
+    value = operands.value
+    value = None if value is None else dequantised(value, operands.value_scale, "bhtd", dtype)
     return operands._replace(key=key, value=value, key_scale=None, value_scale=None)
 
 
 def _of_quantised(operands: Operands, gradients: Operands) -> Operands:
     """The gradients of the original operands, from those of the `_dequantised` ones."""
-    (key, key_scale), (value, value_scale) = (
-        quantised_gradients(x, scale, gradient)
-        for x, scale, gradient in (
-            (operands.key, operands.key_scale, gradients.key),
-            (operands.value, operands.value_scale, gradients.value),
-        )
-    )
+    key, key_scale = quantised_gradients(operands.key, operands.key_scale, gradients.key)
+    value, value_scale = None, None
+    if operands.value is not None:
+        value, value_scale = quantised_gradients(operands.value, operands.value_scale, gradients.value)
     return gradients._replace(key=key, value=value, key_scale=key_scale, value_scale=value_scale)
 
 
@@ -129,7 +130,8 @@ class _KernelPass:
         self.q_padded, self.kv_padded = (
             -(-n // b) * b for n, b in ((logits.static_args.q_len, block_q), (logits.static_args.kv_len, block_kv))
         )
-        self.dim, self.value_dim = operands.query.shape[-1], operands.value.shape[-1]
+        columns = part.value_columns
+        self.dim, self.value_dim = operands.query.shape[-1], columns or operands.value.shape[-1]
         words = block_words(mask, block_q, block_kv, self.q_padded, tables)
         seen = seen_keys(mask, kv_heads, operands.of_keys)
         add_to_grid(grid, mask, words, operands.bias, dropout, seen)
@@ -137,7 +139,14 @@ class _KernelPass:
         if score is not None:
             add_captures(grid, score, operands.captures, mask, reverse_diagonals=transposed)
         self.queries("query", operands.query, blocks.q_layout)
+        if columns is not None:
+            first = slice(columns)
+            grid.value_view = (
+                (slice(None), first) if blocks.k_layout == "seq_minor" else (slice(None), slice(None), first)
+            )
         for name, x, layout in zip(("key", "value"), operands[1:3], blocks.layouts[1:], strict=True):
+            if x is None:
+                continue
             x = _rows_padded(x, self.kv_padded)
             array = x.swapaxes(-1, -2) if layout == "seq_minor" else x
             grid.inputs[name] = Input(array, grid.key_block(x.shape[-1], layout), "kv")
@@ -244,11 +253,18 @@ def _backward(
             add_query_gradient(
                 grid, kernel_pass.q_padded, kernel_pass.dim, dtype, blocks.stationary_weights, query_before
             )
-        dims, of_sums = (kernel_pass.dim, kernel_pass.value_dim), (operands.key.dtype, blocks.stationary_weights)
+        dims = {"key": kernel_pass.dim, "value": kernel_pass.value_dim}
+        if (columns := part.value_columns) is not None:
+            del dims["value"]  # its gradient is summed in the key's
+            first_columns = slice(columns)
+            if of_keys:
+                sums = (first_columns,) if blocks.stationary_weights else (slice(None), first_columns)
+                grid.value_sum_view = (slice(None), *sums)
+        of_sums = (operands.key.dtype, blocks.stationary_weights)
         if of_query and of_keys:
             add_key_sums(grid, range(first * block_kv, end * block_kv), dims, *of_sums, kernel_pass.kv_padded, before)
         elif of_keys:
-            add_key_gradients(grid, kernel_pass.kv_padded, *dims, *of_sums)
+            add_key_gradients(grid, kernel_pass.kv_padded, dims, *of_sums)
         kernel = functools.partial(
             backward_kernel,
             grid=grid,
@@ -259,6 +275,7 @@ def _backward(
             stationary_weights=blocks.stationary_weights,
             first_block=first,
             query_scale=1.0 if goes_on else logits.scale,
+            in_keys=columns is not None,
         )
         depth = (
             kernel_pass.dim
@@ -285,7 +302,7 @@ def _backward(
     return Operands(
         gradients["d_query"][:, :, : logits.static_args.q_len],
         gradients["d_key"][:, :, : logits.static_args.kv_len],
-        gradients["d_value"][:, :, : logits.static_args.kv_len],
+        None if "d_value" not in gradients else gradients["d_value"][:, :, : logits.static_args.kv_len],
         d_bias,
         d_sinks,
         captures=captured,
@@ -315,6 +332,8 @@ def _in_xla(
     part: PartialSplash, logits: Logits, operands: Operands, dynamic: DynamicArgs, results: Results
 ) -> Operands:
     """All gradients by the blockwise pass, for those that no kernel sums. The compiler drops the others."""
+    if part.value_columns is not None:
+        operands = operands._replace(value=operands.key[..., : part.value_columns])
     blocking = Blocking(min(512, logits.static_args.q_len), min(512, logits.static_args.kv_len), 1)
     return blockwise_gradients(
         logits.static_args, operands, dynamic, results, scale=logits.scale, soft_cap=logits.soft_cap,

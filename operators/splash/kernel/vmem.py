@@ -53,6 +53,7 @@ class Shape(NamedTuple):
     key: tuple[int, bool]
     value: tuple[int, bool]
     device_kind: str = ""
+    value_in_key: bool = False  # its values are loaded, and their gradients summed, as parts of their keys
     score: ScoreShape | None = None
 
 
@@ -80,7 +81,8 @@ def forward_parts(shape: Shape, blocks: SplashBlocks, *, at_most: bool = False) 
     }
     if shape.score is not None:
         parts["score (block_q, block_kv)"] = shape.score.part(tiles, rows, keys)
-    for name, width, (itemsize, scaled) in (("key", dim, shape.key), ("value", out_dim, shape.value)):
+    loaded = (("key", dim, shape.key), ("value", out_dim, shape.value))
+    for name, width, (itemsize, scaled) in loaded[: 1 if shape.value_in_key else 2]:
         parts[f"{name} (block_kv)"] = 2 * kv_tile * keys * (width * itemsize + 8 * 4 * scaled)
         if itemsize != shape.itemsize:
             working += blocks.forward.compute_kv * width * (shape.itemsize + 4)  # on its way through float32
@@ -146,7 +148,7 @@ def _backward_pass(
     q, kv = f"block_q_{suffix}", f"block_kv_{suffix}"
     parts = {
         f"query, gradient of the output, two numbers a row ({q})": 2 * tiles * rows * (dims * size + 2 * 8 * 4),
-        f"key and value ({kv})": 2 * kv_tile * keys * dims * size,
+        f"key and value ({kv})": 2 * kv_tile * keys * (dim if shape.value_in_key else dims) * size,
         f"mask arrays and bias ({q} x {kv})": 2 * shape.dense_itemsize * rows * keys * tiles,
     }
     if shape.score is not None:
@@ -161,6 +163,9 @@ def _backward_pass(
     sum_dim, sum_dims = dim, dims
     if transposed:
         sum_dim, sum_dims = _sublanes(shape.dim), _sublanes(shape.dim) + _sublanes(shape.value_dim)
+    key_dims = dims
+    if shape.value_in_key:
+        key_dims, sum_dims = dim, sum_dim
     in_parts = at_a_time is not None and at_a_time < shape.kv_len
     if of_query:
         moved = 2 * 2 * 4 if in_parts else 2 * size  # in float32 between parts of the keys, coming and going
@@ -172,10 +177,10 @@ def _backward_pass(
             where = f"{length if in_parts else f'all {shape.kv_len}'} keys: block_kv_dkv_sums"
             parts[f"sums of the gradients of key and value ({where})"] = kv_tile * length * sum_dims * 4
             leaving = max(leaving_rows(min(length, padded - first), first) for first in range(0, padded, length))
-            parts["rows of these gradients that leave"] = 2 * leaving * dims * size
+            parts["rows of these gradients that leave"] = 2 * leaving * key_dims * size
         else:
             parts[f"gradients of key and value and their sums ({kv})"] = (
-                kv_tile * length * (dims * 2 * size + sum_dims * 4)
+                kv_tile * length * (key_dims * 2 * size + sum_dims * 4)
             )
     name = f"{q}_compute" if suffix == "dkv" else q
     return parts | {f"logits, weights and their gradients ({name} x {kv}_compute)": working}
