@@ -110,7 +110,7 @@ def _key() -> Any:
 
 
 CALLS = _calls()
-_OF_STEPS = {"latent_values", "selected", "draft_tree", "spans", "prefix_lengths"}  # only over pages
+_OF_STEPS = {"latent_values", "rope_dtype", "selected", "draft_tree", "spans", "prefix_lengths"}  # only over pages
 assert {name.partition(",")[0] for name in CALLS} == set(FEATURES) - {"score"} - _OF_STEPS, (
     "a feature has no call in tools/tpu_support.py"
 )
