@@ -106,9 +106,9 @@ def _declaration(declaration: Declaration | Mapping[str, Any] | str | Path) -> D
         )
     if declaration.step is not None or not declaration.is_set("call"):
         raise ConfigError("advise is for calls, and this declares none or a step over pages. Hint: declare `call`.")
-    if not declaration.attends:
+    if declaration.family != "attention":
         raise ConfigError(
-            f"advise is for attention, and operation {declaration.operation!r} selects keys. Hint: `attnops verify` compiles it."
+            f"advise is for attention, and operation {declaration.operation!r} isn't one. Hint: `attnops verify` compiles it."
         )
     if "partition_axis" in declaration.metadata or "partition_manager" in declaration.metadata:
         raise ConfigError(

@@ -15,6 +15,7 @@ from ..operators.paged.step_operation import StepOperation
 from ..planning import Plan
 from ..planning.paged.paged_plan import PagedPlan
 from ..planning.selection.index_plan import IndexPlan
+from ..planning.tables.table_plan import TablePlan
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from ..registry.latent_dims import FORMS
@@ -95,6 +96,30 @@ class _Indexer(Declared):
         )
 
 
+class _Recurrence(Declared):
+    """A call that carries a state along its tokens."""
+
+    def __init__(self, declaration: Declaration, inputs: Path | None, mode: str | None) -> None:
+        refuse_inputs(inputs)
+        self.kind: Any = OperationRegistry.get(declaration.operation)
+        self.arguments = declaration.call_arguments(declaration.shapes(), mode=mode)
+
+    def plan(self, metadata: OperationMetadata) -> TablePlan:
+        decided: TablePlan = self.kind(metadata).plan(**self.arguments)
+        return decided
+
+    def planned(self, metadata: OperationMetadata) -> Planned:
+        from ..verify.recurrent_call import PlannedRecurrence
+
+        return PlannedRecurrence(self.kind(metadata), self.arguments)
+
+    def tune(self, metadata: OperationMetadata, how: str | None, max_candidates: int, progress: Progress) -> TuneReport:
+        del metadata, how, max_candidates, progress
+        raise ConfigError(
+            f"operation {self.kind.name!r} has no sizes to search: chunk_size is 64, or declared in its config."
+        )
+
+
 class _Latent(Declared):
     """A latent attention, in the form that the devices it is planned for make cheaper. Planned and tuned is the attention inside;
     it is compiled with its projections."""
@@ -153,14 +178,15 @@ class _Step(Declared):
 
 def declared(declaration: Declaration, inputs: Path | None, mode: str | None) -> Declared:
     """What the file declares. Errors: ConfigError for --inputs beside a step or a latent attention, whose sizes are declared."""
-    if declaration.latent is not None and not declaration.attends:
+    if declaration.latent is not None and declaration.family != "attention":
         raise ConfigError(
-            f"the file declares a latent attention, but operation {declaration.operation!r} selects keys; declare one that "
-            "attends, or leave latent out."
+            f"the file declares a latent attention, but operation {declaration.operation!r} selects keys or has a "
+            "state; declare one that attends, or leave latent out."
         )
     if declaration.latent is not None and declaration.in_pages:
         return _Step(declaration.of_form("absorbed"), inputs, mode)
     if declaration.latent is not None:
         return _Latent(declaration, inputs, mode)
-    kind = _Step if declaration.in_pages else _Call if declaration.attends else _Indexer
+    kinds: dict[str, type[Any]] = {"attention": _Call, "selection": _Indexer, "recurrence": _Recurrence}
+    kind = _Step if declaration.in_pages else kinds[declaration.family]
     return kind(declaration, inputs, mode)

@@ -39,6 +39,7 @@ def _operation(operation: type[PlannedOperation]) -> dict[str, Any]:
             "tolerance": {dtype: value._asdict() for dtype, value in capability.tolerance.items()},
         }
     return {
+        "family": operation.family,
         "config": operation.config.__name__,
         "about": (operation.__doc__ or "").strip().partition("\n")[0],
         "platforms": operation.running_methods(),
@@ -67,8 +68,8 @@ def print_listing(data: dict[str, Any]) -> None:
     columns, borrowed = [], []
     for name, entry in sound.items():
         for method, able in entry["implementations"].items():
-            if not able["tolerance"]:
-                continue  # refuses every call
+            if not able["tolerance"] or entry["family"] == "recurrence":
+                continue  # refuses every call, or consumes no features
             if able["borrowed_from"] is None:
                 columns.append((f"{name}.{method}", able))
             else:

@@ -13,6 +13,7 @@ from ..planning import Plan
 from ..planning.decision import WHY
 from ..planning.paged.paged_plan import PagedPlan
 from ..planning.plan_text import screen_rows
+from ..planning.tables.table_plan import TablePlan
 from ..planning.text import bytes_text, fields_text
 from ..verify.compiled import KernelUse
 from ..verify.gpu.gpu_device import GpuDevice
@@ -57,6 +58,8 @@ _UNCOMPILED = (
 
 def _subject(report: PageData) -> list[tuple[str, str, list[str]]]:
     """The sections of a call's mask, or of a step's batch and its cache."""
+    if isinstance(report.plan, TablePlan):
+        return []
     if not isinstance(report.plan, PagedPlan):
         return [("mask", "Mask", list(mask(report.plan)))]
     sections = [("batch", "Batch", list(batch(report.plan, report.batch)))]

@@ -19,6 +19,7 @@ from .ran import Ran, Runnable, ran_rows, timed
 from .ran_call import RunnableCall
 from .run_indexer import RunnableIndexer
 from .run_json import ran_json
+from .run_recurrence import RunnableRecurrence
 from .run_step import RunnableStep
 from .step import refuse_inputs
 
@@ -53,8 +54,9 @@ def run(options: RunOptions) -> int:
     if options.output is not None:
         check_output_path(options.output)
     declaration = options.declaration
-    what = "a step" if declaration.in_pages else "a selection"
-    if not options.compares and (declaration.in_pages or not OperationRegistry.get(declaration.operation).attends):
+    family = OperationRegistry.get(declaration.operation).family
+    what = "a step" if declaration.in_pages else "a selection" if family == "selection" else "a recurrence"
+    if not options.compares and (declaration.in_pages or family != "attention"):
         raise ConfigError(f"--no-compare has no effect for {what}, which jax.nn can't express; leave it out.")
     ran = ran_declared(options)
     plan, notes = ran.plan, ran.notes
@@ -89,8 +91,11 @@ def ran_declared(options: RunOptions) -> Ran:
     if declaration.in_pages:
         refuse_inputs(options.inputs)
         runnable = RunnableStep(declaration, *placing)
-    elif not OperationRegistry.get(declaration.operation).attends:
+    elif declaration.family == "selection":
         runnable = RunnableIndexer(declaration, options.inputs, *placing)
+    elif declaration.family == "recurrence":
+        refuse_inputs(options.inputs)
+        runnable = RunnableRecurrence(declaration, *placing)
     else:
         runnable = RunnableCall(declaration, options.inputs, *placing)
     runnable.notes += file_notes(declaration)
@@ -99,6 +104,6 @@ def ran_declared(options: RunOptions) -> Ran:
 
 def _results(output: Any) -> dict[str, np.ndarray]:
     names = {"attention_outputs": "output", "attention_weights": "weights"}
-    every = (*names, "lse", "positions", "counts")
+    every = (*names, "lse", "positions", "counts", "state")
     named = {names.get(field, field): getattr(output, field, None) for field in every}
-    return {name: np.asarray(x) for name, x in named.items() if x is not None}
+    return {name: np.asarray(x) for name, x in named.items() if hasattr(x, "shape")}

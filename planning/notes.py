@@ -6,6 +6,7 @@ import string
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
+from .notes_of_models import NOTES_OF_MODELS
 from .text import bytes_text
 
 __all__ = ["NOTES", "Note", "NoteKind", "has_note", "is_info", "note"]
@@ -219,6 +220,19 @@ NOTES = _kinds(
     ("index.merged", "cache.page_sequence_axis",
      "each device selects from its own pages, and selections are merged over {axes:plus}: an all-to-all and an all-gather of "
      "{size:bytes}, {sent:bytes} sent per device and layer"),
+    # -- calls that follow from their table of operands
+    ("table.idle_axes", "mesh", "{names:list} of the mesh split nothing: all their devices do the same work"),
+    ("table.unread", "metadata", "{fields:list}: {operation} reads none of it"),
+    # -- recurrences
+    ("recurrent.passed", "sequence_parallel",
+     "each device sends what its tokens do to a state over {axes:plus}: {size:bytes} per device, whatever the length; gathering "
+     "the tokens would send {other:bytes}"),
+    ("recurrent.gathered", "sequence_parallel",
+     "every device has all tokens: they are gathered over {axes:plus}, {size:bytes} per device; sequence_parallel='state' would "
+     "send {other:bytes}"),
+    ("recurrent.repeated_keys", "partition_axis",
+     "the mesh splits heads further than the heads of queries and keys: these are repeated for each head, then split over "
+     "{axes:plus}"),
     # -- steps over pages
     ("paged.merged", "cache.page_sequence_axis",
      "each device attends to its own pages, and outputs are merged by their lse over {axes:plus}: all-reduces of {size:bytes}, "
@@ -265,32 +279,5 @@ NOTES = _kinds(
     ("cache.idle_axes", "mesh",
      "{names:list} of the mesh split nothing of the cache: all their devices hold the same data"),
     ("cache.axis_dropped", "mesh", "{field} {axis!r}: {reason}"),
-    # -- a model's config.json
-    ("model.layer_types", "layer_types", "layer_types decides, as in transformers; {patterns:list} would give other layers"),
-    ("model.no_dtype", "dtype", "the config has no dtype; a call is declared in float32 unless another is given"),
-    ("model.window_off", "sliding_window", "sliding_window={size} is off, as the config doesn't have use_sliding_window"),
-    ("model.defaults", "model", "the config doesn't have {fields:list}: the default of {model}"),
-    ("model.text_config", "text_config",
-     "text_config of {kind} is read; if its other parts have attention, they have their own configs"),
-    ("model.leaves_out", "text_config", "{kind}: {what}"),
-    ("model.outside_text_config", "text_config", "not read, as they are outside text_config: {keys:list}"),
-    ("model.alias", "model_type", "{kind} is read as {family}, whose attention it has"),
-    ("model.noted", "model", "{key}={value}: {remark}"),
-    ("model.windows", "batch", "the model cuts images into windows, each a row of the batch here"),
-    ("model.cosine", "query", "the model normalises query and key before attention, and passes 16 sigmoid(...) as the table"),
-    ("model.shifted_windows", "mask",
-     "shifted windows have a mask array per window here; the model adds -100 to what it hides, which leaves weights near 1e-44"),
-    ("model.indexer", "mask",
-     "an indexer of {heads} heads of {head_dim} leaves {kept} to each query, of those that the mask shows. The plan is of "
-     "attention to all of them: an upper bound, without the indexer's own work. Give its selection to the call as a mask array, "
-     "or all are attended to"),
-    ("model.shared_indexer", "mask",
-     "{count} layers, those that are shared, have no indexer and use the selection of the last layer before them that has one"),
-    ("model.shared_kv", "key",
-     "layers {first} to {last} have no keys and values of their own and attend to those of {sources:list}; "
-     "reads_layer of the model and of KVCache says which reads which"),
-    ("model.two_attentions", "model",
-     "each of {layers} layers has two attentions: those of layer n are layers 2n and 2n + 1 here"),
-    ("model.unknown_keys", "model", "not read, as attnops doesn't know them: {keys:list}"),
-    ("model.ignored_keys", "ignore", "not read, as requested: {keys:list}"),
+    *NOTES_OF_MODELS,
 )  # fmt: skip

@@ -37,8 +37,8 @@ class PlannedOperation:
     operands: ClassVar[OperandTable] = ATTENTION
     # Where a call's keys are: in arrays of the call, or in a cache's pages.
     keys_in: ClassVar[Literal["arrays", "pages"]] = "arrays"
-    # Whether a call attends, with query, key and value; an indexer's selects keys.
-    attends: ClassVar[bool] = True
+    # What a call does: attends to keys, selects them, or carries a state along the tokens.
+    family: ClassVar[Literal["attention", "selection", "recurrence"]] = "attention"
     # How its calls are planned; base classes set it.
     planner: ClassVar[Planner[Any, Any]]
     # The operation's only strategy for a split sequence; None: as the policy says.

@@ -36,10 +36,11 @@ class Policy:
     tuning: Literal["heuristic", "tune", "error", "off"] = _declared(
         "heuristic", "If no tuned sizes are stored: 'heuristic', 'tune' (search now, and store the result) or 'error'. 'off' "
         "ignores tuned sizes.")
-    sequence_parallel: Literal["auto", "gather", "ring", "ulysses", "ulysses_ring"] = _declared(
+    sequence_parallel: Literal["auto", "gather", "ring", "ulysses", "ulysses_ring", "state"] = _declared(
         "auto", "How queries see all keys if the sequence is split over devices: 'gather' gathers the keys on each device, "
         "'ring' sends them around a ring, 'ulysses' splits heads instead of the sequence, 'ulysses_ring' does both, over two "
-        "axes. 'auto' gathers, but leaves a cache split and merges outputs if that sends less.")
+        "axes. 'state' is for recurrences: each device sends what its tokens do to a state. 'auto' gathers, but leaves a cache "
+        "split and merges outputs, or passes states on, if that sends less.")
     ring_order: Literal["contiguous", "zigzag"] | None = _declared(
         None, "'contiguous' or 'zigzag', in which every device has one piece from the start and one from the end. None: the "
         "plan chooses.")

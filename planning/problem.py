@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -15,7 +15,7 @@ from ..symbolic import is_symbolic
 from .operation_config import OperationConfig
 from .quantised import QUANTISED
 
-__all__ = ["AttentionProblem", "LeafShape", "Problem", "heads_text", "platform_text", "positions_leaf"]
+__all__ = ["AttentionProblem", "KeyedProblem", "LeafShape", "Problem", "heads_text", "platform_text", "positions_leaf"]
 
 
 class LeafShape(NamedTuple):
@@ -29,26 +29,17 @@ class LeafShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What every request has, whether its keys are arrays or lie in pages: heads, dtypes, mask, features, mesh and platform.
+    """What every request has: config, dtype, mode, features, mesh and platform.
 
-    `input_dtype` is the query's. `score` is what is applied after the soft cap, without its arrays. `operands` are the optional
-    arrays, as given, in the order of the operation's table. `platform_source` says where the platform was read from.
+    `input_dtype` is that of the first array. `operands` are arrays as given, in the order of the operation's table; of attention
+    the optional ones. `platform_source` says where the platform was read from.
     """
 
     operation: str
     config: OperationConfig
-    q_heads: int
     input_dtype: str
-    key_dtype: str
-    value_dtype: str
-    runtime_dtype: str
-    softmax_dtype: str
     mode: str
-    mask: Mask
     features: frozenset[str]
-    softmax_scale: float
-    logits_soft_cap: float | None
-    score: Score | None = None
     operands: tuple[OperandShape, ...]
     mesh: tuple[MeshAxis, ...]
     platform: str
@@ -70,6 +61,36 @@ class Problem:
         """What jax.export knows only by name: 'batch', 'length' (of queries or keys)."""
         return frozenset()
 
+    def operand(self, name: str) -> OperandShape | None:
+        """An array of `operands`; None if the call doesn't have it."""
+        return next((operand for operand in self.operands if operand.operand.name == name), None)
+
+    def describe(self) -> str:
+        """What is computed, and where, in one line."""
+        raise NotImplementedError
+
+    def described_options(self) -> dict[str, Any]:
+        """The static options of the call that plans record, as JSON values."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyedProblem(Problem):
+    """A request that compares queries with keys, whether these are arrays or lie in pages: heads, dtypes, mask and scores.
+
+    `input_dtype` is the query's. `score` is what is applied after the soft cap, without its arrays.
+    """
+
+    q_heads: int
+    key_dtype: str
+    value_dtype: str
+    runtime_dtype: str
+    softmax_dtype: str
+    mask: Mask
+    softmax_scale: float
+    logits_soft_cap: float | None
+    score: Score | None = None
+
     @property
     def own_operands(self) -> tuple[str, ...]:
         """The names of the operation's own arrays: neither attention's nor the score's."""
@@ -80,13 +101,9 @@ class Problem:
         """Whether positions follow from indices, so that a score may have numbers per distance."""
         return not self.symbolic and not positions_leaf(self.mask)
 
-    def operand(self, name: str) -> OperandShape | None:
-        """An optional array of the call; None if the call doesn't have it."""
-        return next((operand for operand in self.operands if operand.operand.name == name), None)
-
-    def describe(self) -> str:
-        """What is computed, and where, in one line."""
-        raise NotImplementedError
+    def described_options(self) -> dict[str, Any]:
+        """The mask in words, and the score."""
+        return {"mask": self.mask.describe(), "score": None if self.score is None else self.score.to_dict()}
 
 
 def positions_leaf(mask: Mask) -> bool:
@@ -107,7 +124,7 @@ def platform_text(problem: Problem) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionProblem(Problem):
+class AttentionProblem(KeyedProblem):
     """What a call requests: global shapes, dtypes, mask structure, features, mode, layout, mesh and platform.
 
     `layout` is the caller's; thd counts as batch 1. The arrays of the mask are in `leaves`. `query_offset` is an int, or None

@@ -98,6 +98,7 @@ class CallDeclaration(UnsetFieldsModel):
             description="Arrays of the score, or of an operation of your own, by name: their shape, or true for the table's."
         ),
     ] = None
+    dims: dict[str, Size] | None = None  # that only a recurrent operation has: channels, state_dim, width
     kv_dtype: Annotated[
         Literal["int8", "float8_e4m3fn", "float8_e5m2"] | None,
         Field(description="Dtype of a quantised key and value; null: dtype."),
@@ -164,6 +165,8 @@ class CallDeclaration(UnsetFieldsModel):
     def sizes(self) -> dict[str, int]:
         """All sizes by field name. Errors: ConfigError for omitted sizes, and those of `checked`."""
         self.checked()
+        if self.dims is not None:
+            raise ConfigError(f"call.dims={shown(dict(self.dims))}: for recurrent operations; leave it out.")
         missing = [name for name in ("q_len", "q_heads", "head_dim") if getattr(self, name) is None]
         if missing:
             raise ConfigError(f"{', '.join('call.' + m for m in missing)} missing; declare it, or give an inputs file.")

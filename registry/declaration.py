@@ -24,7 +24,8 @@ from .call_declaration import CallDeclaration, InputDtype
 from .index_declaration import index_arguments, index_arrays, index_shapes
 from .latent_dims import Form, LatentDims
 from .metadata import OperationMetadata
-from .registry import OperationRegistry
+from .recurrent_declaration import recurrent_arguments, recurrent_arrays, recurrent_shapes
+from .registry import Family, OperationRegistry
 from .step_declaration import StepDeclaration
 
 __all__ = ["LATENT_SIZES", "CallDeclaration", "Declaration"]
@@ -155,15 +156,19 @@ class Declaration(UnsetFieldsModel):
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """See CallDeclaration.shapes; of an indexer, see index_declaration."""
         checked = self.checked()
-        if not checked.attends:
+        if checked.family == "selection":
             return index_shapes(checked.call, self._input_dtype())
+        if checked.family == "recurrence":
+            return recurrent_shapes(checked.call, self._input_dtype(), checked.operands)
         return checked.call.shapes(self._input_dtype(), self.operands)
 
     def draw(self, seed: int) -> dict[str, np.ndarray]:
         """See CallDeclaration.draw."""
         checked = self.checked()
-        if not checked.attends:
+        if checked.family == "selection":
             return index_arrays(checked.call, seed, self._input_dtype())
+        if checked.family == "recurrence":
+            return recurrent_arrays(checked.call, seed, self._input_dtype(), checked.operands)
         return checked.call.draw(seed, self._input_dtype(), self.operands)
 
     @property
@@ -180,9 +185,9 @@ class Declaration(UnsetFieldsModel):
         return paged
 
     @property
-    def attends(self) -> bool:
-        """Whether the operation attends; an indexer selects keys."""
-        return OperationRegistry.get(self.operation).attends
+    def family(self) -> Family:
+        """What the operation does: attends, selects keys, or carries a state."""
+        return OperationRegistry.get(self.operation).family
 
     @property
     def operands(self) -> OperandTable:
@@ -197,8 +202,10 @@ class Declaration(UnsetFieldsModel):
     def call_arguments(self, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
         """Return the keyword arguments of the call for these arrays. `mode` overrides the declared one."""
         call = self.checked().call
-        if not self.attends:
+        if self.family == "selection":
             return index_arguments(call, arrays, mode)
+        if self.family == "recurrence":
+            return recurrent_arguments(call, arrays, mode)
         mask: Any = call.mask
         if "mask" in arrays:
             mask = arrays["mask"] if mask is None else mask & Dense(arrays["mask"])

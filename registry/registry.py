@@ -37,6 +37,7 @@ _OTHER_NAMES = {
 }
 GROUP = "attnops.operations"
 C = TypeVar("C", bound=type)
+Family = Literal["attention", "selection", "recurrence"]
 
 
 class Output(Protocol):
@@ -55,7 +56,7 @@ class AttentionOperation(Protocol):
     config: ClassVar[type[OperationConfig]]
     operands: ClassVar[OperandTable]
     keys_in: ClassVar[Literal["arrays", "pages"]]
-    attends: ClassVar[bool]
+    family: ClassVar[Family]
 
     def __init__(self, metadata: Any = None) -> None: ...
 

@@ -40,7 +40,8 @@ def tables() -> str:
     """All tables, with their headings."""
     operations = {name: OperationRegistry.get(name) for name in OperationRegistry.names()}
     own = {name: op for name, op in operations.items() if op.__module__.startswith("attnops.")}
-    distinct = list(_distinct(own))
+    distinct = list(_distinct({name: op for name, op in own.items() if op.family != "recurrence"}))
+    recurrent = {name: op for name, op in own.items() if op.family == "recurrence"}
     parts = [
         "## Which method runs where",
         _platforms(own),
@@ -59,6 +60,10 @@ def tables() -> str:
         "- An indexer's error is how far the greatest score that a query leaves out is above the least that it selects; the size "
         "is the sum over the heads of |weight| times scale times the lengths of query and longest key.",
         _tolerances(distinct),
+        "## Recurrent operations",
+        "Arrays are accepted in every layout. A call without one of the optional arrays leaves out what it does.",
+        _recurrences(recurrent),
+        _tolerances(list(_distinct(recurrent))),
     ]
     return "\n\n".join(parts)
 
@@ -69,6 +74,17 @@ def _distinct(operations: dict[str, type[PlannedOperation]]) -> Iterator[tuple[s
         for method in operation.declared_methods():
             if operation.listed_as(method) == f"{name}.{method}":
                 yield f"{name}.{method}", operation.capability(method)
+
+
+def _recurrences(operations: dict[str, type[PlannedOperation]]) -> str:
+    names: dict[tuple[str, str], list[str]] = {}  # other names of an operation share its row
+    for name, operation in operations.items():
+        required, optional = (
+            ", ".join(f"`{row.name}`" for row in operation.operands if row.optional is wanted)
+            for wanted in (False, True)
+        )
+        names.setdefault((required, optional), []).append(f"`{name}`")
+    return _table(("Operation", "Arrays", "Optional"), ((", ".join(of), *arrays) for arrays, of in names.items()))
 
 
 def _platforms(operations: dict[str, type[PlannedOperation]]) -> str:

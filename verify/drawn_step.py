@@ -47,7 +47,7 @@ def draw_step(operation: StepOperation, step: DeclaredStep, seed: int) -> DrawnS
         specs = array_specs(operation, plan_declared(operation, step).cache)
         placed = {n: x if x is None else jax.device_put(x, NamedSharding(devices, specs[n])) for n, x in arrays.items()}
 
-    run = step_program(operation, step, step.layer, **({"return_lse": True} if operation.attends else {}))
+    run = step_program(operation, step, step.layer, **({"return_lse": True} if operation.family == "attention" else {}))
     return DrawnStep(run, (state, batch, placed), arrays)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..planning import Plan
 from ..planning.paged.paged_plan import PagedPlan
 from ..planning.selection.index_plan import IndexPlan
+from ..planning.tables.table_plan import TablePlan
 from ..planning.traffic import Need
 from .collectives import Collective
 from .compiled import Failure
@@ -17,7 +18,7 @@ from .outcome import Outcome, outcome_of
 
 __all__ = ["AnyPlan", "PassReport", "TargetReport", "refusals"]
 
-AnyPlan = Plan | PagedPlan | IndexPlan
+AnyPlan = Plan | PagedPlan | IndexPlan | TablePlan
 _UNREAD = "this jaxlib can't read programs of this libtpu"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
@@ -25,6 +25,7 @@ from ..call.arrays import is_array
 from ..call.output import AttentionOutput
 from .attention_keywords import parse_attention
 from .declared_options import call_options, step_options
+from .declared_recurrence import declared_call
 
 if TYPE_CHECKING:
     from ...planning import Plan
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ..paged.step_output import StepOutput
     from ..paged_cache.batch import RaggedBatch
     from ..paged_cache.state import CacheState
+    from ..recurrent.output import RecurrentOutput
 
 __all__ = ["Attention"]
 
@@ -60,7 +62,7 @@ class Attention:
             raise ConfigError("the declaration has latent; use attnops.LatentAttention, whose arrays are latents.")
         name = self.declaration.operation
         operation: Any = OperationRegistry.get(name)
-        if not operation.attends:
+        if operation.family == "selection":
             raise ConfigError(
                 f"operation {name!r} selects keys and doesn't attend; call it by OperationRegistry.create, and declare the "
                 "attention by its own operation."
@@ -103,13 +105,28 @@ class Attention:
         **call: Unpack[StepArguments],
     ) -> StepOutput: ...
 
-    @takes_call_arguments  # type: ignore[misc]  # the state, layer and batch of a step are among its `call`
-    def __call__(self, query: Any, key: Any = None, value: Any = None, **call: Unpack[CallArguments]) -> Any:
-        """Attend; `call` is what the operation's own call takes: a call's arguments or, over pages, a step's with its state."""
-        return self.run((), query, key, value, **call)
+    @overload
+    def __call__(self, *arrays: CallArray, **call: Any) -> RecurrentOutput: ...
 
-    def run(self, remarks: tuple[str, ...], query: Any, key: Any = None, value: Any = None, **call: Any) -> Any:
+    @takes_call_arguments  # type: ignore[misc]  # the state, layer and batch of a step are among its `call`
+    def __call__(
+        self, query: Any = None, key: Any = None, value: Any = None, *more: Any, **call: Unpack[CallArguments]
+    ) -> Any:
+        """Attend; `call` is what the operation's own call takes: a call's arguments, or a recurrence's, or, over pages, a step's
+        with its state."""
+        return self.run((), query, key, value, *more, **call)
+
+    def run(
+        self, remarks: tuple[str, ...], query: Any = None, key: Any = None, value: Any = None, *more: Any, **call: Any
+    ) -> Any:
         """Like a call. `remarks` are added to the notes of its plan in `plans`: what an adapter made of its arguments."""
+        if self.operation.family == "recurrence":
+            arrays, options = self._recurrent((query, key, value, *more), call)
+            output = self.operation(*arrays, **options)
+            self._keep(output.plan, remarks)
+            return output
+        if more:
+            raise InputTypeError(f"{3 + len(more)} arrays by position; wanted query, key and value.")
         options = self.options(query, key, value, **call)
         if self._in_pages and (missing := [name for name in ("state", "layer", "batch") if name not in options]):
             raise InputTypeError(
@@ -118,15 +135,24 @@ class Attention:
             )
         output = self.operation(query, key, value, **options)
         decided = output.plan
-        assert decided is not None  # the call itself sets it
+        # With array masks, plan again: plan() also looks at their values.
+        again = not self._in_pages and decided.problem.leaves
+        self._keep(decided, remarks, (lambda: self.operation.plan(query, key, value, **options)) if again else None)
+        return output
+
+    def _keep(self, decided: Any, remarks: tuple[str, ...], again: Callable[[], Any] | None = None) -> None:
+        """Add a call's plan to `plans` if it is new. again: makes it with more notes."""
         with self._lock:
             new = decided not in self._plans and len(self._plans) < _MAX_PLANS
-        if new:  # with array masks, plan again: plan() also looks at their values
-            again = not self._in_pages and decided.problem.leaves
-            noted = self.operation.plan(query, key, value, **options) if again else decided
+        if new:
+            noted = decided if again is None else again()
             with self._lock:
                 self._plans[decided] = replace(noted, notes=(*noted.notes, *remarks)) if remarks else noted
-        return output
+
+    def _recurrent(self, arrays: tuple[Any, ...], call: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arrays and keywords of a recurrence's call."""
+        self._check_enabled()
+        return declared_call(self.declaration, self.operation.operands, arrays, call)
 
     @overload
     def plan(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]) -> Plan: ...
@@ -145,28 +171,31 @@ class Attention:
     ) -> PagedPlan: ...
 
     @takes_call_arguments  # type: ignore[misc]
-    def plan(self, query: Any = None, key: Any = None, value: Any = None, **call: Unpack[CallArguments]) -> Any:
+    def plan(
+        self, query: Any = None, key: Any = None, value: Any = None, *more: Any, **call: Unpack[CallArguments]
+    ) -> Any:
         """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs. A step's takes `cache=` in place of the
         state; default: the file's."""
+        if self.operation.family == "recurrence":
+            arrays, options = self._recurrent((query, key, value, *more), {**call})
+            return self.operation.plan(*arrays, **options)
         options = self.options(query, key, value, **call)
         if self._in_pages and self.declaration.cache is not None:
             options.setdefault("cache", self.declaration.cache)
         return self.operation.plan(query, key, value, **options)
 
     @takes_call_arguments
-    def explain(self, query: Any = None, key: Any = None, value: Any = None, **call: Unpack[CallArguments]) -> str:
+    def explain(
+        self, query: Any = None, key: Any = None, value: Any = None, *more: Any, **call: Unpack[CallArguments]
+    ) -> str:
         """The plan of the same call or step as text."""
-        explained: str = self.plan(query, key, value, **call).explain()
+        explained: str = self.plan(query, key, value, *more, **call).explain()
         return explained
 
     @takes_call_arguments
     def options(self, query: Any, key: Any = None, value: Any = None, **call: Unpack[CallArguments]) -> dict[str, Any]:
         """The options of a call or a step combined with the declared ones."""
-        if not self.enabled:
-            raise ConfigError(
-                f"this declaration of {self.declaration.operation!r} has enabled=false, which selects a framework's own "
-                "attention, but there is none here; call that one, or remove 'enabled' from the file."
-            )
+        self._check_enabled()
         arguments: dict[str, Any] = {**call}
         if self._in_pages:
             return step_options(self.declaration, query, arguments)
@@ -177,6 +206,13 @@ class Attention:
         if is_array(options.get("mask")) and options.get("causal") is None and self.states("causal"):
             options["causal"] = self.operation.metadata.causal  # declared, so not just a default
         return options
+
+    def _check_enabled(self) -> None:
+        if not self.enabled:
+            raise ConfigError(
+                f"this declaration of {self.declaration.operation!r} has enabled=false, which selects a framework's own "
+                "attention, but there is none here; call that one, or remove 'enabled' from the file."
+            )
 
     def _key(self) -> tuple[Any, ...]:
         # In an adapter a specified causal or dropout_prob is more than a default of the same value.

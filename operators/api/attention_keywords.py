@@ -89,7 +89,8 @@ def _named(name: str, keywords: Mapping[str, Any]) -> ParsedAttention:
     fields = [field for field in operation.config.model_fields if field not in _TAGS]
     # When a step writes its keys is a field of its operation's config too, where it is a default for all layers.
     of_step = tuple(option for option in STEP_OPTIONS if option not in fields)
-    request, options = ("call", _CALL) if operation.keys_in == "arrays" else ("step", of_step)
+    of_call = ("mode", "layout") if operation.family == "recurrence" else _CALL
+    request, options = ("call", of_call) if operation.keys_in == "arrays" else ("step", of_step)
     parts: dict[str, dict[str, Any]] = {request: {}, "metadata": {}, "config": {}}
     for key, value in keywords.items():
         if key == "metadata":

@@ -69,6 +69,8 @@ def call_options(declaration: Declaration, query: Any, key: Any, value: Any, cal
     """The arguments of a call. Errors: ConfigError for an option that both give and that differs; InputError for declared arrays
     that are missing, and for sizes and dtypes other than the declared ones."""
     declared = declaration.call
+    if declared.dims is not None:
+        raise ConfigError(f"call.dims={shown(dict(declared.dims))}: for recurrent operations; leave it out.")
     options = _combined(declared, ("score", *CALL_OPTIONS), call)
     required = {
         x: name for x, name in DECLARED_BY.items() if x not in _MAY_LACK and getattr(declared, name) is not None

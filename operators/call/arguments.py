@@ -59,9 +59,10 @@ _STATIC_OR_ARRAY = "query_offset"
 
 
 def takes_call_arguments(function: Function) -> Function:
-    """Show the `**call` of a method as its actual keywords, for help() and inspect.signature."""
+    """Show the `**call` of a method as its actual keywords, for help() and inspect.signature; arrays that only a recurrence has
+    aren't shown."""
     signature = inspect.signature(function)
-    shown_as = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    shown_as = [p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     for name, kind in CallArguments.__annotations__.items():
         written, default = getattr(kind, "__forward_arg__", kind), Options._field_defaults.get(name)
         shown_as.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=written))

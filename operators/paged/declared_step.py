@@ -72,7 +72,7 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
         raise ConfigError(f"operation {declaration.operation!r} has steps, but the file declares none; declare `step`.")
     if step.q_heads is None:
         raise ConfigError("step.q_heads missing; declare the number of the query's heads.")
-    attends = OperationRegistry.get(declaration.operation).attends
+    attends = OperationRegistry.get(declaration.operation).family == "attention"
     if not attends and (unread := [name for name in _ATTENTION_ONLY if step.is_set(name)]):
         raise ConfigError(
             f"step.{unread[0]}: operation {declaration.operation!r} selects keys and has none; leave it out."

@@ -72,7 +72,7 @@ def describe_step(
     count, heads = first.shape[0], cache.kv_heads if query is None else query.shape[1]
     # Inside the caller's own shard_map heads are a device's part; attend checks them against its pages.
     # All index heads are summed over, so none of them are split.
-    parts = not operation.attends or any(axis.kind == "manual" for axis in axes_of(mesh))
+    parts = operation.family != "attention" or any(axis.kind == "manual" for axis in axes_of(mesh))
     _check_tokens(cache, plan, count, called, (query, key, value), parts=parts)
     if metadata.policy.strict and plan.idle_axes:
         names = ", ".join(f"{axis.name}={axis.size}" for axis in plan.idle_axes)
@@ -95,7 +95,7 @@ def describe_step(
     check_shapes(step, step_arrays, count)
     scale = metadata.softmax_scale if step.softmax_scale is None else step.softmax_scale
     if scale is None:
-        scale = default_scale(cache) if operation.attends else float(cache.head_dim**-0.5)
+        scale = default_scale(cache) if operation.family == "attention" else float(cache.head_dim**-0.5)
     if not math.isfinite(scale):
         raise InputError(f"softmax_scale={scale}; wanted a finite number.")
     cap = step.logits_soft_cap
@@ -175,7 +175,7 @@ def _computed_in(
     operation: type[PlannedOperation], metadata: OperationMetadata, input_dtype: str
 ) -> tuple[str, str, list[str]]:
     """(the dtype of queries, that of the softmax or the scores, notes on what isn't read)."""
-    if not operation.attends:
+    if operation.family != "attention":
         unread = unread_fields(metadata, _SEQUENCES)
         return input_dtype, "float32", [note("index.unread", fields=unread)] if unread else []
     notes: list[str] = []

@@ -81,7 +81,7 @@ class Indexer(DeclaredOperation):
     name = "indexer"
     config = IndexerConfig
     operands = INDEX
-    attends = False
+    family = "selection"
     planner = SELECTIONS
     forward_native = INDEX_ON_XLA
 

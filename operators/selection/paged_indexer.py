@@ -75,7 +75,7 @@ class PagedIndexer(StepOperation):
     operands = INDEX_STEP
     results = RESULTS_OF_INDEX_STEPS
     token_names = ("index_query", "index_key", "value")
-    attends = False
+    family = "selection"
     forward_native = INDEX_ON_PAGES
 
     def __call__(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ...sharding import MeshAxis, describe_mesh
 from ..cache.cache_checks import axis_names
 from ..cache.cache_plan import CachePlan
-from ..problem import Problem, heads_text, platform_text
+from ..problem import KeyedProblem, heads_text, platform_text
 
 __all__ = ["STEP_MODES", "Merge", "PagedProblem"]
 
@@ -29,7 +29,7 @@ class Merge(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PagedProblem(Problem):
+class PagedProblem(KeyedProblem):
     """What a step requests: the cache, tokens and heads (of all devices), dtypes, mask, features, mode, mesh and platform.
 
     tokens: the length of the token arrays, including padding. max_q_len: the maximum number of queries per sequence; None: any.

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ...sharding import describe_mesh
-from ..problem import Problem, platform_text
+from ..problem import KeyedProblem, platform_text
 
 __all__ = ["IndexProblem"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexProblem(Problem):
+class IndexProblem(KeyedProblem):
     """What a call requests: sizes of the whole problem, the number of keys that each query selects, and the declared spec of each
     array. q_heads are the index heads. query_offset: None if it is an array of the call."""
 

@@ -26,6 +26,11 @@ __all__ = ["declared_strategy", "placements"]
 def declared_strategy(operation: type[PlannedOperation], declared: str) -> str:
     """The operation's own strategy, else the declared one. Errors: ConfigError if both are set and they differ."""
     fixed = operation.sequence_parallel
+    if declared == "state":
+        raise ConfigError(
+            f"operation {operation.name!r} attends and has no state: sequence_parallel='state' is for recurrences; wanted "
+            "'auto', 'gather', 'ring', 'ulysses' or 'ulysses_ring'."
+        )
     if fixed is not None and declared not in ("auto", fixed):
         raise ConfigError(
             f"operation {operation.name!r} always has sequence_parallel={fixed!r}, but {declared!r} is declared; leave "

@@ -123,7 +123,7 @@ def test_heads_by_layer_have_columns(attnops: Callable[..., Any]) -> None:
     assert [(call["kv_heads"], call.get("softmax_aux")) for call in calls] == [(4, None), (8, [64])]
     assert [layer["indexer"] for layer in data["layers"]] == [{}, {}]
     said = attnops(*arguments[:5], "--model", MODELS / "gemma-4-e2b.json").said
-    assert "layers kind dim blocks device" in said
+    assert "kind local 512 shared kv; dim 256; keys of layer 13" in said
     assert "layers 15 to 34 have no keys and values of their own and attend to those of 13, 14" in said
 
 

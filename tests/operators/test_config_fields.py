@@ -22,6 +22,8 @@ ELSEWHERE = {"splash": "test_splash_config.py", "flash_attn2": "test_flash.py"} 
     PAGED, "test_paged_operation.py"
 )
 ELSEWHERE |= dict.fromkeys(("indexer", "dsa_indexer", "glm_moe_dsa_indexer"), "test_indexer.py")
+RECURRENT = tuple(name for name in OperationRegistry.names() if OperationRegistry.get(name).family == "recurrence")
+ELSEWHERE |= dict.fromkeys(RECURRENT, "test_recurrent_config.py")
 ELSEWHERE |= {"paged_indexer": "test_paged_indexer.py"}
 AS_SPLASH = ("ring", "ulysses")  # its methods and fields under other names
 COMMON = {"operation", "schema_version"}

@@ -50,6 +50,7 @@ from attnops import (
 from attnops.operators import LocalOutput, paged_cache
 from attnops.operators.paged.step_output import StepOutput
 from attnops.operators.paged_cache import CacheState, LayerPages, PagedOutput, RaggedBatch, SavedSequence, init
+from attnops.operators.recurrent import RecurrentOutput
 from attnops.operators.selection import IndexOutput, IndexStepOutput
 from attnops.scores import PositionTemperature
 
@@ -109,6 +110,7 @@ EXAMPLES: list[Any] = [
     PagedOutput(X, X, init(CACHE)),
     StepOutput(X, None, init(CACHE)),
     IndexOutput(X, X),
+    RecurrentOutput(X, X),
     IndexStepOutput(X, None, init(CACHE)),
 ]
 
@@ -180,7 +182,7 @@ def test_names_stay() -> None:
         "ScoreFunction", "SoftCap", "Temperature",
         "AttentionOutput", "Blocks", "CacheState", "Causal", "ChosenBlocks", "Chunked", "Dense", "Full", "LayerPages",
         "IndexOutput", "IndexStepOutput", "Lengths", "LocalOutput", "MaskFunction", "Not", "Or", "PagedOutput", "Positions",
-        "Prefix", "RaggedBatch", "SavedSequence", "SegmentIds", "SlidingWindow", "Slot", "StepOutput",
+        "Prefix", "RaggedBatch", "RecurrentOutput", "SavedSequence", "SegmentIds", "SlidingWindow", "Slot", "StepOutput",
     }  # fmt: skip
 
 

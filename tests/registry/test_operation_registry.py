@@ -13,6 +13,7 @@ import toy_operations as toy
 from attnops.errors import ConfigError, UnknownNameError
 from attnops.operators import Operation
 from attnops.operators.paged.step_operation import StepOperation
+from attnops.operators.recurrent import RecurrentOperation
 from attnops.operators.selection import Indexer
 from attnops.operators.vanilla import Vanilla, VanillaConfig
 from attnops.planning import ALL_FEATURES, implementation
@@ -61,7 +62,7 @@ def test_names_get_and_create():
     assert list(names) == sorted(names)
     for name in names:
         operation = OperationRegistry.get(name)
-        assert issubclass(operation, Operation | StepOperation | Indexer)
+        assert issubclass(operation, Operation | StepOperation | Indexer | RecurrentOperation)
         assert operation.name == name
         assert OperationRegistry.get(name) is operation
     metadata = OperationMetadata(softmax_scale=0.5)

@@ -1,0 +1,41 @@
+"""The sizes of a call whose arrays are all in a table of operands, with shapes and dtypes checked against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from ...errors import InputError
+from ...sharding import OperandTable
+
+__all__ = ["call_sizes"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def call_sizes(table: OperandTable, shapes: Mapping[str, Any], layout: str) -> dict[str, int]:
+    """Every dim's size, checked. Errors: InputError for a shape or a dtype that its row doesn't have."""
+    sizes: dict[str, int] = {"batch": 1} if layout == "thd" else {}
+    for name, x in shapes.items():
+        row = table[name]
+        dims = row.dims_in(layout)
+        if len(x.shape) == len(dims):
+            sizes = dict(zip(dims, x.shape, strict=True)) | sizes
+            if "width" in sizes:
+                sizes["history"] = sizes["width"] - 1
+        if row.accepted(tuple(x.shape), sizes, layout) is None:
+            raise InputError(f"{name} has shape {tuple(x.shape)}; wanted {row.expected_shapes(sizes, layout)}.")
+        if row.dtype == "integers":
+            if not jnp.issubdtype(x.dtype, jnp.integer):
+                raise InputError(f"{name} is {x.dtype}; wanted integers.")
+        elif x.dtype.name not in _DTYPES:
+            raise InputError(f"{name} is {x.dtype}; wanted one of {', '.join(_DTYPES)}.")
+    if empty := sorted(name for name, size in sizes.items() if size == 0 and name != "history"):
+        raise InputError(f"{', '.join(empty)}: 0; wanted at least 1.")
+    if "kv_heads" in sizes and sizes["heads"] % sizes["kv_heads"]:
+        raise InputError(
+            f"{sizes['heads']} heads of values over {sizes['kv_heads']} of queries and keys; wanted a multiple of them."
+        )
+    return sizes

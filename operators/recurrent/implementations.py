@@ -1,0 +1,41 @@
+"""What runs recurrent operations: plain XLA, in chunks of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from ...planning import Implementation, OperationConfig, Tolerance, declares
+from .arithmetic import Results
+from .local import RecurrentCall
+
+__all__ = ["RecurrentOnXla"]
+
+_CHUNK = 64
+_TOLERANCE = {
+    "float32": Tolerance(2e-5, 1e-4),
+    "bfloat16": Tolerance(2e-2, 5e-2),
+    "float16": Tolerance(4e-3, 2e-2),
+}
+
+
+class RecurrentOnXla(Implementation[OperationConfig]):
+    """Plain XLA. compute: the operation's arithmetic on one device."""
+
+    config: ClassVar[type[OperationConfig] | None] = OperationConfig
+
+    def __init__(self, compute: Callable[[RecurrentCall], Results], operands: frozenset[str]) -> None:
+        self.compute = compute
+        self.capability = declares(consumes=frozenset(), tolerance=_TOLERANCE, operands=operands)
+
+    def __call__(self, call: RecurrentCall) -> Results:
+        """Run one device's part of a call."""
+        return self.compute(call)
+
+    def resolve(self, problem: Any, placement: Any) -> OperationConfig:
+        """The config with its chunk size."""
+        del placement
+        config: OperationConfig = problem.config
+        if getattr(config, "chunk_size", 0) is None:  # of a config that has it
+            config = config.with_fields({"chunk_size": _CHUNK})
+        return config

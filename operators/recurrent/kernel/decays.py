@@ -1,0 +1,85 @@
+"""Products of queries and keys, weighted by how far the state decays between them.
+
+A ratio of decays is the exponential of a sum of log decays over the tokens between two, never a quotient, and never the
+difference of two sums from the start of a chunk: steps of e^-30 would overflow the one and leave no digits of the other. So a
+chunk is halved until one token is left: between a token of a second half and one of the first, the log decay is what is summed up
+from the middle to each of them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+__all__ = ["decayed_products", "from_start", "log_ratios", "to_end"]
+
+
+def from_start(log_decay: jax.Array, axis: int) -> jax.Array:
+    """The sum of log decays from the start of an axis to each place, its own included."""
+    return jnp.cumsum(log_decay, axis=axis)
+
+
+def to_end(log_decay: jax.Array, axis: int) -> jax.Array:
+    """The sum of log decays after each place of an axis."""
+    size = log_decay.shape[axis]
+    later = lax.slice_in_dim(log_decay, 1, size, axis=axis)
+    padded = jnp.concatenate([later, jnp.zeros_like(lax.slice_in_dim(log_decay, 0, 1, axis=axis))], axis)
+    return lax.cumsum(padded, axis=axis % log_decay.ndim, reverse=True)
+
+
+def log_ratios(log_decay: jax.Array) -> jax.Array:
+    """[n, tokens], one log decay per head -> [n, tokens, tokens], from each key's token to each query's: 0 on the diagonal, -inf
+    above it. The number of tokens is a power of two."""
+    count, size = log_decay.shape
+    if size == 1:
+        return jnp.zeros((count, 1, 1), log_decay.dtype)
+    half = size // 2
+    inner = log_ratios(log_decay.reshape(2 * count, half))
+    later = from_start(log_decay[:, half:], 1)[:, :, None] + to_end(log_decay[:, :half], 1)[:, None, :]
+    return _joined(inner, later, -np.inf)
+
+
+def decayed_products(
+    rows: jax.Array, columns: jax.Array, log_decay: jax.Array, precision: lax.Precision, diagonal: bool
+) -> jax.Array:
+    """[..., tokens, tokens]: of a row and an earlier column, and of a row and its own if `diagonal`, the sum over channels of row
+    * column * the decay between them. rows, columns [..., tokens, dim]; log_decay [..., tokens, dim or 1], whose other sizes
+    may be greater.
+
+    0 above the diagonal. The number of tokens is a power of two.
+    """
+    *outer, size, channels = log_decay.shape
+    if channels == 1:
+        ratios = log_ratios(log_decay.reshape(-1, size))
+        if not diagonal:
+            ratios = jnp.where(np.eye(size, dtype=bool)[None], -np.inf, ratios)
+        plain = jnp.einsum("...id,...jd->...ij", rows, columns, precision=precision)
+        return plain * jnp.exp(ratios).reshape(*outer, size, size)
+    flat = [jnp.broadcast_to(x, log_decay.shape).reshape(-1, size, channels) for x in (rows, columns, log_decay)]
+    return _by_channel(flat[0], flat[1], flat[2], precision, diagonal).reshape(*outer, size, size)
+
+
+def _by_channel(
+    rows: jax.Array, columns: jax.Array, log_decay: jax.Array, precision: lax.Precision, diagonal: bool
+) -> jax.Array:
+    """[n, tokens, dim] each -> [n, tokens, tokens]."""
+    count, size, dim = rows.shape
+    if size == 1:
+        own = jnp.sum(rows * columns, 2, keepdims=True)
+        return own if diagonal else jnp.zeros_like(own)
+    half = size // 2
+    halved = [x.reshape(2 * count, half, dim) for x in (rows, columns, log_decay)]
+    inner = _by_channel(halved[0], halved[1], halved[2], precision, diagonal)
+    row = rows[:, half:] * jnp.exp(from_start(log_decay[:, half:], 1))
+    column = columns[:, :half] * jnp.exp(to_end(log_decay[:, :half], 1))
+    return _joined(inner, jnp.einsum("nid,njd->nij", row, column, precision=precision), 0)
+
+
+def _joined(inner: jax.Array, below: jax.Array, above: float) -> jax.Array:
+    """[2n, half, half] on the diagonal, first halves beside second ones, and [n, half, half] below it -> [n, size, size]."""
+    count, half = below.shape[:2]
+    pairs = inner.reshape(count, 2, half, half)
+    first = jnp.concatenate([pairs[:, 0], jnp.full_like(below, above)], 2)
+    return jnp.concatenate([first, jnp.concatenate([below, pairs[:, 1]], 2)], 1)

@@ -1,0 +1,126 @@
+"""Linear attention with decay, with or without the delta rule: chunks of tokens, one state after the other.
+
+In a chunk, with S the state before it, G_i the sum of log decays up to token i, and D_ij the decay between tokens:
+
+    A_ij = q_i D_ij k_j for j <= i,   P_ij = k_i D_ij k_j for j < i
+    U = (I + beta P)^-1 beta (V - (K e^G) S), or U = V without the delta rule
+    O = scale ((Q e^G) S + A U),   S' = e^(G_end) S + (K e^(G_end - G))^T U
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ...kernels.precision import exact
+from .decays import decayed_products, from_start, to_end
+from .unit_triangular import unit_inverse
+
+__all__ = ["chunked"]
+
+_KEPT = "attnops_recurrent_chunk"  # what the backward pass doesn't compute again
+
+
+class _Chunk(NamedTuple):
+    """The tokens of a chunk, in float32. query, key [batch, key_heads, 1, tokens, dim]; value and log_decay [batch, key_heads,
+    group, tokens, ...]; beta [batch, key_heads, group, tokens] or None; document [batch, tokens] or None: which one a token is
+    of, counted from that of the initial state, 0."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array | None
+    document: jax.Array | None
+
+
+def chunked(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array | None,
+    initial_state: jax.Array | None,
+    document: jax.Array | None,
+    *,
+    scale: float,
+    chunk_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """(outputs [batch, heads, tokens, value_dim] in the query's dtype, final state [batch, heads, dim, value_dim] in float32).
+
+    query, key [batch, key_heads, tokens, dim]; value [batch, heads, tokens, value_dim]; log_decay [batch, heads, tokens, dim or
+    1]; beta [batch, heads, tokens] for the delta rule, None without it; document int32 [batch, tokens], which grows by one at
+    each document's first token: the initial state is that of the tokens in document 0, and the others' is zero. chunk_size: a
+    power of two."""
+    batch, key_heads, tokens, dim = query.shape
+    heads, value_dim = value.shape[1], value.shape[3]
+    group, out_dtype = heads // key_heads, query.dtype
+    size = min(chunk_size, 1 << max(tokens - 1, 0).bit_length())
+    chunks = -(-tokens // size)
+
+    def split(x: jax.Array, heads: int) -> jax.Array:
+        """[batch, heads, tokens, ...] -> [chunks, batch, key_heads, heads of each, size, ...]; what is added changes nothing."""
+        padded = jnp.pad(x, [(0, 0), (0, 0), (0, chunks * size - tokens), *[(0, 0)] * (x.ndim - 3)])
+        shape = (batch, key_heads, heads // key_heads, chunks, size, *x.shape[3:])
+        return jnp.moveaxis(padded.reshape(shape), 3, 0)
+
+    documents = None
+    if document is not None:
+        padded = jnp.pad(document, [(0, 0), (0, chunks * size - tokens)], mode="edge")
+        documents = jnp.moveaxis(padded.reshape(batch, chunks, size), 1, 0)
+    blocks = _Chunk(
+        split(query, key_heads),
+        split(key, key_heads),
+        split(value, heads),
+        split(log_decay, heads),
+        None if beta is None else split(beta, heads),
+        documents,
+    )
+    state = jnp.zeros((batch, heads, dim, value_dim), jnp.float32)
+    if initial_state is not None:
+        state = initial_state.astype(jnp.float32)
+    state = state.reshape(batch, key_heads, group, dim, value_dim)
+    step = functools.partial(_chunk, scale=scale, precision=exact(out_dtype), out_dtype=out_dtype)
+    policy = jax.checkpoint_policies.save_only_these_names(_KEPT)
+    first = None if documents is None else jnp.zeros((batch,), documents.dtype)
+    (state, _), outputs = lax.scan(jax.checkpoint(step, policy=policy, prevent_cse=False), (state, first), blocks)
+    outputs = jnp.moveaxis(outputs, 0, 3).reshape(batch, heads, chunks * size, value_dim)
+    return outputs[:, :, :tokens], state.reshape(batch, heads, dim, value_dim)
+
+
+def _chunk(
+    carry: tuple[jax.Array, Any], blocks: _Chunk, *, scale: float, precision: lax.Precision, out_dtype: Any
+) -> tuple[tuple[jax.Array, Any], jax.Array]:
+    state, before = carry
+    query, key, value, log_decay = (x.astype(jnp.float32) for x in blocks[:4])
+    product = functools.partial(jnp.einsum, precision=precision)
+    document, same = blocks.document, None
+    started, ended = jnp.exp(from_start(log_decay, -2)), jnp.exp(to_end(log_decay, -2))
+    kept = jnp.exp(jnp.sum(log_decay, -2))[..., None]  # of the state's channels, over the whole chunk
+    if document is not None:
+        at = jnp.expand_dims(document, (1, 2))  # over heads
+        same = at[..., :, None] == at[..., None, :]
+        # Whether the state before, and that after, are of a token's document.
+        carried = (at == before[:, None, None, None]).astype(jnp.float32)[..., None]
+        last = (at == at[..., -1:]).astype(jnp.float32)[..., None]
+        started, ended, kept = started * carried, ended * last, kept * carried[..., -1:, :]
+
+    def within(rows: jax.Array, diagonal: bool) -> jax.Array:
+        weights = decayed_products(rows, key, log_decay, precision, diagonal)
+        return weights if same is None else jnp.where(same, weights, 0)
+
+    update = value
+    if blocks.beta is not None:
+        beta = blocks.beta.astype(jnp.float32)[..., None]
+        seen = product("...ik,...kv->...iv", key * started, state)
+        inverse = checkpoint_name(unit_inverse(beta * within(key, False)), _KEPT)
+        update = checkpoint_name(product("...ij,...jv->...iv", inverse, beta * (value - seen)), _KEPT)
+    read = product("...ik,...kv->...iv", query * started, state)
+    outputs = scale * (read + product("...ij,...jv->...iv", within(query, True), update))
+    state = kept * state + product("...ik,...iv->...kv", key * ended, update)
+    return (state, None if document is None else document[:, -1]), outputs.astype(out_dtype)

@@ -1,0 +1,63 @@
+"""One device's part of a call: its arrays in one layout, what its neighbours hand over, and how states pass along a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...planning.tables.table_problem import TableProblem
+
+__all__ = ["Affine", "RecurrentCall", "passed_on"]
+
+
+@dataclass(frozen=True)
+class RecurrentCall:
+    """One device's part of a call.
+
+    arrays: by name, [batch, tokens, heads, ...] whatever the caller's layout. document int32 [batch, tokens], or None: which
+    one a token is of, 0 for that of the state before the device's tokens. valid bool [batch, tokens], or None if all tokens
+    count. over: the mesh axes that split the sequence, () if the device has all of it."""
+
+    arrays: dict[str, jax.Array]
+    document: jax.Array | None
+    valid: jax.Array | None
+    problem: TableProblem
+    config: Any
+    over: tuple[str, ...] = ()
+
+    def only_valid(self, name: str) -> jax.Array:
+        """An array of tokens with 0 for those that don't count."""
+        x = self.arrays[name]
+        return x if self.valid is None else jnp.where(self.valid.reshape(*self.valid.shape, *[1] * (x.ndim - 2)), x, 0)
+
+
+class Affine(NamedTuple):
+    """What some tokens do to a state: S becomes linear S + constant. linear: a matrix [..., dim, dim], or numbers that broadcast
+    against the state."""
+
+    linear: jax.Array
+    constant: jax.Array
+
+
+def passed_on(
+    own: Affine, initial: jax.Array, over: tuple[str, ...], apply: Callable[[jax.Array, jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """(the state before this device's tokens, that after all devices') in the order of the axes `over`. The maps of all devices
+    are gathered: their size doesn't depend on the number of tokens."""
+    maps = jax.tree.map(lambda x: lax.all_gather(x, over), own)
+    here = lax.axis_index(over)
+
+    def step(carry: tuple[jax.Array, jax.Array], at: Any) -> tuple[Any, None]:
+        state, mine = carry
+        one, index = at
+        mine = jnp.where(index == here, state, mine)
+        return (apply(one.linear, state) + one.constant, mine), None
+
+    count = maps.constant.shape[0]
+    (after, before), _ = lax.scan(step, (initial, initial), (maps, jnp.arange(count, dtype=jnp.int32)))
+    return before, after

@@ -1,0 +1,270 @@
+"""RecurrentOperation: a call described, planned, placed and run by the operation's table of operands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ...errors import InputError, InputTypeError, nearest, shown
+from ...planning import plan
+from ...planning.notes import note
+from ...planning.recurrent.planner import RECURRENCES, repeats_keys
+from ...planning.tables.table_plan import TablePlan
+from ...planning.tables.table_problem import TableProblem
+from ...sharding import Operand, OperandShape, axes_of, pin
+from ...sharding.mesh import AnyMesh
+from ...sharding.modes import canonical_layout, canonical_mode
+from ...sharding.rules import declared_axes, resolve_spec
+from ..api.declared_config import declared_config
+from ..call.arrays import shaped
+from ..call.declared import DeclaredOperation
+from ..call.planned_platform import planned_platform
+from ..call.program import Program, attention
+from ..call.table_sizes import call_sizes
+from .arithmetic import Results
+from .checks import check_values, unread_fields
+from .local import RecurrentCall
+from .output import RecurrentOutput
+
+__all__ = ["RecurrentOperation"]
+
+_KEY_HEADS = ("query", "key", "B", "C")
+_OF_TOKENS = ("document", "previous", "valid")
+
+
+class RecurrentOperation(DeclaredOperation):
+    """Base class of operations with a state. `Operation(metadata)(...)` runs one."""
+
+    family = "recurrence"
+    planner = RECURRENCES
+    results: ClassVar[tuple[Operand, ...]]
+    # The static arguments of a call besides mode and layout, and their types. The config has fields of the same names.
+    options: ClassVar[Mapping[str, type]] = {}
+
+    @classmethod
+    def passed_numbers(cls, size: Mapping[str, int], devices: int) -> int:
+        """How many numbers of 4 bytes a device receives if states are passed along that many devices. size: of its own state."""
+        raise NotImplementedError
+
+    @classmethod
+    def token_flops(cls, size: Mapping[str, int], chunk: int) -> float:
+        """Operations per token of a forward pass on one device. size: of each dim, there."""
+        raise NotImplementedError
+
+    @classmethod
+    def flops(cls, plan: TablePlan) -> float:
+        """Operations of a forward pass on one device, counted from the chunks; twice if states are passed along the sequence."""
+        size: dict[str, int] = {}
+        for x in plan.tensors:
+            size = dict(zip(x.dims, x.local_shape, strict=True)) | size
+        split = plan.placement.strategy == "state"
+        tokens = size["q_len"] if split or not plan.placement.over else plan.problem.size["q_len"]
+        per_token = cls.token_flops(size, getattr(plan.config, "chunk_size", None) or 1)
+        return (2 if split else 1) * size.get("batch", 1) * tokens * per_token
+
+    # -- calling -----------------------------------------------------------------------------------------------------
+
+    def _run(self, given: Mapping[str, Any], call: Mapping[str, Any]) -> RecurrentOutput:
+        arrays, problem, mesh = self._described(given, call)
+        decided: TablePlan = self._ready(plan(type(self), problem, self.metadata.policy), tuple(arrays.values()), mesh)
+        results = attention(Program(self, decided, mesh, None), {name: jnp.asarray(x) for name, x in arrays.items()})
+        return RecurrentOutput(results["attention_outputs"], results["state"], plan=decided)
+
+    def _plan(self, given: Mapping[str, Any], call: Mapping[str, Any]) -> TablePlan:
+        _, problem, _ = self._described(given, call)
+        decided: TablePlan = plan(type(self), problem, self.metadata.policy)
+        return decided
+
+    # -- the description of a call -----------------------------------------------------------------------------------
+
+    def _described(
+        self, given: Mapping[str, Any], call: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], TableProblem, AnyMesh | None]:
+        """(the arrays by name, the problem, the mesh). Errors: those of a call."""
+        table, metadata = self.operands, self.metadata
+        optional = [row.name for row in table if row.optional]
+        known = [*optional, *self.options, "mode", "layout"]
+        for name in call:
+            if name not in known:
+                raise InputTypeError(f"unknown argument {shown(name)} of {self.name}." + nearest(name, known))
+        layout, mode = canonical_layout(call.get("layout") or "bthd"), canonical_mode(call.get("mode") or "train")
+        arrays = {row.name: x for row in table if (x := {**given, **call}.get(row.name)) is not None}
+        if (decay := self._default_decay(arrays, layout)) is not None:
+            arrays["decay"] = decay
+        if missing := [row.name for row in table.required if row.name not in arrays]:
+            raise InputTypeError(f"{self.name} has no {', '.join(missing)}; pass arrays.")
+        shapes = {name: shaped(name, x) for name, x in arrays.items()}
+        sizes = call_sizes(table, shapes, layout)
+        mesh = self._mesh()
+        platform, kind, source = planned_platform(metadata, mesh, tuple(arrays.values()))
+        config, notes = declared_config(type(self), metadata, platform)
+        if unread := unread_fields(metadata):
+            notes.append(note("table.unread", fields=unread, operation=self.name))
+        self._check(arrays, sizes, config)
+        axes = metadata.partition_axis
+
+        def shape(row: Operand, shape: tuple[int, ...], dtype: str) -> OperandShape:
+            dims = row.split_dims(layout)
+            return OperandShape(row, shape, dtype, resolve_spec(axes, dims[len(dims) - len(shape) :], mode))
+
+        first = shapes[table.names[0]].dtype.name
+        state_dtype = getattr(config, "state_dtype", None) or first
+        results = tuple(
+            shape(row, row.shape(sizes, layout), state_dtype if row.name == "state" else first) for row in self.results
+        )
+        problem = TableProblem(
+            operation=self.name,
+            config=config,
+            input_dtype=first,
+            mode=mode,
+            features=frozenset(),
+            operands=tuple(shape(table[name], tuple(x.shape), x.dtype.name) for name, x in shapes.items()),
+            mesh=axes_of(mesh),
+            platform=platform,
+            device_kind=kind,
+            platform_source=source,
+            notes=tuple(notes),
+            results=results,
+            sizes=tuple(sizes.items()),
+            options=tuple((name, self._option(name, call, config)) for name in self.options),
+            layout=layout,
+            declared_axes=declared_axes(axes),
+        )
+        return arrays, problem, mesh
+
+    def _option(self, name: str, call: Mapping[str, Any], config: Any) -> Any:
+        """A static argument: as the call says, else as the config does. Errors: InputError and InputTypeError."""
+        value: Any = call.get(name)
+        value = getattr(config, name, None) if value is None else value
+        if value is None:
+            return None
+        kind: Any = self.options[name]
+        accepted = (int, float, np.integer, np.floating) if kind is float else kind
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            raise InputTypeError(f"{name}={shown(value)}; wanted a {kind.__name__}.")
+        if kind is float and not (np.isfinite(value) and value > 0):
+            raise InputError(f"{name}={shown(value)}; wanted a finite number above 0.")
+        return kind(value)
+
+    @classmethod
+    def _default_decay(cls, arrays: Mapping[str, Any], layout: str) -> np.ndarray | None:
+        """The log decay of each head [heads] of a call without a decay; None if the operation has no such."""
+        del arrays, layout
+        return None
+
+    def _check(self, arrays: Mapping[str, Any], sizes: Mapping[str, int], config: Any) -> None:
+        """Refuse what a call of this operation can't mean. Errors: InputError."""
+        gate, beta = getattr(config, "gate", "log_decay"), getattr(config, "beta_form", "value")
+        if gate == "raw" and not {"decay", "A_log"} <= arrays.keys():
+            raise InputError(f"gate='raw' of {self.name} needs decay, what the model projects, and A_log.")
+        if gate != "raw" and (
+            unread := [name for name in ("A_log", "dt_bias") if name in arrays and "dt" not in arrays]
+        ):
+            raise InputError(f"{', '.join(unread)}: read for gate='raw' only; declare that, or leave it out.")
+        if "beta" in self.operands and beta == "sigmoid" and "beta" not in arrays:
+            raise InputError(f"beta_form='sigmoid' of {self.name} needs beta, what the model projects.")
+        check_values(arrays, sizes, gate, beta, getattr(config, "beta_max", 1.0))
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def run_program(self, program: Program, arrays: dict[str, jax.Array]) -> Results:
+        """Run a planned call; traceable."""
+        decided: Any = program.plan
+        problem, mesh, placement = decided.problem, program.mesh, decided.placement
+        arrays = {name: self._standard(name, x, problem.layout) for name, x in arrays.items()}
+        arrays |= _documents(arrays, bool(placement.strategy == "state"), problem.size["batch"], problem.size["q_len"])
+        if mesh is None or mesh.size == 1 or all(axis.kind == "manual" for axis in axes_of(mesh)):
+            return self._returned(self._local(decided, arrays, ()), problem)
+        over = placement.over if placement.strategy == "state" else ()
+        outputs = next(x for x in problem.results if x.name == "attention_outputs")
+        state = next(x for x in problem.results if x.name == "state")
+        heads = next(dim for dim in state.operand.dims if dim in ("heads", "channels"))
+        split = {
+            "batch": placement.axes("state", "batch"),
+            heads: placement.axes("state", heads),
+            "value_dim": placement.axes("state", "value_dim"),
+            "q_len": over,
+        }
+        if repeats_keys(placement):
+            group = problem.size["heads"] // problem.size["kv_heads"]
+            arrays |= {name: jnp.repeat(arrays[name], group, axis=2) for name in _KEY_HEADS if name in arrays}
+        split["kv_heads"] = split[heads]
+
+        def spec(dims: tuple[str, ...]) -> PartitionSpec:
+            return PartitionSpec(*(split.get(dim) or None for dim in dims))
+
+        dims = dict.fromkeys(_OF_TOKENS, ("batch", "q_len")) | {"ends": ("batch",), "last_document": ("batch",)}
+        in_specs = {name: spec(dims.get(name) or self._dims(name, x.ndim)) for name, x in arrays.items()}
+        placed = {name: pin(x, in_specs[name], mesh) for name, x in arrays.items()}
+        out_specs = {x.name: spec(x.operand.dims_in("bthd")) for x in (outputs, state)}
+        results = jax.shard_map(
+            lambda arrays: self._local(decided, arrays, over),
+            mesh=mesh,
+            in_specs=(in_specs,),
+            out_specs=out_specs,
+            axis_names={axis.name for axis in axes_of(mesh) if axis.kind != "manual"},
+            check_vma=False,
+        )(placed)
+        fitted = {x.tensor: x for x in placement.tensors}
+        returned = self._returned(results, problem)
+        return {name: pin(x, fitted[name].spec, mesh) for name, x in returned.items()}
+
+    def _local(self, decided: Any, arrays: dict[str, jax.Array], over: tuple[str, ...]) -> Results:
+        document, valid = arrays.get("document"), arrays.get("valid")
+        relative = None if document is None else document - arrays["previous"][:, :1]
+        call = RecurrentCall(arrays, relative, valid, decided.problem, decided.config, over)
+        results: Results = self.forward(decided.method, decided.problem.config)(call)
+        return results
+
+    def _dims(self, name: str, ndim: int) -> tuple[str, ...]:
+        """The dims of an array in the layout of implementations."""
+        row = self.operands[name]
+        return next(dims for dims in (row.dims_in("bthd"), *row.also) if len(dims) == ndim)
+
+    def _standard(self, name: str, x: jax.Array, layout: str) -> jax.Array:
+        """An array in layout bthd, with a batch of 1 for thd."""
+        row = self.operands[name]
+        if not row.order or x.ndim != len(row.dims_in(layout)):
+            return x
+        return _moved(x, row.dims_in(layout), row.dims_in("bthd"))
+
+    def _returned(self, results: Results, problem: TableProblem) -> Results:
+        """The results in the caller's layout and dtypes."""
+        returned = {}
+        for x in problem.results:
+            inside, outside = x.operand.dims_in("bthd"), x.operand.dims_in(problem.layout)
+            returned[x.name] = _moved(results[x.name], inside, outside).astype(x.dtype)
+        return returned
+
+
+def _moved(x: jax.Array, given: tuple[str, ...], wanted: tuple[str, ...]) -> jax.Array:
+    """An array with its dims in another order; a batch of 1 is added or taken away."""
+    if "batch" in given and "batch" not in wanted:
+        x, given = x[0], given[1:]
+    if "batch" in wanted and "batch" not in given:
+        x, given = x[None], ("batch", *given)
+    return x if given == wanted else jnp.transpose(x, [given.index(dim) for dim in wanted])
+
+
+def _documents(arrays: Mapping[str, jax.Array], split: bool, batch: int, tokens: int) -> dict[str, jax.Array]:
+    """What segment ids and lengths mean for each token: its document, counted from 0, and that of the token before; whether it
+    counts; and for each row, how many tokens do, and the last one's document."""
+    found: dict[str, jax.Array] = {}
+    ids, lengths = arrays.get("segment_ids"), arrays.get("lengths")
+    if lengths is not None or split:
+        found["ends"] = jnp.full((batch,), tokens, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
+    if lengths is not None:
+        found["valid"] = jnp.arange(tokens, dtype=jnp.int32)[None] < found["ends"][:, None]
+    if ids is not None:
+        starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
+        if lengths is not None:
+            starts &= found["valid"]
+        document = jnp.cumsum(starts.astype(jnp.int32), 1)
+        previous = jnp.pad(document, ((0, 0), (1, 0)))[:, :-1]
+        found |= {"document": document, "previous": previous, "last_document": document[:, -1]}
+    return found

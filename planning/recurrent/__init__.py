@@ -1,0 +1,1 @@
+"""Recurrent operations: their arrays, and what is done about a split sequence."""

@@ -1,0 +1,141 @@
+"""RECURRENCES: how calls of recurrent operations are planned, with what is done about a split sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from ...errors import ConfigError
+from ..capability import Reason
+from ..notes import note
+from ..operation import PlannedOperation
+from ..planner import Planner
+from ..policy import Policy
+from ..tables.table_plan import TablePlacement, TablePlan, fitted_tensors, refuse_unfit
+from ..tables.table_problem import TableProblem
+from ..tuning import Tuning
+
+__all__ = ["RECURRENCES", "gathered_bytes", "sent_bytes"]
+
+_STRATEGIES = ("auto", "gather", "state")
+
+
+def sent_bytes(operation: Any, placement: TablePlacement, devices: int) -> int:
+    """What each device receives if states are passed on: the maps of the others or, of a convolution, its neighbour's last
+    tokens."""
+    state = next(x for x in placement.tensors if x.tensor == "state")
+    size = dict(zip(state.dims, state.local_shape, strict=True))
+    numbers: int = operation.passed_numbers(size, devices)
+    return 4 * numbers
+
+
+def gathered_bytes(placement: TablePlacement, devices: int) -> int:
+    """What each device receives if the tokens of the others are gathered."""
+    total = sum(
+        x.local_bytes
+        for x in placement.tensors
+        if "q_len" in x.dims and x.axes(x.dims.index("q_len")) and x.tensor != "attention_outputs"
+    )
+    return (devices - 1) * total
+
+
+class _Recurrences(Planner[TableProblem, TablePlacement]):
+    plan: ClassVar[type[Any]] = TablePlan
+
+    def placements(
+        self, operation: type[PlannedOperation], problem: TableProblem, policy: Policy
+    ) -> Callable[[str], TablePlacement]:
+        declared = policy.sequence_parallel
+        if declared not in _STRATEGIES:
+            raise ConfigError(
+                f"operation {operation.name!r} has a state, and sequence_parallel={declared!r} is for attention; wanted one of "
+                f"{', '.join(map(repr, _STRATEGIES))}."
+            )
+        placement = TablePlacement(fitted_tensors(problem))
+        over = placement.axes("attention_outputs", "q_len")
+        if over:
+            strategy = self._choose(operation, problem, placement, over) if declared == "auto" else declared
+            placement = placement._replace(strategy=strategy, over=over)
+        refuse_unfit(problem, placement, policy)
+        return lambda _: placement
+
+    @staticmethod
+    def _choose(operation: Any, problem: TableProblem, placement: TablePlacement, over: tuple[str, ...]) -> str:
+        devices = _count(problem, over)
+        passed, gathered = sent_bytes(operation, placement, devices), gathered_bytes(placement, devices)
+        return "state" if passed < gathered else "gather"
+
+    def reasons(
+        self,
+        operation: type[PlannedOperation],
+        method: str,
+        problem: TableProblem,
+        placement: TablePlacement,
+        policy: Policy,
+    ) -> tuple[Reason, ...]:
+        del policy, placement
+        capability = operation.implementation(method, problem.config).capability
+        return tuple(
+            Reason(f"operand.{x.name}", x.name, f"does not take {x.name}", f"Leave {x.name} out.")
+            for x in problem.operands
+            if x.operand.optional and x.name not in capability.operands
+        )
+
+    def notes(
+        self,
+        operation: type[PlannedOperation],
+        problem: TableProblem,
+        policy: Policy,
+        placement: TablePlacement,
+        method: str,
+    ) -> tuple[str, ...]:
+        del method
+        notes: list[str] = []
+        if idle := placement.idle(problem.mesh):
+            notes.append(note("table.idle_axes", names=idle))
+        if placement.over:
+            devices = _count(problem, placement.over)
+            passed, gathered = sent_bytes(operation, placement, devices), gathered_bytes(placement, devices)
+            axes = list(placement.over)
+            of_states = note("recurrent.passed", axes=axes, size=passed, other=gathered)
+            of_tokens = note("recurrent.gathered", axes=axes, size=gathered, other=passed)
+            notes.append(of_states if placement.strategy == "state" else of_tokens)
+        elif policy.sequence_parallel != "auto":
+            notes.append(note("sequence.unsplit", strategy=policy.sequence_parallel))
+        if repeats_keys(placement):
+            notes.append(note("recurrent.repeated_keys", axes=list(placement.axes("state", "heads"))))
+        return tuple(notes)
+
+    def tune_key(self, method: str, problem: TableProblem, placement: TablePlacement) -> dict[str, Any]:
+        shapes = {x.tensor: list(x.local_shape) for x in placement.tensors}
+        return {
+            "operation": problem.operation,
+            "method": method,
+            "device": problem.device,
+            "dtype": problem.input_dtype,
+            "shapes": shapes,
+            "options": problem.option,
+            "config": problem.config.to_dict(),
+        }
+
+    def search(
+        self, operation: type[PlannedOperation], method: str, problem: TableProblem, placement: TablePlacement
+    ) -> Tuning:
+        del operation, method, problem, placement
+        return Tuning("heuristic", "a recurrence's chunks aren't searched for", {})
+
+
+def repeats_keys(placement: TablePlacement) -> bool:
+    """Whether queries and keys are repeated for each head, as the mesh splits heads further than groups of them."""
+    names = ("key", "B")
+    dims = next((x for x in placement.tensors if x.tensor in names), None)
+    return dims is not None and placement.axes(dims.tensor, "kv_heads") != placement.axes("state", "heads")
+
+
+def _count(problem: TableProblem, axes: tuple[str, ...]) -> int:
+    sizes = {axis.name: axis.size for axis in problem.mesh}
+    return math.prod(sizes[name] for name in axes)
+
+
+RECURRENCES = _Recurrences()

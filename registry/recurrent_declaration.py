@@ -1,0 +1,117 @@
+"""A declared call of a recurrent operation: the shapes of its arrays, random ones, and the arguments of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import ConfigError, nearest
+from ..sharding import Operand, OperandTable
+from .call_declaration import CallDeclaration, segments
+
+__all__ = ["recurrent_arguments", "recurrent_arrays", "recurrent_shapes"]
+
+_READ = frozenset({
+    "batch", "q_len", "q_heads", "kv_heads", "head_dim", "value_dim", "dims", "dtype", "layout", "mode", "segment_ids",
+    "operands",
+})  # fmt: skip
+_FIELDS = {"heads": "q_heads"}  # the other dims are declared by their own names
+_OF_CALL = ("batch", "q_len", "heads", "kv_heads", "head_dim", "value_dim")
+
+
+def recurrent_shapes(call: CallDeclaration, dtype: str, table: OperandTable) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of the arrays by name: those that every call has, and those of `call.operands`. `dtype`: theirs if none is
+    declared. Errors: ConfigError for fields that only attention has, and for missing sizes."""
+    fields = type(call).model_fields
+    for name in sorted(call.model_fields_set - _READ):
+        if getattr(call, name) != fields[name].default:
+            raise ConfigError(f"call.{name}: a recurrent operation has none; leave it out.")
+    sizes, wide = _sizes(call, table), jnp.dtype(call.dtype or dtype)
+    shapes = {}
+    for row in table:
+        if row.name == "segment_ids":
+            if call.segment_ids is not None:
+                if call.segment_ids > sizes["q_len"]:
+                    raise ConfigError(
+                        f"call.segment_ids={call.segment_ids} segments in {sizes['q_len']} tokens; wanted at most one per token."
+                    )
+                shapes[row.name] = jax.ShapeDtypeStruct(row.shape(sizes, call.layout), jnp.dtype(jnp.int32))
+        elif not row.optional or row.name in (call.operands or {}):
+            given = (call.operands or {}).get(row.name, True)
+            shape = row.shape(sizes, call.layout) if given is True else tuple(given)
+            if row.accepted(shape, sizes, call.layout) is None:
+                raise ConfigError(
+                    f"call.operands.{row.name}={list(shape)}; wanted {row.expected_shapes(sizes, call.layout)}."
+                )
+            shapes[row.name] = jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.int32) if row.dtype == "integers" else wide)
+    return shapes
+
+
+def _sizes(call: CallDeclaration, table: OperandTable) -> dict[str, int]:
+    """The size of each dim of the table. Errors: ConfigError for missing ones, and for what the operation doesn't have."""
+    every = {dim for row in table for dim in row.dims_in("bthd") if dim}
+    for name in call.operands or {}:
+        if name not in table or not table[name].optional or name == "segment_ids":
+            known = [row.name for row in table if row.optional and row.name != "segment_ids"]
+            raise ConfigError(f"call.operands has {name!r}; wanted some of {', '.join(known)}." + nearest(name, known))
+    for name in call.dims or {}:
+        own = sorted(every - {*_OF_CALL, "history"})
+        if name not in own:
+            raise ConfigError(f"call.dims has {name!r}; wanted {', '.join(own) or 'none for this operation'}.")
+    given = {dim: getattr(call, _FIELDS.get(dim, dim)) for dim in _OF_CALL} | dict(call.dims or {})
+    for dim in _OF_CALL:
+        if dim not in every and dim != "batch" and call.is_set(_FIELDS.get(dim, dim)):
+            raise ConfigError(f"call.{_FIELDS.get(dim, dim)}: the operation has no such dim; leave it out.")
+    for dim, same in (("kv_heads", "heads"), ("value_dim", "head_dim")):
+        given[dim] = given[same] if given[dim] is None else given[dim]
+    if "width" in given:
+        given["history"] = given["width"] - 1
+    if missing := sorted(dim for dim in every if given.get(dim) is None):
+        fields = [f"call.{_FIELDS.get(dim, dim)}" if dim in _OF_CALL else f"call.dims.{dim}" for dim in missing]
+        raise ConfigError(f"{', '.join(fields)} missing; declare it.")
+    if call.layout == "thd" and given["batch"] != 1:
+        raise ConfigError(f"call.batch={given['batch']} with layout 'thd', which has no batch; leave call.batch out.")
+    return {dim: size for dim, size in given.items() if size is not None}
+
+
+def recurrent_arrays(call: CallDeclaration, seed: int, dtype: str, table: OperandTable) -> dict[str, np.ndarray]:
+    """Random arrays of these shapes, of the size that a model's have: decays at most 0, keys of norm 1. The same seed gives the
+    same arrays."""
+    random, arrays = np.random.default_rng(seed), dict[str, np.ndarray]()
+    for name, struct in recurrent_shapes(call, dtype, table).items():
+        arrays[name] = _drawn(random, table[name], struct, call).astype(struct.dtype)
+    return arrays
+
+
+def _drawn(
+    random: np.random.Generator, row: Operand, struct: jax.ShapeDtypeStruct, call: CallDeclaration
+) -> np.ndarray:
+    if row.name == "segment_ids":
+        return segments(random, struct.shape, call.segment_ids or 1)
+    if row.name == "lengths":
+        return random.integers(1, call.q_len or 1, struct.shape, endpoint=True)
+    normal = random.standard_normal(struct.shape, np.float32)
+    match row.name:
+        case "key":
+            return normal / np.linalg.norm(normal, axis=-1, keepdims=True)
+        case "decay":
+            return -np.exp(normal - 2)
+        case "A":
+            return -np.exp(normal)
+        case "dt":
+            return np.exp(normal - 2)
+        case "beta":
+            return 1 / (1 + np.exp(-normal))
+        case "weight":
+            return normal / np.sqrt(np.float32(struct.shape[0]))
+    return normal
+
+
+def recurrent_arguments(call: CallDeclaration, arrays: Mapping[str, Any], mode: str | None) -> dict[str, Any]:
+    """The keyword arguments of the call for these arrays. `mode` overrides the declared one."""
+    mode = call.mode if mode is None else mode
+    return {**arrays, "layout": call.layout, **({} if mode is None else {"mode": mode})}

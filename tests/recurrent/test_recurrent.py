@@ -1,0 +1,148 @@
+"""Recurrent operations agree with the token-by-token definition in float64: outputs, states, gradients, on meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from recurrent_inputs import KINDS, LINEAR, call_of, expected
+
+import attnops.operators.recurrent as recurrent
+from attnops import OperationMetadata
+from attnops.verify.recurrent_reference import reference_linear_gradients
+
+OPERATIONS = {
+    cls.name: cls for cls in (getattr(recurrent, name) for name in recurrent.__all__) if hasattr(cls, "config")
+}
+
+
+def run(kind: str, call: dict[str, Any], metadata: OperationMetadata | None = None, **options: Any) -> Any:
+    operation = OPERATIONS[kind](metadata)
+    table = operation.operands
+    required = [call[row.name] for row in table.required]
+    rest = {name: x for name, x in call.items() if table[name].optional}
+    return operation(*required, **rest, **options)
+
+
+def split(axes: dict[str, int]) -> OperationMetadata:
+    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
+    return OperationMetadata(mesh=mesh, sequence_parallel="state" if "sp" in axes else "auto")
+
+
+def close(found: jax.Array, wanted: np.ndarray, within: float = 2e-5) -> None:
+    assert found.shape == wanted.shape
+    size = max(np.abs(wanted).max(), 1.0)
+    np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=0, atol=within * size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", ["plain", "state", "segments", "lengths", "all"])
+def test_is_the_recurrence(kind: str, given: str) -> None:
+    call = call_of(
+        kind,
+        state=given in ("state", "all", "lengths"),
+        segments=given in ("segments", "all"),
+        lengths=given in ("lengths", "all"),
+    )
+    output, wanted = run(kind, call), expected(kind, call)
+    close(output.attention_outputs, wanted.outputs)
+    close(output.state, wanted.state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_one_after_the_other_are_the_whole(kind: str) -> None:
+    call, cut = call_of(kind, tokens=40), 23
+    wanted = expected(kind, call)
+    tokens = [name for name, x in call.items() if x.ndim > 1 and x.shape[1] == 40]
+    state, outputs = call["initial_state"], []
+    for part in (slice(0, cut), slice(cut, 39), slice(39, 40)):
+        output = run(kind, call | {name: call[name][:, part] for name in tokens} | {"initial_state": state})
+        outputs.append(output.attention_outputs)
+        state = output.state
+    close(jnp.concatenate(outputs, 1), wanted.outputs)
+    close(state, wanted.state)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LINEAR if kind != "mamba2"])
+@pytest.mark.parametrize("given", ["state", "all"])
+@pytest.mark.parametrize("axes", [{}, pytest.param({"dp": 2, "sp": 2, "tp": 2}, marks=pytest.mark.slow)])
+def test_gradients(kind: str, given: str, axes: dict[str, int]) -> None:
+    call = call_of(kind, tokens=72, segments=given == "all", lengths=given == "all")
+    metadata = split(axes) if axes else None
+    rng = np.random.default_rng(1)
+    wanted = expected(kind, call)
+    d_outputs, d_state = (rng.standard_normal(x.shape).astype(np.float32) for x in wanted)
+    names = [name for name, x in call.items() if x.dtype == np.float32]
+
+    def loss(*arrays: jax.Array) -> jax.Array:
+        output = run(kind, call | dict(zip(names, arrays, strict=True)), metadata)
+        return jnp.sum(output.attention_outputs * d_outputs) + jnp.sum(output.state * d_state)
+
+    found = jax.jit(jax.grad(loss, argnums=tuple(range(len(names)))))(*(call[name] for name in names))
+    value = call["value"]
+    decay = call.get("decay")
+    if decay is None:
+        decay = np.broadcast_to(np.asarray(OPERATIONS[kind].decays(value.shape[2])), value.shape[:3])
+    rest = {name: call[name] for name in ("initial_state", "segment_ids", "lengths") if name in call}
+    gradients = reference_linear_gradients(
+        call["query"],
+        call["key"],
+        value,
+        decay[..., None] if decay.ndim == 3 else decay,
+        call.get("beta"),
+        **rest,
+        scale=call["key"].shape[3] ** -0.5,
+        d_outputs=d_outputs,
+        d_state=d_state,
+    )
+    for name, gradient in zip(names, found, strict=True):
+        wanted_gradient = gradients[name]
+        close(gradient, wanted_gradient.reshape(gradient.shape), 5e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["bhtd", "thd"])
+def test_layouts(kind: str, layout: str) -> None:
+    call = call_of(kind, batch=1 if layout == "thd" else 2, segments=True)
+    wanted = expected(kind, call)
+    table = OPERATIONS[kind].operands
+    moved = {}
+    for name, x in call.items():
+        row = table[name]
+        if layout == "thd":
+            moved[name] = x[0] if row.order and "b" in row.order else x
+        else:
+            moved[name] = np.swapaxes(x, 1, 2) if row.order in ("bthd", "bth") else x
+    output = run(kind, moved, layout=layout)
+    outputs = wanted.outputs
+    if layout == "thd":
+        outputs = outputs[0]
+    elif outputs.ndim == 4:
+        outputs = np.swapaxes(outputs, 1, 2)
+    close(output.attention_outputs, outputs)
+    close(output.state, wanted.state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("axes", "given"),
+    [
+        ({"dp": 2, "sp": 2, "tp": 2}, "all"),
+        *(
+            pytest.param(axes, given, marks=pytest.mark.slow)
+            for axes in ({"dp": 2, "tp": 2}, {"sp": 4}, {"dp": 2, "sp": 2, "tp": 2})
+            for given in ("state", "all")
+            if (len(axes), given) != (3, "all")
+        ),
+    ],
+)
+def test_on_meshes(kind: str, axes: dict[str, int], given: str) -> None:
+    call = call_of(kind, tokens=72, segments=given == "all", lengths=given == "all")
+    output, wanted = run(kind, call, split(axes)), expected(kind, call)
+    close(output.attention_outputs, wanted.outputs)
+    close(output.state, wanted.state)
+    assert output.plan.placement.strategy == ("state" if "sp" in axes else "")

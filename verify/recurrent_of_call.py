@@ -1,0 +1,96 @@
+"""What a planned call of a recurrent operation means, in float64: its gates, then the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..planning.tables.table_problem import TableProblem
+from .recurrent_reference import Recurrence, reference_convolution, reference_linear, reference_mamba1
+
+__all__ = ["recurrent_reference"]
+
+
+def recurrent_reference(
+    problem: TableProblem, arrays: Mapping[str, Any], operation: Any, config: Any
+) -> dict[str, np.ndarray]:
+    """attention_outputs and state, in the call's layout. arrays: by name, as given."""
+    standard = {name: _moved(operation.operands[name], x, problem.layout, "bthd") for name, x in arrays.items()}
+    found = _reference(standard, operation, config, problem.option)
+    named = {"attention_outputs": found.outputs, "state": found.state}
+    return {row.name: _moved(row, named[row.name], "bthd", problem.layout) for row in operation.results}
+
+
+def _moved(row: Any, x: Any, given: str, wanted: str) -> np.ndarray:
+    x = np.asarray(x)
+    x = x.astype(np.float64) if not np.issubdtype(x.dtype, np.integer) else x
+    have, want = row.dims_in(given), row.dims_in(wanted)
+    if len(have) != x.ndim:
+        return x
+    if "batch" in have and "batch" not in want:
+        x, have = x[0], have[1:]
+    if "batch" in want and "batch" not in have:
+        x, have = x[None], ("batch", *have)
+    return np.transpose(x, [have.index(dim) for dim in want])
+
+
+def _softplus(x: np.ndarray) -> np.ndarray:
+    return np.logaddexp(0, x)
+
+
+def _reference(arrays: dict[str, np.ndarray], operation: Any, config: Any, options: Mapping[str, Any]) -> Recurrence:
+    rest: dict[str, Any] = {
+        name: arrays[name] for name in ("initial_state", "segment_ids", "lengths") if name in arrays
+    }
+    if "weight" in arrays:
+        found = reference_convolution(arrays["x"], arrays["weight"], arrays.get("bias"), **rest)
+        if options.get("activation") == "silu":
+            outputs = found.outputs / (1 + np.exp(-found.outputs))
+            found = found._replace(outputs=outputs)
+        return found
+    if "dt" in arrays:
+        return _mamba(arrays, config, rest)
+    query, key, value = arrays["query"], arrays["key"], arrays["value"]
+    if options.get("normalise_qk"):
+        query, key = (x / np.sqrt((x * x).sum(-1, keepdims=True) + config.normalise_eps) for x in (query, key))
+    decay = arrays.get("decay")
+    if decay is None:
+        fixed = operation.decays(value.shape[2]) if hasattr(operation, "decays") else np.zeros(value.shape[2])
+        decay = np.asarray(fixed, np.float64)
+    decay = np.broadcast_to(decay, value.shape[:3]) if decay.ndim == 1 else decay
+    decay = decay[..., None] if decay.ndim == 3 else decay
+    if getattr(config, "gate", "log_decay") == "raw":
+        bias = arrays.get("dt_bias", np.zeros(value.shape[2]))
+        bias = bias[:, None] if bias.ndim == 1 else bias
+        decay = -np.exp(arrays["A_log"])[:, None] * _softplus(decay + bias)
+    beta = None
+    if "beta" in operation.operands:
+        beta = arrays.get("beta", np.ones(value.shape[:3]))
+        if config.beta_form == "sigmoid":
+            beta = config.beta_max / (1 + np.exp(-beta))
+    scale = options.get("scale") or key.shape[3] ** -0.5
+    return reference_linear(query, key, value, decay, beta, **rest, scale=scale)
+
+
+def _mamba(arrays: dict[str, np.ndarray], config: Any, rest: Mapping[str, Any]) -> Recurrence:
+    x, dt, rate = arrays["x"], arrays["dt"], arrays["A"]
+    dt = dt + arrays.get("dt_bias", 0.0)
+    dt = _softplus(dt) if config.dt_softplus else dt
+    least, most = getattr(config, "dt_min", None), getattr(config, "dt_max", None)
+    if least is not None or most is not None:
+        dt = np.clip(dt, least, most)
+    heads = x.ndim == 4
+    if heads:
+        decay = (dt * rate)[..., None]
+        found = reference_linear(arrays["C"], arrays["B"], dt[..., None] * x, decay, None, **rest, scale=1.0)
+    else:
+        found = reference_mamba1(x, dt, rate, arrays["B"], arrays["C"], **rest)
+    if "D" not in arrays:
+        return found
+    skipped = (arrays["D"][:, None] if heads else arrays["D"]) * x
+    if "lengths" in arrays:
+        counts = np.arange(x.shape[1])[None] < arrays["lengths"][:, None]
+        skipped = np.where(counts.reshape(*counts.shape, *[1] * (x.ndim - 2)), skipped, 0)
+    return found._replace(outputs=found.outputs + skipped)
