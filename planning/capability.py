@@ -13,11 +13,11 @@ from .problem import AttentionProblem
 from .route import Route
 
 __all__ = [
-    "ALL_FEATURES", "FEATURES", "STATIC_MASKS", "Capability", "Reason", "Rule", "Tolerance", "declares",
+    "ALL_FEATURES", "FEATURES", "STATIC_MASKS", "STEP_FEATURES", "Capability", "Reason", "Rule", "Tolerance", "declares",
     "implementation",
 ]  # fmt: skip
 
-# All features that a call can request. A requested feature that an implementation doesn't consume is refused.
+# All features that a call or a step can request. A requested feature that an implementation doesn't consume is refused.
 FEATURES: Mapping[str, str] = {
     "causal": "causal mask",
     "sliding_window": "sliding window",
@@ -49,7 +49,9 @@ FEATURES: Mapping[str, str] = {
     "rope_dtype": "rotary keys that aren't quantised, beside quantised latents",
     "quantized_kv": "int8 or fp8 keys and values, with scales",
 }
-ALL_FEATURES = frozenset(FEATURES)
+# Those that only steps over pages can request; and all that calls can.
+STEP_FEATURES = frozenset({"selected", "draft_tree", "spans", "prefix_lengths", "latent_values", "rope_dtype"})
+ALL_FEATURES = frozenset(FEATURES) - STEP_FEATURES
 STATIC_MASKS = frozenset({"causal", "sliding_window", "chunked", "prefix", "mask_function"})
 
 
@@ -156,8 +158,8 @@ def declares(
 ) -> Capability:
     """What an implementation can do; see Capability. Errors: ValueError for an unknown feature."""
     features = frozenset(consumes)
-    if unknown := sorted(features - ALL_FEATURES):
-        raise ValueError(f"unknown features {unknown}; wanted some of {sorted(ALL_FEATURES)}.")
+    if unknown := sorted(features - FEATURES.keys()):
+        raise ValueError(f"unknown features {unknown}; wanted some of {sorted(FEATURES)}.")
     published = {dtype: Tolerance(*value) for dtype, value in tolerance.items()}
     return Capability(
         features,

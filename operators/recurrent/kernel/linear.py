@@ -60,6 +60,8 @@ def chunked(
     batch, key_heads, tokens, dim = query.shape
     heads, value_dim = value.shape[1], value.shape[3]
     group, out_dtype = heads // key_heads, query.dtype
+    if tokens == 1:
+        return _one_token(query, key, value, log_decay, beta, initial_state, document, scale)
     size = min(chunk_size, 1 << max(tokens - 1, 0).bit_length())
     chunks = -(-tokens // size)
 
@@ -91,6 +93,37 @@ def chunked(
     (state, _), outputs = lax.scan(jax.checkpoint(step, policy=policy, prevent_cse=False), (state, first), blocks)
     outputs = jnp.moveaxis(outputs, 0, 3).reshape(batch, heads, chunks * size, value_dim)
     return outputs[:, :, :tokens], state.reshape(batch, heads, dim, value_dim)
+
+
+def _one_token(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array | None,
+    initial_state: jax.Array | None,
+    document: jax.Array | None,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """`chunked` of one token: the state is read once for key and query together, and once where it is written."""
+    group, out_dtype = value.shape[1] // query.shape[1], query.dtype
+    query, key = (jnp.repeat(x.astype(jnp.float32), group, 1) for x in (query, key))  # [batch, heads, 1, dim]
+    value, kept = value.astype(jnp.float32), jnp.exp(log_decay.astype(jnp.float32))
+    update = value
+    if initial_state is None:
+        state = jnp.swapaxes(key, 2, 3) * (update if beta is None else update * beta.astype(jnp.float32)[..., None])
+        outputs = scale * jnp.einsum("bhik,bhkv->bhiv", query, state, precision=lax.Precision.HIGHEST)
+        return outputs.astype(out_dtype), state
+    if document is not None:
+        kept = kept * (document == 0).astype(jnp.float32)[:, None, :, None]
+    before = initial_state.astype(jnp.float32)
+    both = jnp.concatenate([key, query], 2) * kept
+    read = jnp.einsum("bhik,bhkv->bhiv", both, before, precision=lax.Precision.HIGHEST)
+    if beta is not None:
+        update = beta.astype(jnp.float32)[..., None] * (value - read[:, :, :1])
+    outputs = scale * (read[:, :, 1:] + jnp.sum(query * key, 3, keepdims=True) * update)
+    state = jnp.swapaxes(kept, 2, 3) * before + jnp.swapaxes(key, 2, 3) * update
+    return outputs.astype(out_dtype), state
 
 
 def _chunk(
