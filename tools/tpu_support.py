@@ -55,7 +55,7 @@ LENGTH, HEADS = 512, 4
 _MIB = 1 << 20
 
 
-@register_mask_function("tpu_support_near")
+@register_mask_function("tpu_support_near", override=True)
 def _near(position: Any, key: Any) -> Any:
     return abs(position - key) < 90
 
