@@ -465,7 +465,7 @@ def test_pages_of_another_form_are_refused() -> None:
 def test_what_is_declared_is_an_operation_over_pages() -> None:
     function = ragged_paged_attention_v3
     for name, keywords, wrong in (
-        ("vanilla", {}, "no steps over pages"),
+        ("vanilla", {}, "doesn't attend over pages"),
         ("paged", {"sliding_window": (3, 0)}, "sliding_window"),
         ("a.json", {}, "wanted the name of an operation"),
         ("paged", {"max_length": 0}, "max_length"),

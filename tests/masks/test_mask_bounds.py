@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnops import Causal, Chunked, Dense, Full, Lengths, Mask, Positions, Prefix, SegmentIds, SlidingWindow
