@@ -16,6 +16,7 @@ from tiny_models_probe import RECORD, module_logits
 from tiny_models_reference import reference_logits
 
 PROMPT, CHUNK = 8, 4
+QUICK = ("deepseek_v32", "minimax_m3_vl_text")
 LATENT = [name for name in CONFIGS if name != "minimax_m3_vl_text"]
 wanted = functools.cache(reference_logits)
 
@@ -40,7 +41,7 @@ def _in_steps(name: str, model: Decoder) -> None:
         _close(name, logits, first, first + count)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CONFIGS])
 def test_over_pages(name: str) -> None:
     _in_steps(name, Decoder(name, paged=True))
 

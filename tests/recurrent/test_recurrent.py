@@ -40,7 +40,9 @@ def close(found: jax.Array, wanted: np.ndarray, within: float = 2e-5) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("given", ["plain", "state", "segments", "lengths", "all"])
+@pytest.mark.parametrize(
+    "given", ["plain", *(pytest.param(x, marks=pytest.mark.slow) for x in ("state", "segments", "lengths")), "all"]
+)
 def test_is_the_recurrence(kind: str, given: str) -> None:
     call = call_of(
         kind,
@@ -68,7 +70,7 @@ def test_parts_one_after_the_other_are_the_whole(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LINEAR if kind != "mamba2"])
-@pytest.mark.parametrize("given", ["state", "all"])
+@pytest.mark.parametrize("given", [pytest.param("state", marks=pytest.mark.slow), "all"])
 @pytest.mark.parametrize("axes", [{}, pytest.param({"dp": 2, "sp": 2, "tp": 2}, marks=pytest.mark.slow)])
 def test_gradients(kind: str, given: str, axes: dict[str, int]) -> None:
     call = call_of(kind, tokens=72, segments=given == "all", lengths=given == "all")
