@@ -146,7 +146,9 @@ def decode(rule: str, sequences: int = 16) -> dict[str, float]:
     operation = OperationRegistry.create(rule)
     call = arrays_of(rule, 1, sequences)
     states = [jnp.zeros((sequences, HEADS, DIM, DIM), jnp.float32) for _ in range(2)]
-    step = jax.jit(lambda call, state: (lambda o: (o.attention_outputs, o.state))(operation(**call, initial_state=state)))
+    step = jax.jit(
+        lambda call, state: (lambda o: (o.attention_outputs, o.state))(operation(**call, initial_state=state))
+    )
     touch = jax.jit(lambda state: state * np.float32(0.999))
     seconds = medians({"step": timed(step, call, states[0]), "states": timed(touch, states[1])}, 51)
     return {**seconds, "ratio": seconds["step"] / seconds["states"]}

@@ -42,36 +42,35 @@ def log_ratios(log_decay: jax.Array) -> jax.Array:
 
 
 def decayed_products(
-    rows: jax.Array, columns: jax.Array, log_decay: jax.Array, precision: lax.Precision, diagonal: bool
-) -> jax.Array:
-    """[..., tokens, tokens]: of a row and an earlier column, and of a row and its own if `diagonal`, the sum over channels of row
-    * column * the decay between them. rows, columns [..., tokens, dim]; log_decay [..., tokens, dim or 1], whose other sizes
-    may be greater.
+    rows: tuple[jax.Array, ...], columns: jax.Array, log_decay: jax.Array, precision: lax.Precision
+) -> list[jax.Array]:
+    """For each array of rows [..., tokens, tokens]: of a row and an earlier column, or its own, the sum over channels of row *
+    column * the decay between them. rows, columns [..., tokens, dim]; log_decay [..., tokens, dim or 1], whose other sizes may be
+    greater.
 
     0 above the diagonal. The number of tokens is a power of two.
     """
     *outer, size, channels = log_decay.shape
     if channels == 1:
-        ratios = log_ratios(log_decay.reshape(-1, size))
-        if not diagonal:
-            ratios = jnp.where(np.eye(size, dtype=bool)[None], -np.inf, ratios)
-        plain = jnp.einsum("...id,...jd->...ij", rows, columns, precision=precision)
-        return plain * jnp.exp(ratios).reshape(*outer, size, size)
-    flat = [jnp.broadcast_to(x, log_decay.shape).reshape(-1, size, channels) for x in (rows, columns, log_decay)]
-    return _by_channel(flat[0], flat[1], flat[2], precision, diagonal).reshape(*outer, size, size)
+        ratios = jnp.exp(log_ratios(log_decay.reshape(-1, size))).reshape(*outer, size, size)
+        plain = jnp.einsum("...id,...jd->...ij", jnp.concatenate(rows, -2), columns, precision=precision)
+        return [part * ratios for part in jnp.split(plain, len(rows), -2)]
+
+    def flat(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, log_decay.shape).reshape(-1, size, channels)
+
+    made = (_by_channel(flat(x), flat(columns), flat(log_decay), precision) for x in rows)
+    return [x.reshape(*outer, size, size) for x in made]
 
 
-def _by_channel(
-    rows: jax.Array, columns: jax.Array, log_decay: jax.Array, precision: lax.Precision, diagonal: bool
-) -> jax.Array:
+def _by_channel(rows: jax.Array, columns: jax.Array, log_decay: jax.Array, precision: lax.Precision) -> jax.Array:
     """[n, tokens, dim] each -> [n, tokens, tokens]."""
     count, size, dim = rows.shape
     if size == 1:
-        own = jnp.sum(rows * columns, 2, keepdims=True)
-        return own if diagonal else jnp.zeros_like(own)
+        return jnp.sum(rows * columns, 2, keepdims=True)
     half = size // 2
     halved = [x.reshape(2 * count, half, dim) for x in (rows, columns, log_decay)]
-    inner = _by_channel(halved[0], halved[1], halved[2], precision, diagonal)
+    inner = _by_channel(halved[0], halved[1], halved[2], precision)
     row = rows[:, half:] * jnp.exp(from_start(log_decay[:, half:], 1))
     column = columns[:, :half] * jnp.exp(to_end(log_decay[:, :half], 1))
     return _joined(inner, jnp.einsum("nid,njd->nij", row, column, precision=precision), 0)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -143,17 +144,20 @@ def _chunk(
         last = (at == at[..., -1:]).astype(jnp.float32)[..., None]
         started, ended, kept = started * carried, ended * last, kept * carried[..., -1:, :]
 
-    def within(rows: jax.Array, diagonal: bool) -> jax.Array:
-        weights = decayed_products(rows, key, log_decay, precision, diagonal)
-        return weights if same is None else jnp.where(same, weights, 0)
-
+    rows = (query,) if blocks.beta is None else (query, key)  # products with the same factor are made at once
+    weights = decayed_products(rows, key, log_decay, precision)
+    weights = weights if same is None else [jnp.where(same, x, 0) for x in weights]
+    read = jnp.split(
+        product("...ik,...kv->...iv", jnp.concatenate([x * started for x in rows], -2), state), len(rows), -2
+    )
     update = value
     if blocks.beta is not None:
         beta = blocks.beta.astype(jnp.float32)[..., None]
-        seen = product("...ik,...kv->...iv", key * started, state)
-        inverse = checkpoint_name(unit_inverse(beta * within(key, False)), _KEPT)
-        update = checkpoint_name(product("...ij,...jv->...iv", inverse, beta * (value - seen)), _KEPT)
-    read = product("...ik,...kv->...iv", query * started, state)
-    outputs = scale * (read + product("...ij,...jv->...iv", within(query, True), update))
+        strict = np.tri(key.shape[-2], k=-1, dtype=np.float32)
+        inverse = checkpoint_name(
+            unit_inverse(beta * (weights[1] * jnp.expand_dims(strict, range(weights[1].ndim - 2)))), _KEPT
+        )
+        update = checkpoint_name(product("...ij,...jv->...iv", inverse, beta * (value - read[1])), _KEPT)
+    outputs = scale * (read[0] + product("...ij,...jv->...iv", weights[0], update))
     state = kept * state + product("...ik,...iv->...kv", key * ended, update)
     return (state, None if document is None else document[:, -1]), outputs.astype(out_dtype)
