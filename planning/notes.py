@@ -230,6 +230,9 @@ NOTES = _kinds(
     ("recurrent.gathered", "sequence_parallel",
      "every device has all tokens: they are gathered over {axes:plus}, {size:bytes} per device; sequence_parallel='state' would "
      "send {other:bytes}"),
+    ("recurrent.manual", "sequence_parallel",
+     "the tokens of this call count as all tokens: {axes:plus} is Manual here; if they are parts of a sequence, declare "
+     "sequence_parallel='state', which counts this axis in"),
     ("recurrent.repeated_keys", "partition_axis",
      "the mesh splits heads further than the heads of queries and keys: these are repeated for each head, then split over "
      "{axes:plus}"),

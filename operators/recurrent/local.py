@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...planning.tables.table_problem import TableProblem
+from ..kernels.varying import alike
 
 __all__ = ["Affine", "RecurrentCall", "passed_on"]
 
@@ -59,5 +60,6 @@ def passed_on(
         return (apply(one.linear, state) + one.constant, mine), None
 
     count = maps.constant.shape[0]
+    initial, maps, here = alike((initial, maps, here))
     (after, before), _ = lax.scan(step, (initial, initial), (maps, jnp.arange(count, dtype=jnp.int32)))
     return before, after

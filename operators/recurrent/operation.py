@@ -28,6 +28,7 @@ from ..call.program import Program, attention
 from ..call.table_sizes import call_sizes
 from .arithmetic import Results
 from .checks import check_values, unread_fields
+from .documents import documents, moved
 from .local import RecurrentCall
 from .output import RecurrentOutput
 
@@ -177,10 +178,11 @@ class RecurrentOperation(DeclaredOperation):
         decided: Any = program.plan
         problem, mesh, placement = decided.problem, program.mesh, decided.placement
         arrays = {name: self._standard(name, x, problem.layout) for name, x in arrays.items()}
-        arrays |= _documents(arrays, bool(placement.strategy == "state"), problem.size["batch"], problem.size["q_len"])
-        if mesh is None or mesh.size == 1 or all(axis.kind == "manual" for axis in axes_of(mesh)):
-            return self._returned(self._local(decided, arrays, ()), problem)
         over = placement.over if placement.strategy == "state" else ()
+        by_caller = over if placement.manual else ()
+        arrays |= documents(arrays, over, by_caller, problem.size["batch"], problem.size["q_len"])
+        if mesh is None or mesh.size == 1 or all(axis.kind == "manual" for axis in axes_of(mesh)):
+            return self._returned(self._local(decided, arrays, by_caller), problem)
         outputs = next(x for x in problem.results if x.name == "attention_outputs")
         state = next(x for x in problem.results if x.name == "state")
         heads = next(dim for dim in state.operand.dims if dim in ("heads", "channels"))
@@ -231,40 +233,12 @@ class RecurrentOperation(DeclaredOperation):
         row = self.operands[name]
         if not row.order or x.ndim != len(row.dims_in(layout)):
             return x
-        return _moved(x, row.dims_in(layout), row.dims_in("bthd"))
+        return moved(x, row.dims_in(layout), row.dims_in("bthd"))
 
     def _returned(self, results: Results, problem: TableProblem) -> Results:
         """The results in the caller's layout and dtypes."""
         returned = {}
         for x in problem.results:
             inside, outside = x.operand.dims_in("bthd"), x.operand.dims_in(problem.layout)
-            returned[x.name] = _moved(results[x.name], inside, outside).astype(x.dtype)
+            returned[x.name] = moved(results[x.name], inside, outside).astype(x.dtype)
         return returned
-
-
-def _moved(x: jax.Array, given: tuple[str, ...], wanted: tuple[str, ...]) -> jax.Array:
-    """An array with its dims in another order; a batch of 1 is added or taken away."""
-    if "batch" in given and "batch" not in wanted:
-        x, given = x[0], given[1:]
-    if "batch" in wanted and "batch" not in given:
-        x, given = x[None], ("batch", *given)
-    return x if given == wanted else jnp.transpose(x, [given.index(dim) for dim in wanted])
-
-
-def _documents(arrays: Mapping[str, jax.Array], split: bool, batch: int, tokens: int) -> dict[str, jax.Array]:
-    """What segment ids and lengths mean for each token: its document, counted from 0, and that of the token before; whether it
-    counts; and for each row, how many tokens do, and the last one's document."""
-    found: dict[str, jax.Array] = {}
-    ids, lengths = arrays.get("segment_ids"), arrays.get("lengths")
-    if lengths is not None or split:
-        found["ends"] = jnp.full((batch,), tokens, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
-    if lengths is not None:
-        found["valid"] = jnp.arange(tokens, dtype=jnp.int32)[None] < found["ends"][:, None]
-    if ids is not None:
-        starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
-        if lengths is not None:
-            starts &= found["valid"]
-        document = jnp.cumsum(starts.astype(jnp.int32), 1)
-        previous = jnp.pad(document, ((0, 0), (1, 0)))[:, :-1]
-        found |= {"document": document, "previous": previous, "last_document": document[:, -1]}
-    return found

@@ -57,12 +57,16 @@ class _Recurrences(Planner[TableProblem, TablePlacement]):
         if over:
             strategy = self._choose(operation, problem, placement, over) if declared == "auto" else declared
             placement = placement._replace(strategy=strategy, over=over)
+        elif (by_caller := _manual_axes(problem)) and declared == "state":
+            placement = placement._replace(strategy="state", over=by_caller, manual=True)
         refuse_unfit(problem, placement, policy)
         return lambda _: placement
 
     @staticmethod
     def _choose(operation: Any, problem: TableProblem, placement: TablePlacement, over: tuple[str, ...]) -> str:
         devices = _count(problem, over)
+        if _part(placement) < problem.size.get("history", 0):
+            return "gather"
         passed, gathered = sent_bytes(operation, placement, devices), gathered_bytes(placement, devices)
         return "state" if passed < gathered else "gather"
 
@@ -74,13 +78,20 @@ class _Recurrences(Planner[TableProblem, TablePlacement]):
         placement: TablePlacement,
         policy: Policy,
     ) -> tuple[Reason, ...]:
-        del policy, placement
+        del policy
         capability = operation.implementation(method, problem.config).capability
-        return tuple(
+        reasons = [
             Reason(f"operand.{x.name}", x.name, f"does not take {x.name}", f"Leave {x.name} out.")
             for x in problem.operands
             if x.operand.optional and x.name not in capability.operands
-        )
+        ]
+        part, history = _part(placement), problem.size.get("history", 0)
+        if placement.strategy == "state" and part < history:
+            text = f"parts of {part} tokens are shorter than the {history} that a device takes from its neighbour"
+            reasons.append(
+                Reason("recurrent.short_parts", "sequence_parallel", text, "Declare 'gather', or fewer devices.")
+            )
+        return tuple(reasons)
 
     def notes(
         self,
@@ -101,6 +112,8 @@ class _Recurrences(Planner[TableProblem, TablePlacement]):
             of_states = note("recurrent.passed", axes=axes, size=passed, other=gathered)
             of_tokens = note("recurrent.gathered", axes=axes, size=gathered, other=passed)
             notes.append(of_states if placement.strategy == "state" else of_tokens)
+        elif by_caller := _manual_axes(problem):
+            notes.append(note("recurrent.manual", axes=list(by_caller)))
         elif policy.sequence_parallel != "auto":
             notes.append(note("sequence.unsplit", strategy=policy.sequence_parallel))
         if repeats_keys(placement):
@@ -131,6 +144,22 @@ def repeats_keys(placement: TablePlacement) -> bool:
     names = ("key", "B")
     dims = next((x for x in placement.tensors if x.tensor in names), None)
     return dims is not None and placement.axes(dims.tensor, "kv_heads") != placement.axes("state", "heads")
+
+
+def _part(placement: TablePlacement) -> int:
+    """The tokens of a device."""
+    outputs = next(x for x in placement.tensors if x.tensor == "attention_outputs")
+    return outputs.local_shape[outputs.dims.index("q_len")]
+
+
+def _manual_axes(problem: TableProblem) -> tuple[str, ...]:
+    """The axes that the rules name for the sequence, if they are Manual: the caller's shard_map may have split it."""
+    outputs = next(x for x in problem.results if x.name == "attention_outputs")
+    spec, at = outputs.declared, outputs.operand.dims_in(problem.layout).index("q_len")
+    names = () if spec is None or at >= len(spec) else spec[at]
+    named = (names,) if isinstance(names, str) else tuple(names or ())
+    manual = {axis.name for axis in problem.mesh if axis.kind == "manual" and axis.size > 1}
+    return tuple(name for name in named if name in manual)
 
 
 def _count(problem: TableProblem, axes: tuple[str, ...]) -> int:

@@ -24,11 +24,12 @@ __all__ = ["TablePlacement", "TablePlan", "fitted_tensors", "refuse_unfit", "tab
 
 class TablePlacement(NamedTuple):
     """Where the arrays of a call and its results are. strategy: what is done about a split sequence, '' if it isn't split; over:
-    the mesh axes that split it."""
+    the mesh axes that split it; manual: whether the caller's own shard_map does."""
 
     tensors: tuple[FittedSpec, ...]
     strategy: str = ""
     over: tuple[str, ...] = ()
+    manual: bool = False
 
     def axes(self, tensor: str, dim: str) -> tuple[str, ...]:
         """The mesh axes that split a dim of a tensor; () for a tensor that the call doesn't have."""

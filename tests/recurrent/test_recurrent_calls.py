@@ -223,6 +223,15 @@ def test_strategies_of_attention_are_refused_here_and_that_of_states_there() -> 
         of("kda", mesh=mesh(sp=8), strict=True).plan(**call)  # 20 tokens over 8 devices
 
 
+def test_parts_that_are_shorter_than_a_convolution_are_refused() -> None:
+    call = call_of("causal_conv1d", tokens=16)
+    plan = of("causal_conv1d", mesh=mesh(sp=8), sequence_parallel="state").plan(**call)
+    assert [reason.code for rejected in plan.rejected for reason in rejected.reasons] == ["recurrent.short_parts"]
+    output = of("causal_conv1d", mesh=mesh(sp=8))(**call)
+    assert output.plan.placement.strategy == "gather"
+    np.testing.assert_allclose(output.attention_outputs, expected("causal_conv1d", call).outputs, rtol=0, atol=1e-4)
+
+
 def test_inside_a_shard_map_each_device_has_its_own_rows() -> None:
     call = call_of("kda", tokens=20)
     devices = mesh(dp=2)
@@ -233,3 +242,38 @@ def test_inside_a_shard_map_each_device_has_its_own_rows() -> None:
         out_specs=jax.sharding.PartitionSpec("dp"),
     )
     np.testing.assert_allclose(jax.jit(split)(call), expected("kda", call).outputs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_a_sequence_inside_a_shard_map(kind: str) -> None:
+    call = call_of(kind, tokens=32, segments=True, lengths=True)
+    devices, whole = mesh(sp=4), jax.sharding.PartitionSpec()
+    along = jax.sharding.PartitionSpec(None, "sp")
+    specs = {name: along if x.ndim > 1 and x.shape[1] == 32 else whole for name, x in call.items()}
+
+    def part(call: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        found = of(kind, sequence_parallel="state")(**call)
+        return found.attention_outputs, found.state[None]
+
+    run = jax.shard_map(part, mesh=devices, in_specs=(specs,), out_specs=(along, jax.sharding.PartitionSpec("sp")))
+    outputs, states = jax.jit(run)(call)
+    wanted = expected(kind, call)
+    np.testing.assert_allclose(outputs, wanted.outputs, rtol=0, atol=1e-4)
+    for state in states:
+        np.testing.assert_allclose(state, wanted.state, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_manual_axis_of_the_sequence_is_told(kind: str) -> None:
+    call, devices, codes = call_of(kind, tokens=8, batch=2, state=False), mesh(sp=2), []
+
+    def rows(call: dict[str, jax.Array]) -> jax.Array:
+        found = of(kind)(**call)
+        codes.extend(x.code for x in found.plan.notes if x.field == "sequence_parallel")
+        return found.attention_outputs
+
+    spec = {name: jax.sharding.PartitionSpec("sp") if x.shape[0] == 2 else None for name, x in call.items()}
+    spec = {name: jax.sharding.PartitionSpec() if x is None else x for name, x in spec.items()}
+    out = jax.shard_map(rows, mesh=devices, in_specs=(spec,), out_specs=jax.sharding.PartitionSpec("sp"))
+    np.testing.assert_allclose(jax.jit(out)(call), expected(kind, call).outputs, rtol=0, atol=1e-4)
+    assert codes == ["recurrent.manual"]

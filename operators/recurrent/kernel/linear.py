@@ -19,6 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ...kernels.precision import exact
+from ...kernels.varying import alike
 from .decays import decayed_products, from_start, to_end
 from .unit_triangular import unit_inverse
 
@@ -91,6 +92,7 @@ def chunked(
     step = functools.partial(_chunk, scale=scale, precision=exact(out_dtype), out_dtype=out_dtype)
     policy = jax.checkpoint_policies.save_only_these_names(_KEPT)
     first = None if documents is None else jnp.zeros((batch,), documents.dtype)
+    state, first, blocks = alike((state, first, blocks))
     (state, _), outputs = lax.scan(jax.checkpoint(step, policy=policy, prevent_cse=False), (state, first), blocks)
     outputs = jnp.moveaxis(outputs, 0, 3).reshape(batch, heads, chunks * size, value_dim)
     return outputs[:, :, :tokens], state.reshape(batch, heads, dim, value_dim)

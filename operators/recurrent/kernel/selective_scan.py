@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...kernels.varying import alike
+
 __all__ = ["selective_scan"]
 
 
@@ -55,6 +57,7 @@ def selective_scan(
     state = jnp.zeros((batch, channels, rate.shape[1]), jnp.float32)
     if initial_state is not None:
         state = initial_state.astype(jnp.float32)
+    state, rate, blocks, starts = alike((state, rate, blocks, starts))
     state, outputs = lax.scan(chunk, state, (*blocks, *(() if starts is None else (starts,))))
     outputs = jnp.moveaxis(outputs, (0, 1), (1, 2)).reshape(batch, chunks * size, channels)
     return outputs[:, :tokens], state

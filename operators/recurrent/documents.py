@@ -1,0 +1,57 @@
+"""The arrays of a call as implementations get them: in one layout, with what segment ids and lengths mean for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["documents", "moved"]
+
+
+def moved(x: jax.Array, given: tuple[str, ...], wanted: tuple[str, ...]) -> jax.Array:
+    """An array with its dims in another order; a batch of 1 is added or taken away."""
+    if "batch" in given and "batch" not in wanted:
+        x, given = x[0], given[1:]
+    if "batch" in wanted and "batch" not in given:
+        x, given = x[None], ("batch", *given)
+    return x if given == wanted else jnp.transpose(x, [given.index(dim) for dim in wanted])
+
+
+def documents(
+    arrays: Mapping[str, jax.Array], over: tuple[str, ...], by_caller: tuple[str, ...], batch: int, tokens: int
+) -> dict[str, jax.Array]:
+    """What segment ids and lengths mean for each token: its document, counted from 0 at the sequence's start, and that of the
+    token before; whether it counts; and for each row, how many tokens do, and the last one's document.
+
+    over: the axes that split the sequence; by_caller: the same if the caller's shard_map splits it, so that these are the tokens
+    of one device.
+    """
+    found: dict[str, jax.Array] = {}
+    ids, lengths = arrays.get("segment_ids"), arrays.get("lengths")
+    here, devices = (lax.axis_index(by_caller), lax.axis_size(by_caller)) if by_caller else (0, 1)
+    if lengths is not None or over:
+        found["ends"] = (
+            jnp.full((batch,), devices * tokens, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
+        )
+    if lengths is not None:
+        places = jnp.arange(tokens, dtype=jnp.int32)[None] + jnp.int32(here) * tokens
+        found["valid"] = places < found["ends"][:, None]
+    if ids is None:
+        return found
+    starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
+    if by_caller:
+        last = lax.ppermute(ids[:, -1], by_caller, [(n, n + 1) for n in range(devices - 1)])
+        starts = starts.at[:, 0].set((last != ids[:, 0]) & (here > 0))
+    if lengths is not None:
+        starts &= found["valid"]
+    document = jnp.cumsum(starts.astype(jnp.int32), 1)
+    last_document, before = document[:, -1], jnp.zeros((batch,), jnp.int32)
+    if by_caller:
+        counts = lax.all_gather(last_document, by_caller)
+        before = jnp.sum(jnp.where((jnp.arange(devices) < here)[:, None], counts, 0), 0)
+        document, last_document = document + before[:, None], jnp.sum(counts, 0)
+    previous = jnp.concatenate([before[:, None], document[:, :-1]], 1)
+    return found | {"document": document, "previous": previous, "last_document": last_document}
