@@ -1,4 +1,5 @@
-"""Strict JSON: duplicate keys, NaN, Infinity and halves of surrogate pairs are refused, so that nothing is lost."""
+"""Strict JSON: duplicate keys, NaN, Infinity (unless it is asked for) and halves of surrogate pairs are refused, so that nothing
+is lost."""
 
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ _LONGEST_NAME = 300
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def parse_json(text: str, source: str) -> Any:
-    """Parse JSON text. Errors: ConfigError that names the source and the position."""
+def parse_json(text: str, source: str, *, infinity: bool = False) -> Any:
+    """Parse JSON text. infinity: whether Infinity may stand there, as in configs of Mamba models. Errors: ConfigError that names
+    the source and the position."""
+    constant = _infinite if infinity else _no_constant
     try:
-        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         hint = " JSON allows no comma after the last item." if _ends_in_a_comma(text, error.pos) else ""
         raise ConfigError(
@@ -79,6 +82,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a JSON number; wanted a finite number.")
+
+
+def _infinite(text: str) -> float:
+    return math.inf if text == "Infinity" else _no_constant(text)
 
 
 def _finite(text: str) -> float:

@@ -16,11 +16,24 @@ from ..planning.call_arrays import call_arrays
 from ..planning.notes import is_info
 from ..planning.plan_text import placement_rows
 from ..planning.text import bytes_text
-from ..registry.model_declaration import LayerDeclaration, ModelDeclaration, is_cached, write_layers
+from ..registry.declaration import Declaration
+from ..registry.layer_calls import is_cached
+from ..registry.model_declaration import LayerDeclaration, ModelDeclaration, write_layers
 from .console import fields, table, text, title
-from .declared import declared
+from .layer_plans import (
+    NOTHING,
+    STATE_CELLS,
+    LayerPlans,
+    cache_json,
+    cache_rows,
+    has_states,
+    layer_json,
+    layer_plans,
+    state_cells,
+    state_rows,
+)
 from .plan import print_plan, rejected_rows, runs_row
-from .target import TargetOptions, plan_metadata, targeted
+from .target import TargetOptions, targeted
 
 __all__ = ["ModelOptions", "ModelPlans", "model_json", "plan_model", "print_model"]
 
@@ -52,17 +65,18 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ModelPlans:
-    """The model, and a plan for each of its distinct layers, or for the requested layer."""
+    """The model, and the plans of each of its distinct layers, or of the requested layer."""
 
     model: ModelDeclaration
-    plans: tuple[tuple[LayerDeclaration, Plan], ...]
+    plans: tuple[LayerPlans, ...]
     notes: tuple[str, ...]
     platform_source: str | None
 
     @property
     def refused(self) -> list[str]:
         """The reasons of every refused layer."""
-        return [f"{layer.kind}: {plan.refusal()}" for layer, plan in self.plans if plan.implementation is None]
+        every = [(one.layer.kind, plan) for one in self.plans for plan in one.every]
+        return [f"{kind}: {plan.refusal()}" for kind, plan in every if plan.implementation is None]
 
 
 def plan_model(options: ModelOptions) -> ModelPlans:
@@ -79,12 +93,12 @@ def plan_model(options: ModelOptions) -> ModelPlans:
         if kv_len is not None and not cached:
             raise ConfigError(f"--kv-len {kv_len} without --q-len; give both.")
         read = ModelDeclaration.from_config(options.model, **reading)
-        if read.distinct[0].declaration.call.q_len is None:  # an image's layers have their own
+        first = read.distinct[0].declaration
+        if first is None or first.call.q_len is None:  # an image's layers have their own
             if kv_len is None:
-                kv_len = min(read.positions, _LONGEST)
-                notes.append(
-                    f"{kv_len} tokens, of max_position_embeddings={read.positions}; --q-len and --kv-len override it"
-                )
+                kv_len = min(read.positions or _LONGEST, _LONGEST)
+                of = "" if read.positions is None else f"of max_position_embeddings={read.positions}; "
+                notes.append(f"{kv_len} tokens, {of}--q-len and --kv-len override it")
             q_len = 1 if cached else kv_len
     model = ModelDeclaration.from_config(
         options.model,
@@ -98,37 +112,34 @@ def plan_model(options: ModelOptions) -> ModelPlans:
     target = TargetOptions(options.mesh, options.target, options.strict, options.fallback)
     chosen: Sequence[LayerDeclaration] = model.distinct if options.layer is None else [model.layer(options.layer)]
     # The file declares what was planned, so it contains every option that changes the plan.
-    layers = tuple(replace(layer, declaration=targeted(layer.latent or layer.declaration, target)) for layer in chosen)
+    layers = tuple(_targeted(layer, target) for layer in chosen)
     if options.write is not None:
         paths = write_layers(layers, options.write)
-        notes.append(f"written: {', '.join(map(str, paths))}")
-    plans = tuple((layer, _plan(layer)) for layer in layers)
+        notes.append(f"written: {', '.join(map(str, paths))}" if paths else "nothing to write")
     source = "--target" if options.target else None
-    return ModelPlans(model, plans, (*model.notes, *notes), source)
+    return ModelPlans(model, tuple(map(layer_plans, layers)), (*model.notes, *notes), source)
 
 
-def _plan(layer: LayerDeclaration) -> Plan:
-    plan = declared(layer.declaration, None, None).plan(plan_metadata(layer.declaration))
-    assert isinstance(plan, Plan)  # a model's layers are calls
-    return plan
+def _targeted(layer: LayerDeclaration, target: TargetOptions) -> LayerDeclaration:
+    """The layer with the options in each of its declarations; that of latent attention in place of the attention inside."""
+
+    def with_options(declaration: Declaration | None) -> Declaration | None:
+        return None if declaration is None else targeted(declaration, target)
+
+    return replace(
+        layer,
+        declaration=with_options(layer.latent or layer.declaration),
+        recurrence=with_options(layer.recurrence),
+        convolution=with_options(layer.convolution),
+    )
 
 
 def model_json(plans: ModelPlans) -> dict[str, Any]:
     """The plans as JSON-ready values."""
     return {
         "family": plans.model.family,
-        "layers": [
-            {
-                "layers": list(layer.layers),
-                "kind": layer.kind,
-                "name": layer.name,
-                "indexer": dict(layer.indexer),
-                "reads_layer": layer.reads_layer,
-                "declaration": layer.declaration.to_dict(),
-                "plan": plan.to_dict(),
-            }
-            for layer, plan in plans.plans
-        ],
+        "layers": [layer_json(one) for one in plans.plans],
+        "cache_bytes": cache_json(plans.model),
         "notes": list(plans.notes),
     }
 
@@ -136,31 +147,41 @@ def model_json(plans: ModelPlans) -> dict[str, Any]:
 def print_model(plans: ModelPlans, *, whole: bool, verbose: bool = False) -> None:
     """Print the table, or with `whole` the plan of the one layer."""
     if whole:
-        ((layer, plan),) = plans.plans
-        text().print(
-            Text(
-                f"{plans.model.family}, {layer.kind}: layers {_numbers(layer.layers, len(plans.model.layers))}",
-                style="bold",
-            )
-        )
-        print_plan(plan, plans.notes, plans.platform_source, verbose=verbose)
+        (one,) = plans.plans
+        about = f"{plans.model.family}, {one.layer.kind}: layers {_numbers(one.layer.layers, len(plans.model.layers))}"
+        text().print(Text(about, style="bold"))
+        for number, plan in enumerate(one.every):
+            last = number == len(one.every) - 1
+            print_plan(plan, plans.notes if last else (), plans.platform_source, verbose=verbose)
+        if not one.every:
+            text().print("", fields([("runs", NOTHING), *(("note", note) for note in plans.notes)]), sep="\n")
         return
-    plan = plans.plans[0][1]
     console = text()
-    head = f"{plans.model.family}: {len(plans.model.layers)} layers; {plan.problem.describe()}"
+    attending = [one for one in plans.plans if one.attention is not None]
+    every = [plan for one in (*attending, *plans.plans) for plan in one.every]
+    head = f"{plans.model.family}: {len(plans.model.layers)} layers" + (
+        f"; {every[0].problem.describe()}" if every else ""
+    )
     console.print(title(head))
-    layers = [_row(plans, layer, plan) for layer, plan in plans.plans]
-    differing = [name for name in layers[0] if name not in _NAMING and len({row[name] for row in layers}) > 1]
-    columns = table(*_NAMING, *differing)
+    layers = [_row(plans, one) for one in plans.plans]
+    named = dict.fromkeys(name for row in layers for name in row if name not in _NAMING)
+    stated = [name for name in named if name in STATE_CELLS and any(row.get(name) for row in layers)]
+    differing = [
+        name for name in named if name not in STATE_CELLS and len({row[name] for row in layers if name in row}) > 1
+    ]
+    columns = table(*_NAMING, *stated, *differing)
     for row in layers:
-        columns.add_row(*(row[name] or "-" for name in (*_NAMING, *differing)))
+        columns.add_row(*(row.get(name) or "-" for name in (*_NAMING, *stated, *differing)))
     console.print(columns)
-    rows = [*_alike(plan, layers[0], differing), *_plan_rows(plans.plans), *[("note", note) for note in plans.notes]]
+    rows: list[tuple[str, str | Text]] = []
+    if attending and (first := attending[0].attention) is not None:
+        rows += _alike(first, _row(plans, attending[0]), differing)
+    rows += [*_plan_rows(plans.plans), *cache_rows(plans.model), *[("note", note) for note in plans.notes]]
     console.print("", fields(rows), sep="\n")
 
 
 def _alike(plan: Plan, row: dict[str, str], differing: Sequence[str]) -> list[tuple[str, str | Text]]:
-    """What all layers have in common; the first line has their heads and dims."""
+    """What all layers with attention have in common; the first line has their heads and dims."""
     rows: list[tuple[str, str | Text]] = []
     if not {"runs", "why"} & set(differing):
         rows.append(runs_row(plan))
@@ -177,12 +198,16 @@ def _alike(plan: Plan, row: dict[str, str], differing: Sequence[str]) -> list[tu
     return rows
 
 
-def _row(plans: ModelPlans, layer: LayerDeclaration, plan: Plan) -> dict[str, str]:
-    """A layer's cells by column heading."""
+def _row(plans: ModelPlans, one: LayerPlans) -> dict[str, str]:
+    """A layer's cells by column heading: those of attention only if it has some, and those of states in models with them."""
+    layer, plan = one.layer, one.attention
+    named = dict(zip(_NAMING, (_numbers(layer.layers, len(plans.model.layers)), layer.kind), strict=True))
+    named |= state_cells(layer) if has_states(plans.model) else {}
+    if plan is None:
+        return named
     problem = plan.problem
     heads, kv_heads, dim, value_dim = problem.q_heads, problem.kv_heads, problem.head_dim, problem.value_dim
     sinks = problem.operand("softmax_aux")
-    named = dict(zip(_NAMING, (_numbers(layer.layers, len(plans.model.layers)), layer.kind), strict=True))
     return named | {
         "batch": f"{problem.batch}",
         "tokens": f"{problem.q_len}",
@@ -208,16 +233,18 @@ def _indexer(sizes: Mapping[str, int]) -> str:
     return f"{sizes['heads']} heads of {sizes['head_dim']}: {kept} keys"
 
 
-def _plan_rows(plans: Sequence[tuple[LayerDeclaration, Plan]]) -> list[tuple[str, str | Text]]:
+def _plan_rows(plans: Sequence[LayerPlans]) -> list[tuple[str, str | Text]]:
     """What the plans say that isn't in the table: each line once, with the kinds of layers it applies to unless it is all."""
     kinds: dict[tuple[str, str], list[str]] = {}
-    for layer, plan in plans:
-        notes = [("note", note) for note in plan.notes if not is_info(note)]
-        for row in dict.fromkeys((*rejected_rows(plan), *placement_rows(plan), *notes)):
-            kinds.setdefault(row, []).append(layer.kind)
-    ordered = sorted(
-        kinds.items(), key=lambda item: ("not", "dropped", "repeated", "inside", "sends", "note").index(item[0][0])
-    )
+    for one in plans:
+        found: list[tuple[str, str]] = []
+        if (plan := one.attention) is not None:
+            notes = [("note", note) for note in plan.notes if not is_info(note)]
+            found += [*rejected_rows(plan), *placement_rows(plan), *notes]
+        for row in dict.fromkeys((*found, *state_rows(one))):
+            kinds.setdefault(row, []).append(one.layer.kind)
+    order = ("runs", "not", "dropped", "repeated", "inside", "sends", "note")
+    ordered = sorted(kinds.items(), key=lambda item: order.index(item[0][0]))
     return [
         (label, line if len(about) == len(plans) else f"{', '.join(about)}: {line}") for (label, line), about in ordered
     ]

@@ -14,6 +14,7 @@ _LISTED_BY: dict[str, tuple[str, ...]] = {  # the keys that list the same for ea
     **dict.fromkeys(_PATTERNS, ("layer_types", "no_rope_layers")),
     **dict.fromkeys(("index_topk_freq", "index_skip_topk_offset"), ("indexer_types", "index_topk_pattern")),
     "global_head_dim": ("per_layer_config",),
+    "full_attention_interval": ("layer_types",),
 }
 
 

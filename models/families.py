@@ -13,6 +13,8 @@ from typing import Any
 from .family import CHUNKED, GLOBAL, INDEXED, LOCAL, NOT_READ, Family, Fields, parts, sizes
 from .image_families import IMAGE_FAMILIES
 from .latent_families import LATENT_FAMILIES
+from .linear_families import LINEAR_FAMILIES
+from .mamba_families import MAMBA_FAMILIES
 from .mixed_families import MIXED_FAMILIES
 from .scored_families import SCORED_FAMILIES
 
@@ -170,6 +172,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "xlm-roberta": _BERT_FAMILY,
     **LATENT_FAMILIES,
+    **LINEAR_FAMILIES,
+    **MAMBA_FAMILIES,
     **MIXED_FAMILIES,
     **SCORED_FAMILIES,
     **IMAGE_FAMILIES,
@@ -181,7 +185,7 @@ PARTS = {
 }
 """Encoder-decoders. Their attentions are read one at a time: FAMILIES has them as `bart encoder` and so on."""
 
-ALIASES = {"kimi_k2": "deepseek_v3"}
+ALIASES = {"kimi_k2": "deepseek_v3", "minimax_m1": "minimax", "minimax_text_01": "minimax"}
 """Model types with code of their own in their checkpoints, whose attention and keys are those of a family."""
 
 
@@ -206,4 +210,6 @@ COMPOSITES: dict[str, Composite] = {
     "minimax_m3_vl": Composite("minimax_m3_vl_text"),
     "mistral3": Composite("mistral"),
     "pix2struct": Composite("pix2struct_text_model"),
+    "qwen3_5": Composite("qwen3_5_text"),
+    "qwen3_5_moe": Composite("qwen3_5_moe_text"),
 }

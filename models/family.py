@@ -8,10 +8,16 @@ from typing import Any
 
 from ..planning.notes import Note
 
-__all__ = ["CHUNKED", "GLOBAL", "INDEXED", "LOCAL", "NOT_READ", "Family", "Fields", "Prepare", "parts", "sizes"]
+__all__ = [
+    "CHUNKED", "CONV", "GLOBAL", "HYBRID", "INDEXED", "LINEAR", "LOCAL", "MLP", "MOE", "NOT_READ", "Family", "Fields", "Prepare",
+    "parts", "sizes",
+]  # fmt: skip
 
 GLOBAL, LOCAL, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED = "indexed_attention"  # an indexer picks the keys of each query
+LINEAR, CONV = "linear_attention", "conv"  # an operation with a state; a convolution alone
+HYBRID = "hybrid"  # attention, and an operation with a state
+MLP, MOE = "mlp", "moe"  # neither
 Fields = Mapping[str, Any]
 Prepare = Callable[[Fields, str, list[Note]], Fields]
 
@@ -24,7 +30,8 @@ class Family:
     if the config has no `layer_types`. names: the family's own names for keys. skips: keys of other parts of the model.
     causal: whether tokens see only earlier ones. sinks: whether each query head has a learned logit. cross: whether the keys
     are an encoder's. scale: the factor of q.k if it is one number for all configs. prepare: the config's keys with those of
-    nested objects, and with what depends on several keys, from (keys, the config's name, notes to add to).
+    nested objects, and with what depends on several keys, from (keys, the config's name, notes to add to). recurrence: the
+    operation of layers with a state. own_kinds: the kinds in layer_types besides those of attention.
     """
 
     defaults: Mapping[str, Any]
@@ -36,6 +43,8 @@ class Family:
     cross: bool = False
     scale: float | None = None
     prepare: Prepare | None = None
+    recurrence: str | None = None
+    own_kinds: tuple[str, ...] = ()
 
 
 NOT_READ: Any = object()

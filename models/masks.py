@@ -10,6 +10,8 @@ from ..errors import shown
 from ..masks import Causal, Chunked, Full, SlidingWindow
 from ..planning.notes import Note, note
 from .families import CHUNKED, GLOBAL, INDEXED, LOCAL
+from .family import HYBRID
+from .hybrid_layers import layer_state, state_label, state_notes
 from .indexers import indexed_kinds
 from .layer_heads import layer_heads, shared_keys
 from .layer_scores import layer_score
@@ -29,12 +31,23 @@ def layer_attentions(config: ModelConfig, head_dim: int, causal: bool, notes: li
     """One LayerAttention per layer. Errors: ConfigError."""
     kinds = _kinds(config, notes)
     indexed, shared = indexed_kinds(config, kinds, notes), shared_keys(config, kinds, notes)
+    if not causal and (own := set(kinds) & set(config.rules.own_kinds)):
+        raise config.error(
+            f"is_causal is false, but {sorted(own)[0]} layers see earlier tokens alone; wanted a causal mask."
+        )
+    state_notes(config, kinds, notes)
     layers = []
     for number, kind in enumerate(kinds):
-        layer = _layer(config, kind, number, head_dim, causal)
+        if kind in config.rules.own_kinds and kind != HYBRID:
+            layers.append(LayerAttention(state_label(config, kind), None, state=layer_state(config, kind)))
+            continue
+        attends = GLOBAL if kind == HYBRID else kind
+        layer = _layer(config, attends, number, head_dim, causal)
         label = (indexed[number] or layer.kind) + " shared kv" * (number in shared)
         heads, reads = layer_heads(config, kind, number), shared.get(number)
-        layers.append(replace(layer, kind=label, heads=heads, indexed=kind == INDEXED, reads_layer=reads))
+        state = layer_state(config, kind) if kind == HYBRID else None
+        label += f" + {state_label(config, kind)}" if state is not None else ""
+        layers.append(replace(layer, kind=label, heads=heads, indexed=kind == INDEXED, reads_layer=reads, state=state))
     return tuple(layers)
 
 
@@ -68,12 +81,12 @@ def _kinds(config: ModelConfig, notes: list[Note]) -> list[str]:
     types = f.get("layer_types")
     if not types:
         return _by_rule(config)
-    known = (GLOBAL, LOCAL, CHUNKED, *((INDEXED,) if "index_n_heads" in f else ()))
+    known = (GLOBAL, LOCAL, CHUNKED, *((INDEXED,) if "index_n_heads" in f else ()), *config.rules.own_kinds)
     for number, kind in enumerate(types):
         if kind not in known:
             raise config.error(
-                f"layer_types[{number}] is {shown(kind)}; wanted {', '.join(known[:-1])} or {known[-1]}. attnops doesn't support "
-                "other kinds of layers, such as linear attention."
+                f"layer_types[{number}] is {shown(kind)}; wanted {', '.join(known[:-1])} or {known[-1]}. attnops doesn't know "
+                f"other kinds of layers of {config.family}, such as linear attention."
             )
     patterns = [key for key in _PATTERNS if key in config.declared_keys and f.get(key)]
     if patterns and list(types) != (_by_letters(f, count) or _by_rule(config)):

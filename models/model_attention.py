@@ -23,7 +23,8 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ModelAttention:
-    """All layers: what they share, and one LayerAttention each. A `softmax_scale` of None means 1/sqrt(head_dim).
+    """All layers: what they share, and one LayerAttention each. A `softmax_scale` of None means 1/sqrt(head_dim). A model without
+    attention has 0 heads. positions: None if the config has no longest length.
 
     latent: the sizes of latent attention, in the names of LatentDims; empty without it. indexer: the sizes of what picks keys for
     the layers that are `indexed`: heads and head_dim, and top_k keys, or top_blocks of block_size keys with the last local_blocks
@@ -42,7 +43,7 @@ class ModelAttention:
     sinks: bool
     return_weights: bool
     dtype: str | None
-    positions: int
+    positions: int | None
     cross: bool
     layers: tuple[LayerAttention, ...]
     notes: tuple[Note, ...]
@@ -54,6 +55,8 @@ def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
     """Derive the attention of a config. `dtype` overrides the config's. Errors: ConfigError for invalid values."""
     if "image_size" in config.fields:
         return _of_images(config, dtype)
+    if "num_attention_heads" not in config.fields:
+        return _of_states(config, dtype)
     f, rules, notes = config.fields, config.rules, list(config.notes)
     q_heads = whole(config, "num_attention_heads")
     kv_heads = q_heads if f.get("num_key_value_heads") is None else whole(config, "num_key_value_heads")
@@ -66,6 +69,8 @@ def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
     causal = is_causal(config)
     runtime_dtype = _dtype(config, dtype, notes)
     layers = layer_attentions(config, head_dim, causal, notes)
+    if all(layer.mask is None for layer in layers):
+        notes.append(note("model.no_attention"))
     return ModelAttention(
         name=config.name,
         q_heads=q_heads,
@@ -177,6 +182,32 @@ def _of_images(config: ModelConfig, dtype: Any) -> ModelAttention:
         return_weights=flag(config, "output_attentions"),
         dtype=runtime_dtype,
         positions=max(one.tokens for one in sizes),
+        cross=False,
+        layers=layers,
+        notes=tuple(notes),
+    )
+
+
+def _of_states(config: ModelConfig, dtype: Any) -> ModelAttention:
+    """The same for a model whose layers have a state and no attention."""
+    notes = list(config.notes)
+    runtime_dtype = _dtype(config, dtype, notes)
+    layers = layer_attentions(config, 0, is_causal(config), notes)
+    notes.append(note("model.no_attention"))
+    return ModelAttention(
+        name=config.name,
+        q_heads=0,
+        kv_heads=0,
+        head_dim=0,
+        value_dim=0,
+        softmax_scale=None,
+        logits_soft_cap=None,
+        dropout_prob=0.0,
+        causal=True,
+        sinks=False,
+        return_weights=False,
+        dtype=runtime_dtype,
+        positions=None,
         cross=False,
         layers=layers,
         notes=tuple(notes),

@@ -91,7 +91,7 @@ def read_model_config(
         data = dict(prepare(data, name, notes))
     fields, declared = _fields(data, name, model, ignore, notes)
     if not nested:
-        needed = _NEEDED if has_dims(fields) else (*_NEEDED, "hidden_size")
+        needed = _NEEDED if has_dims(fields) and "mamba_expand" not in fields else (*_NEEDED, "hidden_size")
         missing = [key for key in needed if key not in declared and key in fields]
         if missing:
             key_of = {canonical: key for key, canonical in FAMILIES[model].names.items()}
@@ -112,7 +112,7 @@ def as_dict(config: Any) -> tuple[dict[str, Any], str]:
         path = Path(config)
         with contextlib.suppress(OSError, ValueError):  # an impossible file name: read_text reports it
             path = path / "config.json" if path.is_dir() else path
-        data = parse_json(read_text(path, "the config.json of a model"), str(path))
+        data = parse_json(read_text(path, "the config.json of a model"), str(path), infinity=True)
         if not isinstance(data, dict):
             raise ConfigError(f"{path}: got {a_type(data)}; wanted the config.json of a model: an object.")
         return data, str(path)
@@ -256,6 +256,7 @@ def _fields(
 
 _NULLABLE = (
     "sliding_window", "attn_logit_softcapping", "attention_chunk_size", "head_dim", "num_key_value_heads", "softmax_scale",
+    "mamba_d_ssm",
 )  # fmt: skip
 
 

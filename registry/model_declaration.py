@@ -1,4 +1,4 @@
-"""ModelDeclaration: every attention layer of a model as a Declaration, from the model's config."""
+"""ModelDeclaration: every layer of a model as Declarations of its attention and its state, from the model's config."""
 
 from __future__ import annotations
 
@@ -7,49 +7,72 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import jax
+
 from ..errors import ConfigError, is_whole, shown
-from ..masks.page_mask import page_mask
-from ..models.layers import LayerAttention, LayerHeads, LayerSizes
-from ..models.model_attention import ModelAttention, model_attention
+from ..models.layers import LayerAttention
+from ..models.model_attention import model_attention
 from ..models.model_config import as_dict, read_model_config
 from ..planning.cache.layer_groups import LayerGroup, layer_groups
-from ..sharding.modes import GENERATION, canonical_mode
 from .declaration import LATENT_SIZES, Declaration
+from .layer_cache import bytes_of, kept_keys, kept_state, window_tokens
+from .layer_calls import layer_call, model_call
+from .layer_states import state_declarations
 from .metadata import PICKUP, OperationMetadata
 from .model_metadata import metadata_of
 
-__all__ = ["LayerDeclaration", "ModelDeclaration", "is_cached", "write_layers"]
+__all__ = ["LayerDeclaration", "ModelDeclaration", "write_layers"]
 
 _LIMIT = 2**31 - 1  # indices are int32 on devices
 
 
 @dataclass(frozen=True)
 class LayerDeclaration:
-    """Layers with the same attention: their numbers, from 0; their kind ('global', 'local 4096'); and their declaration.
+    """Layers that are alike: their numbers, from 0; their kind ('global', 'local 4096', 'mamba2'); and the declaration of their
+    attention; None: they have none.
 
     latent: the declaration of latent attention, for LatentAttention; `declaration` has a key and a value for each head then.
     indexer: (name, size) of the part of the model that picks keys for each query, which no declaration has: attention to all keys
     of the mask is declared. Empty if there is none. reads_layer: the layer whose keys and values these read; None: their own.
+    recurrence: the declaration of the operation with a state; convolution: of the causal convolution; None: they have none.
     """
 
     layers: tuple[int, ...]
     kind: str
     name: str
-    declaration: Declaration
+    declaration: Declaration | None
     latent: Declaration | None = None
     indexer: tuple[tuple[str, int], ...] = ()
     reads_layer: int | None = None
+    recurrence: Declaration | None = None
+    convolution: Declaration | None = None
+
+    @property
+    def declarations(self) -> dict[str, Declaration]:
+        """Every declaration by the name of its file: the first by the layers' name, the others with their operation after it."""
+        every = [one for one in (self.declaration, self.recurrence, self.convolution) if one is not None]
+        return {self.name + (f"_{one.operation}" if number else ""): one for number, one in enumerate(every)}
+
+    def cache(self, tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays that one of these layers keeps of a sequence of `tokens` tokens: key and value [tokens, kv_heads, dim], no
+        more tokens than a window; latent and rotary_key [tokens, dim]; index_key [tokens, dim] of an indexer; state and
+        convolution, without the batch of the operation's initial_state."""
+        keys: dict[str, jax.ShapeDtypeStruct] = {}
+        if self.declaration is not None and self.reads_layer is None:
+            own = not self.kind.endswith(" shared")  # such a layer uses another's selection
+            keys = kept_keys(self.declaration, self.latent, dict(self.indexer) if own else {}, tokens)
+        return keys | kept_state(self.recurrence, self.convolution)
 
 
 @dataclass(frozen=True)
 class ModelDeclaration:
-    """A model's attention. `distinct` has each distinct kind of attention once, with the numbers of its layers.
+    """A model's layers. `distinct` has each distinct kind of layer once, with the numbers of its layers.
 
-    family: the model_type. positions: max_position_embeddings. notes: what was decided or left out.
+    family: the model_type. positions: max_position_embeddings, None if the model has none. notes: what was decided or left out.
     """
 
     family: str
-    positions: int
+    positions: int | None
     distinct: tuple[LayerDeclaration, ...]
     notes: tuple[str, ...]
 
@@ -86,39 +109,36 @@ class ModelDeclaration:
         framework_fields = {key: data.pop(key) for key in PICKUP.values() if key in data}
         read = read_model_config(data, family=family, part=part, ignore=ignore, name=name)
         attention = model_attention(read, dtype)
-        call = _call(attention, batch=batch, q_len=q_len, kv_len=kv_len, mode=mode, layout=layout)
+        call = model_call(attention, batch=batch, q_len=q_len, kv_len=kv_len, mode=mode, layout=layout)
         metadata_fields = metadata_of(attention) | _of_framework(framework_fields) | dict(metadata or {})
+        of_states = _of_framework(framework_fields) | dict(metadata or {})
         groups: dict[LayerAttention, list[int]] = {}
         for number, layer in enumerate(attention.layers):
             groups.setdefault(layer, []).append(number)
         kinds = [layer.kind for layer in groups]
         distinct = []
         for layer, numbers in groups.items():
-            its = call | {"mask": layer.mask}
-            if layer.softmax_scale is not None:
-                its["softmax_scale"] = layer.softmax_scale
-            if layer.score is not None:
-                its["score"] = layer.score
-            if layer.sizes is not None:
-                its |= _of_image(layer.sizes, attention, call)
-            if layer.heads is not None:
-                its |= _of_heads(layer.heads, attention.q_heads)
-            fields = {"operation": operation, "metadata": metadata_fields, "call": its}
-            declaration, latent = Declaration.from_dict(fields, read.name), None
-            if attention.latent:
-                rest = {key: value for key, value in its.items() if key not in LATENT_SIZES}
-                fields = fields | {"latent": dict(attention.latent), "call": rest}
-                latent = Declaration.from_dict(fields, read.name)
-            name = layer.kind.replace(" ", "_").replace("±", "")
+            declaration = latent = recurrence = convolution = None
+            if layer.mask is not None:
+                its = call | layer_call(layer, attention, call)
+                fields = {"operation": operation, "metadata": metadata_fields, "call": its}
+                declaration = Declaration.from_dict(fields, read.name)
+                if attention.latent:
+                    rest = {key: value for key, value in its.items() if key not in LATENT_SIZES}
+                    fields = fields | {"latent": dict(attention.latent), "call": rest}
+                    latent = Declaration.from_dict(fields, read.name)
+            if layer.state is not None:
+                recurrence, convolution = state_declarations(layer.state, call, of_states, read.name)
+            name = layer.kind.replace(" + ", "_and_").replace(" ", "_").replace("±", "")
             name += f"_layer_{numbers[0]}" if kinds.count(layer.kind) > 1 else ""
             indexer = attention.indexer if layer.indexed else ()
-            its_own = (layer.kind, name, declaration, latent, indexer, layer.reads_layer)
+            its_own = (layer.kind, name, declaration, latent, indexer, layer.reads_layer, recurrence, convolution)
             distinct.append(LayerDeclaration(tuple(numbers), *its_own))
         return cls(read.family, attention.positions, tuple(distinct), attention.notes)
 
     @property
     def layers(self) -> tuple[LayerDeclaration, ...]:
-        """One declaration per layer of the model, in order. Layers with the same attention share one."""
+        """One entry per layer of the model, in order. Layers that are alike share one."""
         by_number = {number: layer for layer in self.distinct for number in layer.layers}
         return tuple(by_number[number] for number in range(len(by_number)))
 
@@ -126,13 +146,14 @@ class ModelDeclaration:
     def layer_groups(self) -> tuple[LayerGroup, ...]:
         """The layers grouped by window (a chunk counts as one) and by sizes that differ, as for KVCache(layers=...). Layers with
         another mask keep all tokens."""
-        windows: list[int | None] = []
-        for layer in self.layers:
-            mask = layer.declaration.call.mask
-            over_pages = None if mask is None else page_mask(mask)
-            left = None if over_pages is None else over_pages.most_left
-            windows.append(None if left is None else left + 1)
-        calls = [layer.declaration.call for layer in self.layers]
+        attend = [layer.declaration for layer in self.layers if layer.declaration is not None]
+        if without := len(self.layers) - len(attend):
+            raise ConfigError(
+                f"layer_groups: {without} of {len(self.layers)} layers of this {self.family} model have no keys; wanted a model "
+                "whose layers all attend. `distinct` has the declarations of each, and its `cache` the arrays that it keeps."
+            )
+        windows = [window_tokens(declaration) for declaration in attend]
+        calls = [declaration.call for declaration in attend]
         sizes = [
             (call.kv_heads, call.head_dim, call.head_dim if call.value_dim is None else call.value_dim)
             for call in calls
@@ -147,6 +168,25 @@ class ModelDeclaration:
         """For each layer without keys and values of its own the one whose it reads, as for KVCache(reads_layer=...)."""
         read = enumerate(layer.reads_layer for layer in self.layers)
         return {number: source for number, source in read if source is not None}
+
+    def cache_bytes(self, tokens: int) -> int:
+        """The bytes that the model keeps of one sequence of `tokens` tokens; see LayerDeclaration.cache."""
+        return sum(len(layer.layers) * bytes_of(layer.cache(tokens)) for layer in self.distinct)
+
+    def full_attention_bytes(self, tokens: int) -> int | None:
+        """The same if each layer with a state or a window attended to all tokens instead, layers without attention with the heads
+        of the first that has it. None if none has it."""
+        attending = [(layer.declaration, layer.latent) for layer in self.distinct]
+        first = next(((one, latent) for one, latent in attending if one is not None), None)
+        if first is None:
+            return None
+        total = 0
+        for layer in self.distinct:
+            if layer.reads_layer is None and layer.declarations:
+                attention, latent = (layer.declaration, layer.latent) if layer.declaration is not None else first
+                assert attention is not None
+                total += len(layer.layers) * bytes_of(kept_keys(attention, latent, {}, tokens, whole=True))
+        return total
 
     def layer(self, number: int) -> LayerDeclaration:
         """The declaration of layer `number`, from 0. Errors: ConfigError for a layer that the model doesn't have."""
@@ -165,34 +205,13 @@ def write_layers(layers: Sequence[LayerDeclaration], folder: str | Path) -> tupl
     folder, paths = Path(folder), []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for layer in layers:
-            path = folder / f"{layer.name}.json"
-            path.write_text(layer.declaration.to_json() + "\n", encoding="utf-8")
+        for name, declaration in [item for layer in layers for item in layer.declarations.items()]:
+            path = folder / f"{name}.json"
+            path.write_text(declaration.to_json() + "\n", encoding="utf-8")
             paths.append(path)
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror or error}; wanted a folder to write to.") from None
     return tuple(paths)
-
-
-def _of_image(sizes: LayerSizes, attention: ModelAttention, call: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of a layer that attends to an image's patches. Errors: ConfigError for lengths, a mode or a layout that it can't
-    have."""
-    given = {name: call[name] for name in ("q_len", "kv_len") if call.get(name) not in (None, attention.positions)}
-    if given or is_cached(call.get("mode")) or call.get("layout") == "thd":
-        raise ConfigError(
-            f"{attention.name}: {given or {name: call.get(name) for name in ('mode', 'layout')}}: the layers attend to the "
-            f"patches of an image, {attention.positions} at most; leave lengths, mode and layout out."
-        )
-    rows = call.get("batch", 1) * sizes.windows
-    fields: dict[str, Any] = {"q_heads": sizes.q_heads, "kv_heads": sizes.q_heads, "head_dim": sizes.head_dim}
-    fields |= {"batch": rows, "q_len": sizes.tokens, "kv_len": sizes.tokens}
-    return fields | ({"dense_mask": [rows, 1, sizes.tokens, sizes.tokens]} if sizes.masked else {})
-
-
-def _of_heads(heads: LayerHeads, q_heads: int) -> dict[str, Any]:
-    """The fields of a layer whose heads aren't those of all layers."""
-    fields: dict[str, Any] = {"kv_heads": heads.kv_heads, "head_dim": heads.head_dim, "value_dim": heads.value_dim}
-    return fields | ({"softmax_aux": [q_heads]} if heads.sinks else {})
 
 
 def _of_framework(base_config: dict[str, Any]) -> dict[str, Any]:
@@ -204,63 +223,3 @@ def _of_framework(base_config: dict[str, Any]) -> dict[str, Any]:
         if base_config.get(PICKUP[name]) is not None
     }
     return {name: value for name, value in whole.items() if name in fields and value is not None}
-
-
-def is_cached(mode: str | None) -> bool:
-    """Whether a mode attends to a cache, so that each row has its own length. Errors: InputError."""
-    return mode is not None and canonical_mode(mode) in GENERATION
-
-
-def _call(
-    attention: ModelAttention,
-    *,
-    batch: int | None,
-    q_len: int | None,
-    kv_len: int | None,
-    mode: str | None,
-    layout: str | None,
-) -> dict[str, Any]:
-    call: dict[str, Any] = {
-        "q_heads": attention.q_heads,
-        "kv_heads": attention.kv_heads,
-        "head_dim": attention.head_dim,
-    }
-    if attention.value_dim != attention.head_dim:
-        call["value_dim"] = attention.value_dim
-    optional = {
-        "batch": batch,
-        "q_len": q_len,
-        "kv_len": kv_len,
-        "mode": mode,
-        "layout": layout,
-        "dtype": attention.dtype,
-    }
-    call |= {name: value for name, value in optional.items() if value is not None}
-    if attention.logits_soft_cap is not None:
-        call["logits_soft_cap"] = attention.logits_soft_cap
-    if attention.sinks:
-        call["softmax_aux"] = [attention.q_heads]
-    if attention.return_weights:
-        call["return_weights"] = True
-    if kv_len is not None and q_len is None:
-        raise ConfigError(f"kv_len={kv_len} without q_len; give both.")
-    if attention.cross:
-        if q_len is not None and kv_len is None:
-            raise ConfigError(
-                f"q_len={q_len} without kv_len, but the keys of cross-attention are the encoder's; give both."
-            )
-        return call
-    shorter = kv_len is not None and q_len is not None and q_len != kv_len
-    cached = is_cached(mode)
-    if (shorter or cached) and not attention.causal:
-        raise ConfigError(
-            f"q_len={q_len}, kv_len={kv_len}, mode={mode!r}: this model's tokens see each other in both directions, so queries "
-            "and keys are the same tokens; give q_len alone."
-        )
-    if shorter and q_len is not None and kv_len is not None and q_len > kv_len:
-        raise ConfigError(f"q_len={q_len} is more than kv_len={kv_len}; the queries are the last of the kv_len tokens.")
-    if cached or (shorter and q_len == 1 and mode is None):
-        call["kv_lengths"] = True
-    elif shorter and q_len is not None and kv_len is not None:
-        call["query_offset"] = kv_len - q_len
-    return call

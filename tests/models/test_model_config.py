@@ -352,7 +352,7 @@ def test_keys_that_are_passed_over_on_purpose() -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"model_type": None}, "no model_type"),
     ({"model_type": "lama"}, "Did you mean 'llama'"),
-    ({"model_type": "mamba2"}, "not one that attnops can read"),
+    ({"model_type": "rwkv"}, "not one that attnops can read"),
     ({"num_attention_heads": None}, "num_attention_heads missing"),
     ({"num_attention_heads": 0}, "num_attention_heads=0; wanted a whole number from 1"),
     ({"num_attention_heads": True}, "num_attention_heads=True"),
