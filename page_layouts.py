@@ -40,7 +40,7 @@ class PageLayout:
     one_array: keys and values are in one array, `key_pages`, and `value_pages` is None. values_in_keys: values are the first
     numbers of their keys, so nothing else is stored. heads_first: a page's heads come before its tokens. same_dim: keys and
     values need one dim. dims: the names of the dimensions of an array, `form` in words.
-    kernel: the form in which the TPU kernel reads its pages, 'split', 'heads', 'joined' or 'latent'; None if it can't.
+    kernel: the form in which the TPU kernel reads its pages, the name of one of the layouts below; None if it can't.
     whole_pages: a page's numbers are in the order [page, kv_heads, dim], so that it can be fetched as one row.
     """
 
@@ -184,6 +184,7 @@ class _Interleaved(PageLayout):
     """Both in one array [pages, page, 2 kv_heads, dim], keys and values alternating."""
 
     name = "interleaved"
+    kernel = "interleaved"
     one_array = True
     same_dim = True
     form = "[pages, page, 2 kv_heads, dim]"
@@ -213,6 +214,7 @@ class _Packed(_Interleaved):
     """The same with heads in 32-bit words and dim in lanes of 128, [pages, page, 2 kv_heads / pack, pack, lanes]."""
 
     name = "packed"
+    kernel = "packed"
     dims = ("pages", "page", "kv_heads", "pack", "head_dim")
     form = "[pages, page, 2 kv_heads / pack, pack, lanes]"
 

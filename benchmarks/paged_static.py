@@ -31,8 +31,11 @@ from attnops.compat import abstract_device
 TARGETS = ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")
 MODELS = {"llama-3-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64)}
 KERNELS = ("heads", "split", "joined", "jax")  # our layouts, and JAX's kernel
+# Layouts of other servers' pages, in which keys and values alternate, beside the one that differs in nothing else.
+ALTERNATING = ("interleaved", "packed")
+SERVED_LAYOUTS = ("split", *ALTERNATING)
 # Latents of 512 with rotary keys of 64: all heads of a device over one key head.
-LATENT_TARGETS = (*TARGETS, "v5p:2x2x1", "v4:2x2x1")
+ALL_TARGETS = (*TARGETS, "v5p:2x2x1", "v4:2x2x1")
 LATENT_MODELS = {"deepseek-v3": (128, 1, 576, 512), "deepseek-v3-tp8": (16, 1, 576, 512)}
 SEQUENCES = 64
 JAX_KEYS = 512  # keys per block of JAX's kernel
@@ -49,7 +52,17 @@ def cases() -> list[dict[str, Any]]:
                     found.append(case | {"kind": "decode"})
                     if page == 64:
                         found.append(case | {"kind": "prefill"})
-    for target in LATENT_TARGETS:
+    for target in ALL_TARGETS:
+        for page in (16, 64, 128):
+            for layout in SERVED_LAYOUTS:
+                case = {"target": target, "model": "llama-3-8b", "page": page, "layout": layout, "keys": 2048}
+                found += [x for x in (case | {"kind": "decode"},) if x not in found]
+                if page == 64:
+                    found += [x for x in (case | {"kind": "prefill"},) if x not in found]
+        found.append(
+            {"target": target, "model": "smollm2-135m", "page": 64, "layout": "packed", "keys": 2048, "kind": "decode"}
+        )
+    for target in ALL_TARGETS:
         for model in LATENT_MODELS:
             for page in (64, 128):
                 found.append(
@@ -64,7 +77,8 @@ def sizes(case: dict[str, Any]) -> tuple[int, int, int, int, int]:
         heads, kv_heads, dim, value_dim = LATENT_MODELS[case["model"]]
         return heads, kv_heads, dim, value_dim, math.ceil(dim / 128) * 128
     heads, kv_heads, dim = MODELS[case["model"]]
-    return heads, kv_heads, dim, dim, 2 * dim if case["layout"] == "joined" else dim
+    row = {"joined": 2 * dim, "packed": math.ceil(dim / 128) * 128}.get(case["layout"], dim)
+    return heads, kv_heads, dim, dim, row
 
 
 def compile_case(case: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -114,8 +128,9 @@ def compile_case(case: dict[str, Any], folder: str) -> dict[str, Any]:
         else:
             from attnops.operators.kernels.pages.tpu import paged_attention_tpu
 
-            row = lambda n: (pages, page, kv_heads, n) if case["layout"] == "split" else (pages, kv_heads, page, n)  # noqa: E731
-            one_array = case["layout"] in ("joined", "latent")
+            forms = {"split": (page, kv_heads), "interleaved": (page, 2 * kv_heads), "packed": (page, kv_heads, 2)}
+            row = lambda n: (pages, *forms.get(case["layout"], (kv_heads, page)), n)  # noqa: E731
+            one_array = case["layout"] not in ("split", "heads")
             arrays = numbers | {"query": query, "key_pages": shape(row(key_row), bf16)}
             arrays["value_pages"] = None if one_array else shape(row(value_dim), bf16)
             static = {"softmax_scale": dim**-0.5, "layout": case["layout"], "value_dim": value_dim}
@@ -175,7 +190,7 @@ def sizes_of(case: dict[str, Any]) -> dict[str, Any]:
     if layout == "jax":
         keys = min(case["keys"], JAX_KEYS // page * page)
         return {"step_bytes": keys * 2 * kv_heads * math.ceil(dim / 128) * 128 * 2, "pages_per_block": keys // page}
-    one_array = layout in ("joined", "latent")
+    one_array = layout not in ("split", "heads")
     bf16 = np.dtype(jnp.bfloat16)
     geometry = Geometry(
         layout=layout, tokens=SEQUENCES, heads=heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim, key_row=row,
@@ -187,8 +202,8 @@ def sizes_of(case: dict[str, Any]) -> dict[str, Any]:
         queries_per_block=0, buffers=0, vmem_limit_bytes=None, interpret=False,
     )  # fmt: skip
     options = chosen_sizes(geometry, options)
-    streams = 1 if one_array else 2
-    held_heads = kv_heads if layout != "split" else 1 << (kv_heads - 1).bit_length()
+    streams = 2 if not one_array or layout in ALTERNATING else 1
+    held_heads = 1 << (kv_heads - 1).bit_length() if layout in ("split", "interleaved") else kv_heads
     page_bytes = streams * page * held_heads * math.ceil(row / 128) * 128 * 2
     fetched = {}
     for keys in (1024, 1500, 4096, 8192):

@@ -104,7 +104,7 @@ class LocalStep:
 
     def _of_heads(self, path: Region) -> int:
         """A path's cycles over all kv heads, which are a loop unless a page's heads lie within tiles."""
-        if self.geometry.layout == "split":
+        if self.geometry.tokens_first:
             return path.cycles
         loops = (region for region in path.all() if region.is_loop and region.products)
         return path.cycles + (self.geometry.kv_heads - 1) * max((loop.cycles for loop in loops), default=0)
@@ -123,11 +123,10 @@ class LocalStep:
         return shapes
 
     def _row(self, name: str, stored: dict[str, Any], scales: dict[str, Any]) -> jax.ShapeDtypeStruct:
-        rows = (self.geometry.tokens, self.geometry.kv_heads)
+        geometry = self.geometry
         if name in scales:
-            return jax.ShapeDtypeStruct(rows, jnp.float32)
-        pages = stored[f"{name}_pages"]
-        return jax.ShapeDtypeStruct((*rows, pages.shape[-1]), pages.dtype)
+            return jax.ShapeDtypeStruct((geometry.tokens, geometry.kv_heads), jnp.float32)
+        return jax.ShapeDtypeStruct((geometry.tokens, *geometry.row_block(name)), stored[f"{name}_pages"].dtype)
 
 
 def kernels_of_step(step: LocalStep) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ class RaggedPageAttentionV2(PagedOperation):
 
 
 class RaggedPageAttentionV3(PagedOperation):
-    """`paged` over pages of layout packed. The update is 'fused'; no kernel writes this layout, so keys are written first."""
+    """`paged` over pages of layout packed: as interleaved, in 32-bit words and whole lanes. The update is 'fused'."""
 
     name = "ragged_page_attention_v3"
     config = RaggedPageAttentionV3Config

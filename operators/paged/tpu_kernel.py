@@ -47,7 +47,8 @@ def tpu_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
         return (Reason("paged.page_sequence", "cache.page_sequence_axis", text, hint),)
     if LAYOUTS[problem.layout].kernel is None:
         text = f"the TPU kernel takes pages of layout {_taken()}, but the cache declares {problem.layout!r}"
-        return (Reason("paged.page_layout", "cache.layout", text, "Declare cache.layout='joined'."),)
+        hint = "Declare one of these where the cache is allocated, or fallback='allow' for plain XLA."
+        return (Reason("paged.page_layout", "cache.layout", text, hint),)
     geometry, options = _geometry(problem), _options(problem, problem.config)
     room = _room(problem, problem.config)
     sized = chosen_sizes(geometry, options, room)

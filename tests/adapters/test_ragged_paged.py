@@ -221,6 +221,26 @@ def test_v3_attends_and_writes(case: Case, call: dict[str, Any]) -> None:
     np.testing.assert_array_equal(bits(cache), bits(theirs(case, made.after)))
 
 
+@pytest.mark.parametrize(
+    ("case", "call"),
+    [
+        (Case(dtype="bfloat16", dim=64), {"sm_scale": 0.1, "sliding_window": 6}),
+        (Case((4, 1), dtype="bfloat16", stored="float8_e4m3fn"), {"sm_scale": 0.1}),
+    ],
+)
+@pytest.mark.slow
+def test_v3_on_attnops_tpu_kernel(case: Case, call: dict[str, Any]) -> None:
+    """Interpreted. The last one's pages have room for a second kv head."""
+    made, function = make(case), ragged_paged_attention_v3.declare(interpret=True)
+    arrays = v3_arguments(case, made)
+    assert function.plan(*arrays, **call).implementation == "paged.forward_tpu"
+    output, cache = jax.jit(partial(function, **call))(*arrays)
+    window = call.get("sliding_window")
+    left = None if window is None else (window - 1, None)
+    agree(output, wanted(made, made.after, softmax_scale=0.1, sliding_window=left), case.dtype)
+    np.testing.assert_array_equal(bits(cache), bits(theirs(case, made.after)))
+
+
 @pytest.mark.parametrize("stored", _FP8)
 @pytest.mark.parametrize("heads", [(4, 2), (4, 1), (6, 3)])  # 1 and 3 kv heads don't fill words of 32 bits
 def test_v3_keeps_quantised_keys_as_they_come(stored: str, heads: tuple[int, int]) -> None:

@@ -12,7 +12,7 @@ import paged_batches as batches
 import pytest
 from covering import covering
 from paged_batches import KINDS, PagedCase
-from paged_kernel_runs import LAYOUTS, check, laid_out, program, run
+from paged_kernel_runs import LAYOUTS, check, fits, laid_out, program, run
 
 from attnops.errors import InputError
 from attnops.operators.kernels.pages.tpu import paged_attention_tpu
@@ -60,6 +60,8 @@ QUICK = (
     ("latent", PagedCase("speculate", (5, 1), (40, 32), latent=True, quantised="float8_e4m3fn", scale="tensor")),
     ("latent", PagedCase("mixed", (18, 1), (72, 64), latent=True, **ALL_ON, scale="token_head", rope="bfloat16")),
     ("latent", PagedCase("decode", (16, 1), (40, 32), latent=True, quantised="int8", scale="head", rope="float32")),
+    ("packed", PagedCase("decode", (16, 2), dtype="bfloat16", window=(9, 0), sinks=True)),
+    ("interleaved", PagedCase("speculate", (8, 4), (128, 128), quantised="float8_e4m3fn", scale="token_head")),
 )
 # Any three of layout, kind, heads and feature; any two of the others.
 EVERY = [
@@ -74,6 +76,12 @@ EVERY = [
     ("latent", PagedCase("prefill", (6, 1), (40, 32), latent=True, chunk=18, quantised="int8", scale="token_head")),
     ("joined", PagedCase("prefill", tree=40, chunk=10, quantised="int8", scale="token_head")),
     ("latent", PagedCase("speculate", (16, 1), (40, 32), latent=True, tree=3, window=(1, 0), cap=3.0)),
+    ("packed", PagedCase("mixed", (8, 4), **ALL_ON, scale="head")),
+    ("packed", PagedCase("mixed", (9, 3), spans=True, prefix=13, window=(4, 1), causal=False, dtype="bfloat16")),
+    ("interleaved", PagedCase("mixed", (8, 2), (128, 128), spans=True, tree=9, window=(5, 0), dtype="bfloat16")),
+    ("packed", PagedCase("prefill", (8, 2), prefix=20, cap=3.0, quantised="float8_e5m2", scale="token_head")),
+    *((layout, PagedCase(kind, (8, 4), dims, **FEATURES[n])) for layout, kind, dims, n in covering(
+        itertools.product(("interleaved", "packed"), KINDS, ((128, 128), (256, 256)), range(len(FEATURES))), 2)),
     *((layout, PagedCase(kind, heads, **FEATURES[n])) for layout, kind, heads, n in covering(
         itertools.product(LAYOUTS, KINDS, HEADS, range(len(FEATURES))), 3)),
     *((layout, PagedCase(kind, dims=dims, dtype=dtype)) for layout, kind, dims, dtype in covering(
@@ -98,7 +106,7 @@ def test_agrees_with_the_reference(layout: str, case: PagedCase) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "case"), [x for x in EVERY if x not in QUICK], ids=_name)
+@pytest.mark.parametrize(("layout", "case"), [x for x in EVERY if x not in QUICK and fits(*x)], ids=_name)
 def test_agrees_with_the_reference_in_every_feature(layout: str, case: PagedCase) -> None:
     check(case, layout)
 
@@ -116,7 +124,9 @@ def test_a_decode_batch_gives_the_same_without_knowing_it() -> None:
     check(PagedCase("decode", window=(9, 0)), "heads", max_q_len=None)
 
 
-@pytest.mark.parametrize("layout", ["joined", pytest.param("heads", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["joined", *(pytest.param(x, marks=pytest.mark.slow) for x in ("heads", "interleaved"))]
+)
 def test_rows_may_be_padded(layout: str) -> None:
     case = PagedCase("decode", (4, 2), dims=(80, 80))
     arrays = batches.make(case)
@@ -228,7 +238,19 @@ def _arrays(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "more", "message"),
     [
-        ({}, {"layout": "packed"}, "layout='packed'; wanted one of split"),
+        ({}, {"layout": "rows"}, "layout='rows'; wanted one of split"),
+        ({}, {"layout": "packed"}, "value_pages given"),
+        ({"value_pages": None}, {"layout": "packed"}, r"2 kv_heads / 1, 1, dim\] for float32"),
+        (
+            {"value_pages": None, "key_pages": np.zeros((4, 8, 3, 64), np.float32)},
+            {"layout": "interleaved"},
+            "2 kv_heads, dim",
+        ),
+        (
+            {"value_pages": None, "key_pages": np.zeros((4, 8, 4, 32), np.float32)},
+            {"layout": "interleaved"},
+            "at least 64",
+        ),
         ({}, {"layout": "joined"}, "value_pages given"),
         ({"value_pages": None}, {}, "value_pages missing"),
         ({"key_pages": np.zeros((4, 2, 8, 32), np.float32)}, {}, "at least dim"),

@@ -363,9 +363,10 @@ def codes(plan: Any) -> list[str]:
     return [reason.code for rejected in plan.rejected for reason in rejected.reasons]
 
 
+@pytest.mark.parametrize("layout", ["heads", "interleaved", "packed"])
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
-def test_on_a_tpu_the_kernel_runs_with_sizes_that_fit(kind: str) -> None:
-    plan = on(kind)
+def test_on_a_tpu_the_kernel_runs_with_sizes_that_fit(kind: str, layout: str) -> None:
+    plan = on(kind, layout=layout)
     assert plan.implementation == "paged.forward_tpu"
     assert plan.config.pages_per_block >= 1
     assert not plan.rejected
@@ -374,7 +375,14 @@ def test_on_a_tpu_the_kernel_runs_with_sizes_that_fit(kind: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "config", "wanted"),
     [
-        ({"layout": "packed"}, {}, ["paged.page_layout"]),
+        ({"layout": "packed", "head_dim": 64, "kv_heads": 3}, {}, []),  # padded to whole lanes
+        ({"layout": "packed", "kv_heads": 2, "quantised": {"dtype": "float8_e4m3fn", "scale": "head"}}, {}, []),
+        ({"layout": "packed", "dtype": "float16"}, {}, ["paged.dtype", "paged.dtype", "paged.dtype"]),
+        ({"layout": "interleaved", "head_dim": 64}, {}, ["paged.page_rows"]),
+        ({"layout": "interleaved", "kv_heads": 1}, {}, []),
+        ({"layout": "interleaved", "kv_heads": 12}, {}, []),
+        ({"layout": "interleaved", "kv_heads": 6}, {}, ["paged.page_rows"]),  # 12 rows, of tiles of 8
+        ({"layout": "interleaved", "kv_heads": 1, "quantised": {"dtype": "int8"}}, {}, ["paged.page_rows"]),
         ({"head_dim": 64}, {}, ["paged.page_rows"]),
         ({"head_dim": 192, "value_dim": 128}, {}, ["paged.page_rows"]),
         ({"dtype": "float16"}, {}, ["paged.dtype", "paged.dtype", "paged.dtype"]),

@@ -27,6 +27,7 @@ from attnops.verify.topology import described_mesh
 pytest.importorskip("libtpu", reason="pip install 'attnops[tpu]'")
 
 V5E, V6E, TPU7X, V4, V5P = "v5e:2x2", "v6e:2x2", "tpu7x:2x2x1", "v4:2x2x1", "v5p:2x2x1"
+ALTERNATING = ("interleaved", "packed")
 LLAMA = {"heads": (32, 8), "dims": (128, 128)}
 LATENTS = {"heads": (128, 1), "dims": (576, 512), "row": 640, "value_dim": 512, "page": 64}
 SMOLLM = {"heads": (9, 3), "dims": (64, 64)}
@@ -62,8 +63,17 @@ def compile_one(
     there = NamedSharding(mesh, PartitionSpec())
     shape = lambda s, d: jax.ShapeDtypeStruct(s, d, sharding=there)  # noqa: E731
     (query_heads, kv_heads), pages = heads, sequences * width
-    rows = lambda n: (pages, page, kv_heads, n) if layout == "split" else (pages, kv_heads, page, n)  # noqa: E731
     stored = jnp.dtype(pages_dtype or dtype)
+    pack, tokens_first = 4 // stored.itemsize, layout in ("split", *ALTERNATING)
+
+    def rows(n: int) -> tuple[int, ...]:
+        forms = {
+            "split": (page, kv_heads),
+            "interleaved": (page, 2 * kv_heads),
+            "packed": (page, 2 * kv_heads // pack, pack),
+        }
+        return pages, *forms.get(layout, (kv_heads, page)), n
+
     arrays = {
         "query": shape((tokens, query_heads, dims[0]), jnp.dtype(dtype)),
         "cu_q_lens": shape((sequences + 1,), jnp.int32),
@@ -71,10 +81,14 @@ def compile_one(
         "page_table": shape((sequences, width), jnp.int32),
         "num_seqs": shape((1,), jnp.int32),
         "key_pages": shape(rows(row or (sum(dims) if layout == "joined" else dims[0])), stored),
-        "value_pages": None if layout in ("joined", "latent") else shape(rows(row or dims[1]), stored),
+        "value_pages": shape(rows(row or dims[1]), stored) if layout in ("split", "heads") else None,
     }
     if scale is not None:
-        of = {"tensor": (), "head": (kv_heads,), "token_head": rows(1)[:3]}[scale]
+        of = {
+            "tensor": (),
+            "head": (kv_heads,),
+            "token_head": (pages, page, kv_heads) if tokens_first else (pages, kv_heads, page),
+        }[scale]
         scaled = ("key_scale",) if layout == "latent" else ("key_scale", "value_scale")
         arrays |= {name: shape(of, jnp.float32) for name in scaled}
     if rope is not None:
@@ -89,7 +103,8 @@ def compile_one(
     pages_of = {n: arrays.pop(n, None) for n in PAGES}
     stored_pages = {n: x for n, x in pages_of.items() if np.ndim(x) >= 3}
     rest = arrays | {n: x for n, x in pages_of.items() if n not in stored_pages}
-    of = lambda x: x if x is None else shape((tokens, kv_heads, *x.shape[3:]), x.dtype)  # noqa: E731
+    own_rows = lambda x: x.shape[2:] if tokens_first else (kv_heads, *x.shape[3:])  # noqa: E731
+    of = lambda x: x if x is None else shape((tokens, *own_rows(x)), x.dtype)  # noqa: E731
     own = PageArrays(*(of(stored_pages.get(n)) for n in PAGES)) if writes else None
     step = lambda stored, rest, rows: paged_attention_tpu(**stored, **rest, rows=rows, **static)  # noqa: E731
     donated = (0,) if writes else ()
@@ -107,6 +122,7 @@ def compile_one(
         (V5E, "heads", LLAMA | DECODE | {"writes": True}),
         (V5E, "heads", {"heads": (32, 1)}),
         (V6E, "latent", LATENTS | DECODE | {"writes": True}),
+        (V5E, "packed", LLAMA | DECODE | {"writes": True}),
         *(
             pytest.param(topology, "latent", LATENTS | call, marks=pytest.mark.slow)
             for topology in (V4, V5E, V5P, V6E, TPU7X)
@@ -144,6 +160,24 @@ def compile_one(
                 ("heads", {"page": 32, "pages_dtype": "int8", "scale": "token_head", "sliding_window": (1023, 0)}),
                 ("heads", {"dtype": "float32", "tokens": 64, "width": 16}),
             )
+        ),
+        *(  # keys and values in turn; two rows of a token are in a word, or four, or one
+            pytest.param(topology, layout, call, marks=pytest.mark.slow)
+            for topology in (V4, V5E, V5P, V6E, TPU7X)
+            for layout, call in (
+                ("packed", LLAMA | {"sliding_window": (511, 0), "sinks": True, "logits_soft_cap": 30.0}),
+                ("packed", LLAMA | DECODE | {"page": 32, "pages_dtype": "int8", "scale": "head", "writes": True}),
+                ("packed", {"heads": (6, 3), "dims": (64, 64), "row": 128, "value_dim": 64, "writes": True, "drafts": 40}),
+                ("interleaved", LLAMA | DECODE | {"writes": True}),
+                ("interleaved", {"heads": (16, 8), "pages_dtype": "int8", "scale": "tensor", "chunk_size": 300}),
+                ("interleaved", {"heads": (8, 4), "dims": (256, 256), "spans": True}),
+                ("interleaved", {"dtype": "float32", "tokens": 64, "width": 16, "page": 8}),
+            )
+        ),
+        *(
+            pytest.param(topology, layout, {"pages_dtype": "float8_e4m3fn", "scale": "tensor"}, marks=pytest.mark.slow)
+            for topology in (V5E, V6E, TPU7X)
+            for layout in ALTERNATING
         ),
         *(  # chunks of positions smaller and larger than a block of queries
             pytest.param(topology, "heads", LLAMA | {"tokens": 64, "width": 16, "chunk_size": size}, marks=pytest.mark.slow)

@@ -106,10 +106,17 @@ def test_tokens_are_stored_as_they_come(dtype: str, scale: str, layout: str) -> 
     assert row_error(out.attention_outputs, made.output, row_sizes(made.output, made.sizes)) <= 4e-6
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_the_tpu_kernel_writes_them_too(scale: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "scale"),
+    [
+        *(("heads", scale) for scale in SCALES),
+        ("packed", "head"),
+        pytest.param("interleaved", "token_head", marks=pytest.mark.slow),
+    ],
+)
+def test_the_tpu_kernel_writes_them_too(layout: str, scale: str) -> None:
     """Interpreted: rows of one token, which the kernel writes if the update is 'fused'."""
-    cache = cache_of("int8", scale, layout="heads", page_size=32, max_length=64)
+    cache = cache_of("int8", scale, layout=layout, page_size=32, max_length=64)
     stored, own = tokens("int8", scale, 2)
     batch = RaggedBatch.make(cache.plan(), cu_q_lens=[0, 1, 2], kv_lens=[1, 34], page_table=[[5], [3, 6]])
     query = np.random.default_rng(1).standard_normal((2, 4, 128)).astype(np.float32)
@@ -123,7 +130,9 @@ def test_the_tpu_kernel_writes_them_too(scale: str) -> None:
         states.append((out.attention_outputs, out.state))
     np.testing.assert_array_equal(*(output for output, _ in states))
     jax.tree.map(np.testing.assert_array_equal, *(state for _, state in states))
-    assert (np.asarray(states[0][1].layers[0].key[5, :, 0]) == stored["key"][0]).all()
+    first = states[0][1].layers[0].key[5, :, 0] if layout == "heads" else states[0][1].layers[0].key[5, 0]
+    both = np.stack([stored[name][0] for name in ("key", "value")], axis=1)  # of each head in turn
+    assert (np.asarray(first) == (stored["key"][0] if layout == "heads" else both.reshape(first.shape))).all()
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
@@ -20,7 +21,7 @@ from ..paged_mask import NO_KEY, packed_tree
 from ..paged_step import PagedOperands, batch_of
 from .chunks import attend_chunks
 from .decode import decode
-from .geometry import LANES, Geometry, Layout, Options
+from .geometry import LANES, Geometry, Layout, Options, rows_per_word
 from .limits import chosen_sizes, reasons_against
 from .memory import several_rows
 from .softmax import Columns
@@ -30,8 +31,8 @@ __all__ = ["PageArrays", "paged_attention_tpu"]
 
 
 class PageArrays(NamedTuple):
-    """The arrays of a layer's pages, or what they store for each token: [tokens, kv_heads, row], in the layouts "joined" and
-    "latent" all of it in `key`. Scales are those by token, [tokens, kv_heads]; others are None."""
+    """The arrays of a layer's pages, or what they store for each token: [tokens, kv_heads, row], in layouts with one array all of
+    it in `key`, as a page has it. Scales are those by token, [tokens, kv_heads]; others are None."""
 
     key: jax.Array
     value: jax.Array | None = None
@@ -42,7 +43,7 @@ class PageArrays(NamedTuple):
 
 def paged_attention_tpu(
     query: Float[Array, "tokens heads dim"],
-    key_pages: Shaped[Array, "pages a b c"],
+    key_pages: Shaped[Array, "pages a b c"] | Shaped[Array, "pages page a b c"],
     value_pages: Shaped[Array, "pages a b value_dim"] | None,
     *,
     cu_q_lens: Int[Array, " sequences_and_one"],
@@ -77,10 +78,12 @@ def paged_attention_tpu(
     Semantics of `paged_attention`. layout: "split", pages [pages, page, kv_heads, dim] as there; "heads", [pages,
     kv_heads, page, dim]; "joined", key_pages [pages, kv_heads, page, dim + value_dim] and value_pages None; "latent", key_pages
     [pages, kv_heads, page, dim], whose first `value_dim` numbers are the values and whose scale is theirs too; the others may be
-    rope_pages, without a scale. Rows may be padded at their end, with any finite values: key_pages to more than the query's dim,
-    values to more than `value_dim` (None: the whole row is value). Per-token scales are laid out like the pages, without the last
-    dimension. Sizes of blocks: None for the result of `chosen_sizes` with `vmem_limit_bytes`. interpret: Pallas' interpreter, on
-    any platform.
+    rope_pages, without a scale; "interleaved", key_pages [pages, page, 2 kv_heads, dim], the key and the value of each head in
+    turn; "packed", the same as [pages, page, 2 kv_heads / pack, pack, dim], the rows that share a 32-bit word apart. Rows may be
+    padded at their end, with any finite values: key_pages to more than the query's dim, values to more than `value_dim` (None:
+    the whole row is value, if it isn't in turn with a key). Per-token scales are laid out like the pages, without the last
+    dimension: [pages, page, kv_heads] where tokens come first. Sizes of blocks: None for the result of `chosen_sizes` with
+    `vmem_limit_bytes`. interpret: Pallas' interpreter, on any platform.
 
     rows: for a sequence with one row, the kernel writes its key and value into their page while it attends; the returned arrays
     take over the memory of the pages and of per-token scales. What longer sequences write must be in the pages already. A row
@@ -162,8 +165,8 @@ def _check_rows(geometry: Geometry, rows: PageArrays) -> None:
         stream = geometry.streams().get(name)
         expected = None
         if stream is not None:
-            width = () if name.endswith("scale") else (stream[0][-1],)
-            expected = (geometry.tokens, geometry.kv_heads, *width), np.dtype(stream[1])
+            own = (geometry.kv_heads,) if name.endswith("scale") else geometry.row_block(name)
+            expected = (geometry.tokens, *own), np.dtype(stream[1])
         actual = None if x is None else (x.shape, np.dtype(x.dtype))
         if actual != expected:
             raise InputError(
@@ -177,15 +180,17 @@ def _as_split(
     """Shapes and dtypes that pages and scales would have in the layout "split" without padding, for checks."""
     if layout not in get_args(Layout):
         raise InputError(f"layout={shown(layout)}; wanted one of {', '.join(get_args(Layout))}.")
-    if (layout in ("joined", "latent")) != (value is None):
+    if (layout not in ("split", "heads")) != (value is None):
         raise InputError(
             f"layout={shown(layout)} with value_pages {'missing' if value is None else 'given'}; wanted them separate from "
-            "key_pages in 'split' and 'heads', and in one array with them, value_pages=None, in 'joined' and 'latent'."
+            "key_pages in 'split' and 'heads', and in one array with them, value_pages=None, in other layouts."
         )
     whole = query.shape[-1] if query.ndim else 0
     dim = whole if rope is None else value_dim or 0
     if rope is not None:
         _check_rope(layout, rope, key, whole - dim)
+    if layout in ("interleaved", "packed"):
+        return *_alternating(layout, key, dim, value_dim or dim), key_scale, value_scale
     joined = value is None and layout != "latent"
     if key.ndim != 4 or key.shape[3] < dim + joined * (value_dim or 1):
         expected = "dim + value_dim" if joined else "dim"
@@ -205,6 +210,24 @@ def _as_split(
     if value is None:
         value, value_dim = key, value_dim or (dim if layout == "latent" else key.shape[3] - dim)
     return as_split(key, whole), as_split(value, value_dim), as_split(key_scale), as_split(value_scale)
+
+
+def _alternating(layout: Layout, pages: Any, dim: int, value_dim: int) -> tuple[Any, Any]:
+    """Keys and values of pages in which both alternate."""
+    pack = rows_per_word(pages.dtype)
+    *before, row = pages.shape
+    fits = len(before) == 3 and before[2] % 2 == 0
+    if layout == "packed":
+        fits = len(before) == 4 and before[3] == pack and before[2] * pack % 2 == 0
+    if not fits or row < max(dim, value_dim):
+        form = "2 kv_heads" if layout == "interleaved" else f"2 kv_heads / {pack}, {pack}"
+        raise InputError(
+            f"key_pages has the shape {pages.shape} in the layout {layout!r}; wanted [pages, page, {form}, dim] "
+            f"for {pages.dtype}, with rows of at least {max(dim, value_dim)}."
+        )
+    shape = *before[:2], math.prod(before[2:]) // 2
+    key, value = (jax.ShapeDtypeStruct((*shape, width), pages.dtype) for width in (dim, value_dim))
+    return key, value
 
 
 def _check_rope(layout: Layout, rope: Any, key: Any, dim: int) -> None:
@@ -324,7 +347,7 @@ def _arrays(
         if name.endswith("scale"):
             row = row.astype(np.float32)
             wide = row[:, :, None], (*row.shape, LANES)
-            row = row[:, None, :] if geometry.layout == "split" else jnp.broadcast_to(*wide)
+            row = row[:, None, :] if geometry.tokens_first else jnp.broadcast_to(*wide)
         arrays[f"{name}_row"] = row
     return arrays
 

@@ -162,7 +162,7 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
 
 def each_head(geometry: Geometry, step: Any) -> None:
     """step(kv head) for each: in a loop, unless a page's heads are placed within tiles, where the place must be static."""
-    if geometry.layout == "split":
+    if geometry.tokens_first:
         for head in range(geometry.kv_heads):
             step(head)
     else:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...precision import tile_product
-from .geometry import LANES, Geometry, Options, sublanes
+from .geometry import LANES, Geometry, Options, rows_per_word, sublanes
 from .pages import Pages, walk
 from .run import call
 from .softmax import (
@@ -81,9 +81,11 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
 def by_product(geometry: Geometry) -> bool:
     """Whether all kv heads of a page form one matrix, with other heads' products dropped afterwards.
 
-    In the layout "split" a head's keys aren't contiguous, and gathering them takes longer than that.
+    Where a page's tokens come first a head's keys aren't contiguous, and gathering them takes longer than that.
     """
-    return geometry.layout == "split" and 3 not in (geometry.key_scale, geometry.value_scale)
+    if not geometry.tokens_first or 3 in (geometry.key_scale, geometry.value_scale):
+        return False
+    return not geometry.alternating or (geometry.in_words and rows_per_word(geometry.key_dtype) > 1)
 
 
 def _all_at_once(
@@ -100,10 +102,10 @@ def _all_at_once(
     sums: Sums,
 ) -> Sums:
     kv_heads = geometry.kv_heads
-    place, there = live_keys(geometry, options, first, word, item.keys, kv_heads)
+    order = pages.flat_order()
+    place, there = live_keys(geometry, options, first, word, item.keys, kv_heads, order)
     raw = tile_product(query, pages.flat(False, slot), 1, 1)
-    lane = lax.broadcasted_iota(jnp.int32, (1, raw.shape[1]), 1)
-    head = lane - divided(lane, kv_heads) * kv_heads
+    head = order - divided(order, kv_heads) * kv_heads
     head = jnp.where(seen_keys(options, there, place, item.position), head, -1)
     own_head = head == divided(lax.broadcasted_iota(jnp.int32, raw.shape, 0), geometry.group)
     scale = None if columns.key_scale is None else spread(refs["columns"][columns.key_scale], raw.shape[1])
@@ -189,7 +191,8 @@ def decode(
     if options.writes:
         for name in geometry.streams():
             row_array = arrays[f"{name}_row"]
-            inputs[f"{name}_row"] = row_array, pl.BlockSpec((None, *row_array.shape[1:]), row)
+            whole = lambda number, words, *_, rank=row_array.ndim: (words[number * FIELDS + 1], *[0] * (rank - 1))  # noqa: E731
+            inputs[f"{name}_row"] = row_array, pl.BlockSpec((None, *row_array.shape[1:]), whole)
     if "columns" in arrays:
         shape = arrays["columns"].shape
         inputs["columns"] = arrays["columns"], pl.BlockSpec(shape, lambda *_: (0, 0, 0))

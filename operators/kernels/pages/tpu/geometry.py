@@ -12,13 +12,13 @@ from jax.experimental.pallas import tpu as pltpu
 from ...default_promotion import wider
 from ..paged_step import PagedOptions
 
-__all__ = ["LANES", "NOTHING", "Geometry", "Layout", "Options", "sublanes"]
+__all__ = ["LANES", "NOTHING", "Geometry", "Layout", "Options", "rows_per_word", "sublanes"]
 
 LANES = 128
 # The peak of a row without visible keys: finite, so that the exponential of -inf minus it is 0 and not NaN.
 NOTHING = float(jnp.finfo(jnp.float32).min)
 
-Layout = Literal["split", "heads", "joined", "latent"]
+Layout = Literal["split", "heads", "joined", "latent", "interleaved", "packed"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class Geometry:
 
     layout: how a page's numbers are ordered. "split": [pages, page, kv_heads, dim], keys and values separate; "heads": [pages,
     kv_heads, page, dim], separate; "joined": [pages, kv_heads, page, dim + value_dim], a key and its value in one row; "latent":
-    [pages, kv_heads, page, dim], values being the first numbers of their keys. Rows may be wider than that.
+    [pages, kv_heads, page, dim], values being the first numbers of their keys; "interleaved": [pages, page, 2 kv_heads, dim], the
+    key and the value of each head in turn; "packed": the same with the rows that share a 32-bit word in a dimension of their
+    own, [pages, page, 2 kv_heads / pack, pack, dim]. Rows may be wider than that.
     """
 
     layout: Layout
@@ -66,7 +68,17 @@ class Geometry:
 
     @property
     def one_array(self) -> bool:
-        return self.layout in ("joined", "latent")
+        return self.layout in ("joined", "latent", "interleaved", "packed")
+
+    @property
+    def tokens_first(self) -> bool:
+        """Whether a page has the rows of one token after another; else those of one head."""
+        return self.layout in ("split", "interleaved", "packed")
+
+    @property
+    def alternating(self) -> bool:
+        """Whether a token's rows are the key and the value of each head in turn."""
+        return self.layout in ("interleaved", "packed")
 
     @property
     def joined(self) -> bool:
@@ -116,11 +128,29 @@ class Geometry:
                 wide = wider(wide, pages)
         return wide
 
-    def row_shape(self, width: int) -> tuple[int, int, int]:
+    def row_shape(self, width: int) -> tuple[int, ...]:
         """The shape of a page with rows of this width."""
-        if self.layout == "split":
-            return self.page, self.kv_heads, width
+        if self.layout == "packed":
+            pack = rows_per_word(self.key_dtype)
+            return self.page, 2 * self.kv_heads // pack, pack, width
+        if self.tokens_first:
+            return self.page, 2 * self.kv_heads if self.alternating else self.kv_heads, width
         return self.kv_heads, self.page, width
+
+    def row_block(self, name: str) -> tuple[int, ...]:
+        """The shape of what an array of rows holds of a token."""
+        shape, _ = self.streams()[name]
+        return shape[1:] if self.tokens_first else (self.kv_heads, shape[-1])
+
+    def row_of(self, head: Any, of_values: bool) -> Any:
+        """The place of a head's key or value among the rows of a token, or of its rows among those of a page."""
+        return 2 * head + of_values if self.alternating else head
+
+    @property
+    def in_words(self) -> bool:
+        """Whether a token's alternating rows fill 32-bit words, which lie in memory one after another: rows of "interleaved" may
+        have gaps between tokens."""
+        return self.layout == "packed" or (self.alternating and _fills_tiles(2 * self.kv_heads, self.key_dtype))
 
     def streams(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """What is fetched per page: name -> (shape, dtype)."""
@@ -135,7 +165,7 @@ class Geometry:
             rows["rope"] = self.row_shape(self.rope_row), self.rope_dtype
         for name, rank in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
             if rank == 3 and (name == "key_scale" or self.layout != "latent"):
-                shape = (self.page, self.kv_heads) if self.layout == "split" else (self.kv_heads, self.page)
+                shape = (self.page, self.kv_heads) if self.tokens_first else (self.kv_heads, self.page)
                 rows[name] = shape, np.dtype(np.float32)
         return rows
 
@@ -158,6 +188,15 @@ class Options(PagedOptions):
     def farthest(self) -> int:
         """How far after its item's position a row of a block can be, at most."""
         return max(self.queries_per_block, self.drafts) - 1
+
+
+def rows_per_word(dtype: Any) -> int:
+    """Rows of the dtype that share a sublane, a 32-bit word of each lane."""
+    return max(1, 4 // np.dtype(dtype).itemsize)
+
+
+def _fills_tiles(rows: int, dtype: Any) -> bool:
+    return rows % rows_per_word(dtype) == 0 and (rows in (2, 4) or rows % 8 == 0)
 
 
 def sublanes(dtype: Any) -> int:

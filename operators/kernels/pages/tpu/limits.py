@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from .....devices import MIN_VMEM_BYTES
-from .geometry import LANES, Geometry, Options, sublanes
+from .geometry import LANES, Geometry, Options, rows_per_word, sublanes
 from .memory import MAX_SCALAR_BYTES, ROOM, scalar_words, several_rows, vmem_parts
 from .row_numbers import MAX_DRAFTS
 from .work_items import row_alignment
@@ -84,6 +84,15 @@ def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
             "arrays in another order, and copies all of the cache before each call",
             f"pad {whole} when the cache is allocated{joined}",
         ))  # fmt: skip
+    if geometry.layout == "interleaved" and not geometry.in_words:
+        word = rows_per_word(geometry.key_dtype)
+        fitting = "2 heads or a multiple of 4" if word > 2 else "1 or 2 heads, or a multiple of 4"
+        hints.append((
+            "page_rows",
+            f"{2 * geometry.kv_heads} rows of a token, keys and values of {geometry.kv_heads} heads, don't fill their tiles: XLA "
+            "keeps such arrays in another order, and copies all of the cache before each call",
+            f"allocate the cache in layout 'packed', or for {fitting} on each device",
+        ))  # fmt: skip
     if geometry.layout == "split":
         for name, dtype in (("keys", geometry.key_dtype), ("values", geometry.value_dtype)):
             tile = max(2, 4 // dtype.itemsize) if dtype.itemsize < 4 else 1
@@ -91,6 +100,7 @@ def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
                 message = f"{geometry.kv_heads} heads of {name} of a token don't fill their tile"
                 hints.append(("kv_heads", message, "layout 'heads' or 'joined'"))
                 break
+    if geometry.tokens_first:
         if 3 in (geometry.key_scale, geometry.value_scale):
             message = f"scales of {geometry.kv_heads} heads per token take {LANES} numbers of memory"
             hints.append(("scales", message, "layout 'heads' or 'joined', whose scales lie along the page"))

@@ -104,7 +104,7 @@ def _numbers(options: Options) -> int:
 def _gathered(geometry: Geometry, options: Options) -> int:
     """All heads' keys and values of a block, taken out of the tiles that hold all heads of a token: widened, once for each of the
     two paths through a block."""
-    if geometry.layout != "split":
+    if not geometry.tokens_first:
         return 0
     rows = options.pages_per_block * geometry.page
     widths = geometry.key_row, geometry.value_row
@@ -136,7 +136,9 @@ def _converted(geometry: Geometry, options: Options, flat: bool) -> int:
     rows = options.pages_per_block * geometry.page * (geometry.kv_heads if flat else 1)
     wide = max(_bytes((rows, dim), geometry.compute_dtype) for dim in (geometry.query_dim, geometry.summed_dim))
     as_they_lie = geometry.key_dtype == geometry.value_dtype == geometry.compute_dtype
-    return 0 if as_they_lie and geometry.compute_dtype.itemsize == 2 else 3 * wide
+    if as_they_lie and geometry.compute_dtype.itemsize == 2:
+        return wide if flat and geometry.alternating else 0  # keys are taken out of the words that hold values too
+    return 3 * wide
 
 
 def _bytes(shape: tuple[int, ...], dtype: Any) -> int:

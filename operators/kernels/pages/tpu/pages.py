@@ -13,7 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...precision import tile_product
-from .geometry import Geometry, Options
+from .geometry import LANES, Geometry, Options, rows_per_word
+from .words import numbers, words_of
 from .work_items import FIELDS, FIRST_PAGE, WorkItem
 from .writes import Writer
 
@@ -111,8 +112,7 @@ class Pages:
 
             @pl.when(jnp.logical_not(valid))
             def _clear() -> None:
-                buffer = self.refs[f"{self.last}_buffer"]
-                buffer[slot, i] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+                self._clear(slot, i)
 
             return word | lax.shift_left(valid.astype(jnp.int32), i)
 
@@ -126,14 +126,27 @@ class Pages:
 
         @pl.when((tail != 0) & (last >= 0) & (last < self.block))
         def _clear() -> None:
-            buffer = self.refs[f"{self.last}_buffer"]
-            axis = 0 if self.geometry.layout == "split" else 1
-            last_page = buffer[slot, last]
-            wide = last_page if last_page.dtype == jnp.float32 else last_page.astype(jnp.float32)
-            inside = lax.broadcasted_iota(jnp.int32, wide.shape, axis) < tail
-            buffer[slot, last] = jnp.where(inside, wide, 0.0).astype(buffer.dtype)
+            self._clear(slot, last, tail)
 
         return jnp.where(whole, whole_word(self.block), word)
+
+    def _clear(self, slot: Any, place: Any, tail: Any = None) -> None:
+        """Set a page's values to 0, those of its token `tail` and later ones if given; if both alternate, its keys too."""
+        buffer, geometry = self.refs[f"{self.last}_buffer"], self.geometry
+        if geometry.alternating:  # packed rows are stored word by word: for a whole page that would be a long program
+
+            def clear(i: Any, _: None) -> None:
+                buffer[slot, place, i] = jnp.zeros(buffer.shape[3:], buffer.dtype)
+
+            lax.fori_loop(np.int32(0) if tail is None else tail, np.int32(geometry.page), clear, None)
+            return
+        if tail is None:
+            buffer[slot, place] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+            return
+        page = buffer[slot, place]
+        wide = page if page.dtype == jnp.float32 else page.astype(jnp.float32)
+        inside = lax.broadcasted_iota(jnp.int32, wide.shape, 0 if geometry.tokens_first else 1) < tail
+        buffer[slot, place] = jnp.where(inside, wide, 0.0).astype(buffer.dtype)
 
     def _write(self, writer: Writer, slot: Any, item: WorkItem, first: Any) -> None:
         at = lax.div(item.position, np.int32(self.geometry.page))
@@ -155,11 +168,11 @@ class Pages:
 
     def key(self, slot: Any, head: Any) -> jax.Array:
         """Keys of a kv head, [keys of the block, dim]."""
-        return self._rows("key", slot, head, self.geometry.key_lanes)
+        return self._rows("key", slot, self.geometry.row_of(head, False), self.geometry.key_lanes)
 
     def value(self, slot: Any, head: Any) -> jax.Array:
         """Values of a kv head."""
-        return self._rows(self.last, slot, head, self.geometry.value_lanes)
+        return self._rows(self.last, slot, self.geometry.row_of(head, True), self.geometry.value_lanes)
 
     def rope(self, slot: Any, head: Any) -> jax.Array:
         """Rotary keys of a kv head, which are apart from the latents."""
@@ -193,7 +206,7 @@ class Pages:
         scales = self.refs[f"{name}_buffer"][slot]
         scales = jnp.where(jnp.abs(scales) < jnp.inf, scales, 0.0)  # an unused slot must not reach another's sum
         dot = functools.partial(lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-        if geometry.layout == "split":
+        if geometry.tokens_first:
             scales = scales.reshape(size * page, kv_heads)
             here, there = (lax.broadcasted_iota(jnp.int32, (kv_heads, kv_heads), axis) for axis in (0, 1))
             transposed = dot(jnp.where(here == there, 1.0, 0.0), scales, (((1,), (1,)), ((), ())))
@@ -213,16 +226,49 @@ class Pages:
         return jnp.where(valid, rows, 0.0)
 
     def flat(self, of_values: bool, slot: Any) -> jax.Array:
-        """All kv heads' keys (or values) in the layout "split", in place: [keys * kv_heads, dim]."""
+        """All kv heads' keys (or values) where a page's tokens come first: [keys * kv_heads, dim], ordered by `flat_order`."""
+        geometry = self.geometry
+        if geometry.alternating:
+            dtype, width = geometry.key_dtype, geometry.key_row
+            pack = rows_per_word(dtype)
+            words = self._words("key", slot, (self.block * geometry.page * 2 * geometry.kv_heads // pack, width))[...]
+            rows = [numbers(words, dtype, place) for place in range(of_values, pack, 2)]
+            return as_factor(rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=0), geometry.compute_dtype)
         values = self.refs[f"{self.last if of_values else 'key'}_buffer"][slot]
-        return as_factor(values.reshape(-1, values.shape[-1]), self.geometry.compute_dtype)
+        return as_factor(values.reshape(-1, values.shape[-1]), geometry.compute_dtype)
 
-    def _rows(self, name: str, slot: Any, head: Any, lanes: tuple[int, int]) -> jax.Array:
+    def flat_order(self) -> jax.Array:
+        """int32 [1, keys * kv_heads]: which of them, key by key with all heads of each, a row of `flat` is."""
+        count = self.block * self.geometry.page * self.geometry.kv_heads
+        row = lax.broadcasted_iota(jnp.int32, (1, count), 1)
+        if not self.geometry.alternating or rows_per_word(self.geometry.key_dtype) < 4:
+            return row
+        # First those in the low halves of words, each with two heads, then those in the high ones.
+        low = row < np.int32(count // 2)
+        return jnp.where(low, 2 * row, 2 * row - np.int32(count - 1))
+
+    def _rows(self, name: str, slot: Any, row: Any, lanes: tuple[int, int]) -> jax.Array:
+        """A row of every token, or a head's rows of every page: [keys of the block, numbers]."""
+        geometry = self.geometry
+        if geometry.in_words and (geometry.layout == "packed" or geometry.key_row == LANES):
+            return as_factor(self._of_words(slot, row), geometry.compute_dtype)
         buffer, lane = self.refs[f"{name}_buffer"], slice(*lanes)
-        split = self.geometry.layout == "split"
-        values = buffer[slot, :, :, head, lane] if split else buffer[slot, :, head, :, lane]
-        rows = values.reshape(self.block * self.geometry.page, lanes[1] - lanes[0])
-        return as_factor(rows, self.geometry.compute_dtype)
+        values = buffer[slot, :, :, row, lane] if geometry.tokens_first else buffer[slot, :, row, :, lane]
+        rows = values.reshape(self.block * geometry.page, lanes[1] - lanes[0])
+        return as_factor(rows, geometry.compute_dtype)
+
+    def _of_words(self, slot: Any, row: int) -> jax.Array:
+        """A row of every token from the words that hold it. Loads with strides are of 128 lanes."""
+        geometry = self.geometry
+        pack, parts = rows_per_word(geometry.key_dtype), geometry.key_row // LANES
+        stride = 2 * geometry.kv_heads // pack * parts
+        words = self._words("key", slot, (self.block * geometry.page * stride, LANES))
+        first = row // pack * parts
+        found = [numbers(words[first + i :: stride], geometry.key_dtype, row % pack) for i in range(parts)]
+        return found[0] if parts == 1 else jnp.concatenate(found, axis=1)
+
+    def _words(self, name: str, slot: Any, shape: tuple[int, int]) -> Any:
+        return words_of(self.refs[f"{name}_buffer"].at[slot], shape, self.options.interpret)
 
     def _copy(self, slot: Any, i: Any, stream: int, page: Any) -> Any:
         name = self.names[stream]

@@ -113,14 +113,21 @@ def in_lanes(rows: jax.Array) -> jax.Array:
 
 
 def live_keys(
-    geometry: Geometry, options: Options, first: Any, word: Any, keys: Any, lanes: int = 1
+    geometry: Geometry,
+    options: Options,
+    first: Any,
+    word: Any,
+    keys: Any,
+    lanes: int = 1,
+    order: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(positions of a block's keys, which of them exist), both [1, keys * lanes], each key `lanes` times in a row.
+    """(positions of a block's keys, which of them exist), both [1, keys * lanes], each key `lanes` times in a row, or in the
+    `order` of these numbers.
 
     Keys exist in a page that was fetched, within the sequence.
     """
     size = options.pages_per_block * geometry.page * lanes
-    column = lax.broadcasted_iota(jnp.int32, (1, size), 1)
+    column = lax.broadcasted_iota(jnp.int32, (1, size), 1) if order is None else order
     place = divided(column, lanes) + first * np.int32(geometry.page)
     slot = divided(column, geometry.page * lanes)
     fetched = (lax.shift_right_logical(jnp.full((1, size), word), slot) & 1) == 1

@@ -27,19 +27,18 @@ def written_shape(geometry: Geometry, name: str) -> tuple[int, ...]:
     shape, dtype = geometry.streams()[name]
     if name in _SCALES:
         return shape
-    if geometry.layout == "split":
+    if geometry.tokens_first:
         return 1, *shape[1:]
     kv_heads, page, row = shape
     tile = sublanes(dtype)
     return kv_heads, page if page % tile else tile, row
 
 
-def row_block(geometry: Geometry, name: str) -> tuple[int, int]:
-    """The form in which the kernel takes a token's own numbers: [kv_heads, row], scales so that they broadcast to a page's."""
-    shape, _ = geometry.streams()[name]
+def row_block(geometry: Geometry, name: str) -> tuple[int, ...]:
+    """The form in which the kernel takes a token's own numbers; scales so that they broadcast to a page's."""
     if name in _SCALES:
-        return (1, geometry.kv_heads) if geometry.layout == "split" else (geometry.kv_heads, LANES)
-    return geometry.kv_heads, shape[-1]
+        return (1, geometry.kv_heads) if geometry.tokens_first else (geometry.kv_heads, LANES)
+    return geometry.row_block(name)
 
 
 def write_scratch(geometry: Geometry) -> dict[str, Any]:
@@ -85,15 +84,15 @@ class Writer:
     def _merge(self, name: str, slot: Any, place: Any, at: Any) -> None:
         geometry, buffer = self.geometry, self.refs[f"{name}_buffer"]
         written, row = self.refs[f"{name}_written"], self.refs[f"{name}_row"][...]
-        if name not in _SCALES and geometry.layout == "split":
+        if name not in _SCALES and geometry.tokens_first:
             buffer[slot, place, at] = row
             written[self.half, 0] = row
             return
         index: tuple[Any, ...] = (slot, place)
         if name in _SCALES:
-            axis, spot = (0, at) if geometry.layout == "split" else (1, at)
+            axis, spot = (0, at) if geometry.tokens_first else (1, at)
             shape = written.shape[1:]
-            if geometry.layout != "split":
+            if not geometry.tokens_first:
                 row = jnp.tile(row, (1, -(-shape[1] // LANES)))[:, : shape[1]]
         else:
             axis, shape = 1, written.shape[1:]
@@ -119,8 +118,8 @@ class Writer:
             target = self.refs[f"{name}_pages"].at[page]
             if name not in _SCALES:
                 rows = written_shape(self.geometry, name)[1]
-                split = self.geometry.layout == "split"
-                target = target.at[pl.ds(at, 1)] if split else target.at[:, pl.ds(self._first(name, at), rows)]
+                whole = self.geometry.tokens_first
+                target = target.at[pl.ds(at, 1)] if whole else target.at[:, pl.ds(self._first(name, at), rows)]
             gone = self.refs["leaving"].at[half, stream]
             copies.append(pltpu.make_async_copy(self.refs[f"{name}_written"].at[half], target, gone))
         return copies
