@@ -97,8 +97,8 @@ def plan_model(options: ModelOptions) -> ModelPlans:
         if first is None or first.call.q_len is None:  # an image's layers have their own
             if kv_len is None:
                 kv_len = min(read.positions or _LONGEST, _LONGEST)
-                of = "" if read.positions is None else f"of max_position_embeddings={read.positions}; "
-                notes.append(f"{kv_len} tokens, {of}--q-len and --kv-len override it")
+                of = "" if read.positions is None else f", of max_position_embeddings={read.positions}"
+                notes.append(f"{kv_len} tokens{of}; --q-len and --kv-len override it")
             q_len = 1 if cached else kv_len
     model = ModelDeclaration.from_config(
         options.model,
