@@ -18,6 +18,10 @@ _LISTED_BY: dict[str, tuple[str, ...]] = {  # the keys that list the same for ea
 }
 
 
+# Their defaults declare nothing: no limit, float32, chunks that the result doesn't depend on.
+_SILENT = ("time_step_limit", "mamba_ssm_cache_dtype", "mamba_chunk_size", "block_size")
+
+
 def is_noted(key: str, fields: Mapping[str, Any]) -> bool:
     """Whether a note must mention a default that was used because the config doesn't have the key."""
     if key in ("sliding_window", "max_window_layers") and fields.get("use_sliding_window") is False:
@@ -28,7 +32,7 @@ def is_noted(key: str, fields: Mapping[str, Any]) -> bool:
         return False
     if "index_topk_blocks" in fields and key.startswith("index_") and INDEXED not in (fields["layer_types"] or ()):
         return False
-    return key != "max_position_embeddings" and fields[key] not in (None, False, 0)
+    return key not in ("max_position_embeddings", *_SILENT) and fields[key] not in (None, False, 0)
 
 
 def has_dims(fields: Mapping[str, Any]) -> bool:

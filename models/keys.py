@@ -135,7 +135,7 @@ SYNONYMS = {"torch_dtype": "dtype", "_sliding_window_pattern": "sliding_window_p
 OTHER: dict[str, tuple[str, ...]] = {
     "position embeddings: applied to the query and key before attention": (
         "rope_theta", "rope_local_base_freq", "local_rope_theta", "global_rope_theta", "partial_rotary_factor",
-        "rope_interleave", "original_max_position_embeddings", "learned_pos_emb",
+        "rope_interleave", "original_max_position_embeddings", "learned_pos_emb", "attn_rotary_emb",
         "rotary_dim", "swa_rope_theta", "indexer_rope_interleave",
         "initial_context_length", "type_vocab_size", "sinusoidal_pos_embds", "rope_scaling_factor", "rope_ntk_alpha",
     ),
@@ -154,7 +154,8 @@ OTHER: dict[str, tuple[str, ...]] = {
         "linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor", "time_step_min",
         "time_step_max", "time_step_floor", "time_step_rank", "mamba_dt_rank", "mamba_proj_bias", "mamba_rms_norm",
         "mamba_norm_before_gate", "ssm_in_multiplier", "ssm_out_multiplier", "ssm_multipliers", "rescale_prenorm_residual",
-        "residual_in_fp32", "mamba_dt_max", "mamba_dt_init_floor", "mamba_use_mlp", "conv_dim", "conv_dim_out",
+        "residual_in_fp32", "mamba_dt_max", "mamba_dt_init_floor", "mamba_use_mlp",
+        "mamba_inner_layernorms", "norm_before_gate", "rms_norm", "conv_dim", "conv_dim_out",
         "conv_use_xavier_init",
     ),
     "other dropouts": (

@@ -149,6 +149,7 @@ LINEAR_FAMILIES: dict[str, Family] = {
         | TYPES
         | {"full_attn_idxs": None, "conv_L_cache": 3, "conv_bias": False},
         _lfm_kinds,
+        names={"num_heads": "num_attention_heads"},
         prepare=_lfm,
         own_kinds=(CONV,),
     ),

@@ -191,7 +191,7 @@ MAMBA_FAMILIES: dict[str, Family] = {
         NAMED
         | {"mamba_num_heads": "mamba_n_heads", "mamba_head_dim": "mamba_d_head", "n_groups": "mamba_n_groups",
            "ssm_state_size": "mamba_d_state", "conv_kernel": "mamba_d_conv", "chunk_size": "mamba_chunk_size",
-           "use_conv_bias": "mamba_conv_bias", "mamba_dt_min": "time_step_min"},
+           "use_conv_bias": "mamba_conv_bias", "mamba_dt_min": "time_step_min", "attention_head_dim": "head_dim"},
         _nemotron,
         ("expand", "mamba_expand"),
     ),

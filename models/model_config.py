@@ -272,8 +272,8 @@ def _quiet(key: str, value: Any, data: Mapping[str, Any], rules: Family) -> bool
         return True
     renamed = {meant: data[name] for name, meant in rules.names.items() if name in data}
     fields = dict(rules.defaults) | dict(data) | renamed
-    heads = fields["num_attention_heads"]
-    if key == "num_key_value_heads":
+    heads = fields.get("num_attention_heads")
+    if key == "num_key_value_heads" and heads is not None:
         return bool(value == heads)
     if key == "head_dim" and isinstance(value, int) and isinstance(heads, int):
         return bool(value * heads == fields["hidden_size"])

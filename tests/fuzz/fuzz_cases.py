@@ -295,9 +295,10 @@ def model_case(random: Random) -> tuple[Any, Callable[[], None]]:
         model = ModelDeclaration.from_config(data, **options)
         if f"zz_{added}" in data:
             assert any("zz_" in note for note in model.notes), "a key that nobody reads, without a note"
-        for layer in model.distinct[:2]:
-            declaration = Declaration.from_json(layer.declaration.to_json())
-            assert declaration == layer.declaration
+        assert model.cache_bytes(512) >= 0
+        for own in [own for layer in model.distinct[:2] for own in layer.declarations.values()]:
+            declaration = Declaration.from_json(own.to_json())
+            assert declaration == own
             operation = OperationRegistry.get(declaration.operation)(declaration.operation_metadata())
             operation.plan(**declaration.call_arguments(declaration.shapes())).explain()
 

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hybrid_models import HYBRIDS
 from hybrid_probe import CASES, LENGTH, TRUTH, layers_of
 
 from attnops import Attention, Declaration, ModelDeclaration
 from attnops.errors import ConfigError
 from attnops.models.families import FAMILIES
 
+MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
 RECORD = json.loads(TRUTH.read_text())["cases"]
 IDS = [f"{number}-{case['config']['model_type']}" for number, case in enumerate(RECORD)]
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -176,6 +178,17 @@ def test_the_record_is_what_transformers_does(model_type: str, said: dict[str, A
     pytest.importorskip("transformers", reason="transformers is not installed")
     (case,) = [case for case in RECORD if case["config"] == {"model_type": model_type} | said]
     assert json.loads(json.dumps(layers_of(model_type, said))) == case["layers"]
+
+
+# -- published models --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(HYBRIDS))
+def test_published_models(name: str) -> None:
+    """Layers as cards and configs describe them; no key is told as one that attnops doesn't know."""
+    model = ModelDeclaration.from_config(MODELS / f"{name}.json", batch=2, q_len=4096)
+    assert {layer.kind: list(layer.layers) for layer in model.distinct} == HYBRIDS[name]
+    assert not {"model.unknown_keys", "model.defaults"} & _codes(model)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -344,6 +357,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (MAMBA | {"time_step_limit": [1.0, 0.5]}, "time_step_limit="),
     (MAMBA | {"time_step_limit": 3}, "time_step_limit=3"),
     (MAMBA | {"n_groups": 3}, "mamba_n_heads=8 is not a multiple of mamba_n_groups=3"),
+    (MAMBA | {"num_key_value_heads": 4}, "don't read num_key_value_heads"),
     (MAMBA | {"num_attention_heads": 4}, "don't read num_attention_heads"),
     (GRANITE | {"mamba_n_heads": 48}, "mamba_n_heads=48"),
     (GRANITE | {"model_type": "zamba2", "kv_channels": 3}, "kv_channels isn't 16"),

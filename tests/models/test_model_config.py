@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hybrid_models import HYBRIDS
 from layered_models import LAYERED
 
 from attnops import (
@@ -135,7 +136,7 @@ def test_well_known_models(name: str) -> None:
 
 
 def test_every_config_here_is_in_the_table() -> None:
-    assert {path.stem for path in MODELS.glob("*.json")} == {*PUBLISHED, *LAYERED}
+    assert {path.stem for path in MODELS.glob("*.json")} == {*PUBLISHED, *LAYERED, *HYBRIDS}
 
 
 @pytest.mark.parametrize(
