@@ -196,12 +196,12 @@ class ModelDeclaration:
         return self.layers[number]
 
     def write(self, folder: str | Path) -> tuple[Path, ...]:
-        """Write one declaration file per distinct layer, named by its kind. Errors: ConfigError."""
+        """Write the declarations of each distinct layer, one file each, named by its kind. Errors: ConfigError."""
         return write_layers(self.distinct, folder)
 
 
 def write_layers(layers: Sequence[LayerDeclaration], folder: str | Path) -> tuple[Path, ...]:
-    """Write the declaration of each of these layers, named by its kind. Errors: ConfigError."""
+    """Write the declarations of each of these layers, one file each, named by its kind. Errors: ConfigError."""
     folder, paths = Path(folder), []
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CASES", "LENGTH", "TRUTH", "layers_of"]
+__all__ = ["CASES", "LENGTH", "TRUTH", "config_of", "layers_of"]
 
 TRUTH = Path(__file__).parents[1] / "data" / "hybrid_truth.json"
 LENGTH = 6
@@ -76,15 +76,21 @@ _DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 _SCANS = ("mamba2_chunk_scan", "mamba_selective_scan")
 
 
+def config_of(model_type: str, said: dict[str, Any]) -> Any:
+    """The config object of transformers."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(model_type, **copy.deepcopy(_REST_OF.get(model_type, _REST) | said))
+
+
 def layers_of(model_type: str, said: dict[str, Any]) -> list[dict[str, Any]]:
     """What each layer keeps after a prompt, without the batch, and what it passed to its operation."""
     import torch
-    from transformers import AttentionInterface, AutoConfig, AutoModel
+    from transformers import AttentionInterface, AutoModel
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
     torch.manual_seed(0)
-    rest = _REST_OF.get(model_type, _REST)
-    config = AutoConfig.for_model(model_type, **copy.deepcopy(rest | said))
+    config = config_of(model_type, said)
     passed: list[dict[str, Any]] = []
     attended: list[dict[str, Any]] = []
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hybrid_models import HYBRIDS
-from hybrid_probe import CASES, LENGTH, TRUTH, layers_of
+from hybrid_probe import CASES, LENGTH, TRUTH, config_of, layers_of
 
-from attnops import Attention, Declaration, ModelDeclaration
-from attnops.errors import ConfigError
+from attnops import Attention, Declaration, ModelDeclaration, OperationMetadata
+from attnops.errors import ConfigError, ConfigWarning
 from attnops.models.families import FAMILIES
 
 MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
@@ -178,6 +178,24 @@ def test_the_record_is_what_transformers_does(model_type: str, said: dict[str, A
     pytest.importorskip("transformers", reason="transformers is not installed")
     (case,) = [case for case in RECORD if case["config"] == {"model_type": model_type} | said]
     assert json.loads(json.dumps(layers_of(model_type, said))) == case["layers"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "said"), CASES, ids=IDS)
+def test_objects_of_transformers_and_their_dicts(model_type: str, said: dict[str, Any]) -> None:
+    """A config object, its dict and its file's text mean the same as the few fields that were said."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    config = config_of(model_type, said)
+    wanted = ModelDeclaration.from_config({"model_type": model_type} | said, q_len=LENGTH, dtype="float32").distinct
+    for form in (config, config.to_dict(), json.loads(config.to_json_string(use_diff=False))):
+        found = ModelDeclaration.from_config(form, q_len=LENGTH, dtype="float32")
+        assert found.distinct == wanted
+        assert not {"model.unknown_keys", "model.defaults"} & _codes(found)
+
+
+def test_metadata_leaves_states_out() -> None:
+    with pytest.warns(ConfigWarning, match="1 of 2 layers are mamba2"):
+        OperationMetadata.from_config(GRANITE | {"layer_types": ["mamba", "attention"]})
 
 
 # -- published models --------------------------------------------------------------------------------------------------
