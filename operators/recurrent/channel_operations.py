@@ -152,6 +152,7 @@ class CausalConv1d(RecurrentOperation):
     operands = CONVOLUTION
     results = RESULTS_OF_CONVOLUTION
     options: ClassVar[Mapping[str, type]] = {"activation": str}
+    values: ClassVar[Mapping[str, tuple[str, ...]]] = {"activation": ("silu",)}
     forward_native = RecurrentOnXla(convolution, _TOKENS | {"bias"})
 
     def __call__(self, x: CallArray, weight: CallArray, **call: Unpack[ConvolutionArguments]) -> RecurrentOutput:

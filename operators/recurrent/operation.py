@@ -46,6 +46,8 @@ class RecurrentOperation(DeclaredOperation):
     results: ClassVar[tuple[Operand, ...]]
     # The static arguments of a call besides mode and layout, and their types. The config has fields of the same names.
     options: ClassVar[Mapping[str, type]] = {}
+    # What each option of type str may be.
+    values: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @classmethod
     def passed_numbers(cls, size: Mapping[str, int], devices: int) -> int:
@@ -150,6 +152,8 @@ class RecurrentOperation(DeclaredOperation):
             raise InputTypeError(f"{name}={shown(value)}; wanted a {kind.__name__}.")
         if kind is float and not (np.isfinite(value) and value > 0):
             raise InputError(f"{name}={shown(value)}; wanted a finite number above 0.")
+        if kind is str and value not in (known := self.values[name]):
+            raise InputError(f"{name}={shown(value)}; wanted {' or '.join(map(repr, known))}." + nearest(value, known))
         return kind(value)
 
     @classmethod

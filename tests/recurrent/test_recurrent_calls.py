@@ -172,6 +172,7 @@ Broken = Callable[[dict[str, Any]], Any]
         ("kda", {"value": None}, InputTypeError, "no value"),
         ("simple_gla", {"beta": np.zeros((2, 20, 4), np.float32)}, InputTypeError, "unknown argument 'beta'"),
         ("causal_conv1d", {"weight": np.zeros((1, 24), np.float32)}, InputError, "width 1"),
+        ("causal_conv1d", {"activation": "relu"}, InputError, "activation='relu'"),
     ],
 )
 def test_wrong_calls_are_refused(kind: str, change: dict[str, Any], error: type[Exception], names: str) -> None:
