@@ -182,6 +182,11 @@ class RecurrentOperation(DeclaredOperation):
         decided: Any = program.plan
         problem, mesh, placement = decided.problem, program.mesh, decided.placement
         arrays = {name: self._standard(name, x, problem.layout) for name, x in arrays.items()}
+        if mesh is not None and "segment_ids" in arrays and not placement.manual:
+            # Each id is compared with the one before it, on an Explicit axis too: all tokens of a row on each device.
+            arrays["segment_ids"] = pin(
+                arrays["segment_ids"], PartitionSpec(placement.axes("segment_ids", "batch")), mesh
+            )
         over = placement.over if placement.strategy == "state" else ()
         by_caller = over if placement.manual else ()
         arrays |= documents(arrays, over, by_caller, problem.size["batch"], problem.size["q_len"])

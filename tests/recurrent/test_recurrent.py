@@ -148,3 +148,17 @@ def test_on_meshes(kind: str, axes: dict[str, int], given: str) -> None:
     close(output.attention_outputs, wanted.outputs)
     close(output.state, wanted.state)
     assert output.plan.placement.strategy == ("state" if "sp" in axes else "")
+
+
+@pytest.mark.parametrize("kind", ["causal_conv1d", pytest.param("gated_delta_rule", marks=pytest.mark.slow)])
+def test_segment_ids_may_be_split_along_an_explicit_axis(kind: str) -> None:
+    axes = ("dp", "sp")
+    mesh = jax.make_mesh((2, 2), axes, (jax.sharding.AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    call = call_of(kind, tokens=16, segments=True)
+    ids = jax.device_put(call["segment_ids"], jax.NamedSharding(mesh, jax.P(*axes)))
+    metadata = OperationMetadata(mesh=mesh, sequence_parallel="state")
+    with jax.set_mesh(mesh):
+        output = jax.jit(lambda ids: run(kind, call | {"segment_ids": ids}, metadata))(ids)
+    wanted = expected(kind, call)
+    close(output.attention_outputs, wanted.outputs)
+    close(output.state, wanted.state)
