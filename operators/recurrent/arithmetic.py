@@ -125,7 +125,7 @@ def delta_rule(call: RecurrentCall) -> Results:
 def linear(call: RecurrentCall) -> Results:
     """Linear attention with decay."""
     config: LinearConfig = call.config
-    query, key = call.arrays["query"], call.only_valid("key")
+    query, key = call.arrays["query"], call.arrays["key"]
     if call.problem.option.get("normalise_qk"):
         query, key = (_normalised(x, config.normalise_eps) for x in (query, key))
     value = call.arrays["value"]
@@ -185,7 +185,7 @@ def mamba1(call: RecurrentCall) -> Results:
 
 def convolution(call: RecurrentCall) -> Results:
     """A causal convolution; of a split sequence, each device has its left neighbour's last tokens."""
-    x, weight = call.only_valid("x"), call.arrays["weight"]
+    x, weight = call.arrays["x"], call.arrays["weight"]
     kept, (batch, tokens, channels) = weight.shape[0] - 1, x.shape
     given = call.arrays.get("initial_state")
     history = jnp.zeros((batch, kept, channels), x.dtype) if given is None else given.astype(x.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from ...errors import InputError
@@ -14,6 +15,8 @@ from ...registry import OperationMetadata
 from ..call.arrays import is_array
 
 __all__ = ["check_values", "unread_fields"]
+
+_COPIED = 1 << 16  # numbers of a device's array that are copied to the host for a check
 
 
 def unread_fields(metadata: OperationMetadata) -> list[str]:
@@ -25,30 +28,43 @@ def unread_fields(metadata: OperationMetadata) -> list[str]:
     return changed + [name for name in policy if getattr(metadata.policy, name) != getattr(default, name)]
 
 
-def check_values(arrays: Mapping[str, Any], sizes: Mapping[str, int], gate: str, beta: str, beta_max: float) -> None:
-    """Refuse values that the host has and that can't be meant. Errors: InputError with the array and its number."""
+def check_values(
+    arrays: Mapping[str, Any], sizes: Mapping[str, int], gate: str, beta: str, beta_max: float, *, steps: bool = False
+) -> None:
+    """Refuse values that the host has and that can't be meant. steps: whether dt counts as it is given. Errors: InputError with
+    the array and its number."""
 
-    def known(name: str) -> np.ndarray | None:
+    def known(name: str) -> tuple[float, float] | None:
+        """The least and the greatest value, NaN if it has one; None if the host doesn't know them."""
         x = arrays.get(name)
-        values = known_values(x) if x is not None and is_array(x) else None
-        return None if values is None or not values.size else values.astype(np.float64)
+        if x is None or not is_array(x) or (isinstance(x, jax.Array) and x.size > _COPIED):
+            return None
+        values = known_values(x)
+        if values is not None and "lengths" in arrays:
+            values = values[~np.isnan(values)]  # tokens that don't count may hold NaN
+        return None if values is None or not values.size else (float(values.min()), float(values.max()))
 
     decay = known("decay") if gate == "log_decay" else None
-    if decay is not None and not decay.max() <= 0:
+    if decay is not None and not decay[1] <= 0:
         raise InputError(
-            f"decay holds {decay.max():g}; wanted log decays, at most 0. A model's raw gate is declared by gate='raw'."
+            f"decay holds {decay[1]:g}; wanted log decays, at most 0. A model's raw gate is declared by gate='raw'."
         )
     strength = known("beta") if beta == "value" else None
-    if strength is not None and not (strength.min() >= 0 and strength.max() <= beta_max):
-        worst = strength.min() if not strength.min() >= 0 else strength.max()
+    if strength is not None and not (strength[0] >= 0 and strength[1] <= beta_max):
+        worst = strength[0] if not strength[0] >= 0 else strength[1]
         raise InputError(
             f"beta holds {worst:g}; wanted 0 to {beta_max:g}. Declare beta_max=2 for a model whose betas go up to 2, or "
             "beta_form='sigmoid' for what a model projects."
         )
     rate = known("A")
-    if rate is not None and not rate.max() <= 0:
-        raise InputError(f"A holds {rate.max():g}; wanted rates of decay, at most 0: -exp(A_log) of a checkpoint.")
+    if rate is not None and not rate[1] <= 0:
+        raise InputError(f"A holds {rate[1]:g}; wanted rates of decay, at most 0: -exp(A_log) of a checkpoint.")
+    step = known("dt") if steps and "dt_bias" not in arrays else None
+    if step is not None and not step[0] >= 0:
+        raise InputError(
+            f"dt holds {step[0]:g}; wanted steps of at least 0. Declare dt_softplus=True for what a model projects."
+        )
     lengths = known("lengths")
-    if lengths is not None and not (lengths.min() >= 0 and lengths.max() <= sizes["q_len"]):
-        worst = lengths.min() if lengths.min() < 0 else lengths.max()
+    if lengths is not None and not (lengths[0] >= 0 and lengths[1] <= sizes["q_len"]):
+        worst = lengths[0] if lengths[0] < 0 else lengths[1]
         raise InputError(f"lengths holds {worst:g}; wanted 0 to {sizes['q_len']}, the tokens of the call.")

@@ -20,9 +20,9 @@ __all__ = ["Affine", "RecurrentCall", "passed_on"]
 class RecurrentCall:
     """One device's part of a call.
 
-    arrays: by name, [batch, tokens, heads, ...] whatever the caller's layout. document int32 [batch, tokens], or None: which
-    one a token is of, 0 for that of the state before the device's tokens. valid bool [batch, tokens], or None if all tokens
-    count. over: the mesh axes that split the sequence, () if the device has all of it."""
+    arrays: by name, [batch, tokens, heads, ...] whatever the caller's layout, 0 for tokens that don't count. document int32
+    [batch, tokens], or None: which one a token is of, 0 for that of the state before the device's tokens. valid bool [batch,
+    tokens], or None if all tokens count. over: the mesh axes that split the sequence, () if the device has all of it."""
 
     arrays: dict[str, jax.Array]
     document: jax.Array | None
@@ -30,11 +30,6 @@ class RecurrentCall:
     problem: TableProblem
     config: Any
     over: tuple[str, ...] = ()
-
-    def only_valid(self, name: str) -> jax.Array:
-        """An array of tokens with 0 for those that don't count."""
-        x = self.arrays[name]
-        return x if self.valid is None else jnp.where(self.valid.reshape(*self.valid.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
 class Affine(NamedTuple):

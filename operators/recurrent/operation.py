@@ -173,7 +173,8 @@ class RecurrentOperation(DeclaredOperation):
             raise InputError(f"{', '.join(unread)}: read for gate='raw' only; declare that, or leave it out.")
         if "beta" in self.operands and beta == "sigmoid" and "beta" not in arrays:
             raise InputError(f"beta_form='sigmoid' of {self.name} needs beta, what the model projects.")
-        check_values(arrays, sizes, gate, beta, getattr(config, "beta_max", 1.0))
+        steps = not getattr(config, "dt_softplus", False) and getattr(config, "dt_min", None) is None
+        check_values(arrays, sizes, gate, beta, getattr(config, "beta_max", 1.0), steps=steps)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -227,10 +228,22 @@ class RecurrentOperation(DeclaredOperation):
 
     def _local(self, decided: Any, arrays: dict[str, jax.Array], over: tuple[str, ...]) -> Results:
         document, valid = arrays.get("document"), arrays.get("valid")
+        if valid is not None:
+            arrays = {name: self._zeroed(name, x, valid) for name, x in arrays.items()}
         relative = None if document is None else document - arrays["previous"][:, :1]
         call = RecurrentCall(arrays, relative, valid, decided.problem, decided.config, over)
         results: Results = self.forward(decided.method, decided.problem.config)(call)
         return results
+
+    def _zeroed(self, name: str, x: jax.Array, valid: jax.Array) -> jax.Array:
+        """An array with 0 for tokens that don't count, as these may hold anything, also NaN, of which 0 times is NaN."""
+        if (
+            name not in self.operands
+            or self.operands[name].dtype == "integers"
+            or "q_len" not in self._dims(name, x.ndim)
+        ):
+            return x
+        return jnp.where(valid.reshape(*valid.shape, *[1] * (x.ndim - 2)), x, 0)
 
     def _dims(self, name: str, ndim: int) -> tuple[str, ...]:
         """The dims of an array in the layout of implementations."""

@@ -162,3 +162,26 @@ def test_segment_ids_may_be_split_along_an_explicit_axis(kind: str) -> None:
     wanted = expected(kind, call)
     close(output.attention_outputs, wanted.outputs)
     close(output.state, wanted.state)
+
+
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(x, marks=pytest.mark.slow) for x in KINDS[2:6]), *KINDS[:2], *KINDS[6:]]
+)
+def test_tokens_beyond_lengths_may_hold_anything(kind: str) -> None:
+    call = call_of(kind, tokens=12, lengths=True)
+    wanted, counts = expected(kind, call), np.arange(12)[None] < call["lengths"][:, None]
+    for name, x in call.items():
+        if x.dtype == np.float32 and x.shape[:2] == counts.shape:
+            call[name] = np.where(counts.reshape(2, 12, *[1] * (x.ndim - 2)), x, np.nan)
+    floats = {name: x for name, x in call.items() if x.dtype == np.float32}
+
+    @jax.jit
+    def loss(floats: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        output = run(kind, {**call, **floats})
+        return jnp.sum(output.attention_outputs) + jnp.sum(output.state), output
+
+    (_, output), gradients = jax.value_and_grad(loss, has_aux=True)(floats)
+    run(kind, call)  # nor are such tokens refused
+    close(output.attention_outputs, wanted.outputs)
+    close(output.state, wanted.state)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
