@@ -94,6 +94,12 @@ class Mamba2Config(RecurrentConfig):
     dt_min: float | None = Field(None, ge=0, allow_inf_nan=False)
     dt_max: float | None = Field(None, gt=0, allow_inf_nan=False)
 
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.dt_min is not None and self.dt_max is not None and self.dt_min > self.dt_max:
+            raise ValueError(f"dt_min={self.dt_min:g} is above dt_max={self.dt_max:g}")
+        return self
+
 
 class Mamba1Config(RecurrentConfig):
     """dt_softplus: whether dt is what the model projects, and softplus(dt + dt_bias) counts."""

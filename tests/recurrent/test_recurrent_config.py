@@ -10,7 +10,7 @@ import pytest
 from recurrent_inputs import call_of
 
 import attnops.operators.recurrent as recurrent
-from attnops import OperationMetadata, OperationRegistry
+from attnops import ConfigError, OperationMetadata, OperationRegistry
 from attnops.verify.recurrent_of_call import recurrent_reference
 
 COMMON = {"operation", "schema_version"}
@@ -84,3 +84,8 @@ def test_a_field_means_what_the_reference_says(name: str, field: str) -> None:
     for result in ("attention_outputs", "state"):
         size = np.abs(wanted[result]).max()
         np.testing.assert_allclose(getattr(output, result), wanted[result], rtol=0, atol=2e-5 * size)
+
+
+def test_steps_have_a_range() -> None:
+    with pytest.raises(ConfigError, match=r"dt_min=0.5 is above dt_max=0.1"):
+        _operation("mamba2", {"dt_min": 0.5, "dt_max": 0.1})
