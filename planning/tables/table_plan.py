@@ -111,7 +111,9 @@ def fitted_tensors(problem: TableProblem) -> tuple[FittedSpec, ...]:
     for x in (*problem.operands, *problem.results):
         shape = TensorShape(x.shape, jnp.dtype(x.dtype).itemsize)
         spec = PartitionSpec() if x.declared is None else x.declared
-        tensors.append(fit_tensor(x.name, spec, shape, x.operand.dims_in(problem.layout), problem.mesh))
+        options = (x.operand.dims_in(problem.layout), *x.operand.also)
+        dims = next(dims for dims in options if len(dims) == len(x.shape))
+        tensors.append(fit_tensor(x.name, spec, shape, dims, problem.mesh))
     return tuple(tensors)
 
 

@@ -278,3 +278,14 @@ def test_a_manual_axis_of_the_sequence_is_told(kind: str) -> None:
     out = jax.shard_map(rows, mesh=devices, in_specs=(spec,), out_specs=jax.sharding.PartitionSpec("sp"))
     np.testing.assert_allclose(jax.jit(out)(call), expected(kind, call).outputs, rtol=0, atol=1e-4)
     assert codes == ["recurrent.manual"]
+
+
+def test_decays_by_head_alone_are_counted() -> None:
+    """A decay [heads] has one dim, though the table's first has three."""
+    call = {name: x for name, x in call_of("lightning", batch=1, tokens=32).items() if name != "initial_state"}
+    operation = of("lightning")
+    plan = operation.plan(**call)
+    (decay,) = (x for x in plan.tensors if x.tensor == "decay")
+    assert decay.dims == ("heads",)
+    # products of 32 tokens with 32 keys of 8 numbers and values of 6, and with a state of 8 x 6, twice, for 4 heads
+    assert type(operation).flops(plan) == 32 * 2 * 4 * (64 * (8 + 6) + 2 * 8 * 6)
