@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..sharding import ATTENTION
 from .operation_config import OperationConfig
 from .placement import Placement
-from .problem import AttentionProblem
+from .problem import AttentionProblem, Problem
 from .route import Route
 
 __all__ = [
@@ -70,7 +70,7 @@ class Reason(NamedTuple):
 @dataclass(frozen=True)
 class Rule:
     """A condition that a problem must meet. `message` and `hint` are formatted with p=problem and c=config; a message may also
-    be a function of the two.
+    be a function of the two. The problem is of the class that the operation plans.
 
     `test` is pure and returns True if the problem meets the condition. `routes`: if it fails, another method is better for
     such a problem, so using that one is dispatch, not a fallback.
@@ -78,12 +78,12 @@ class Rule:
 
     code: str
     field: str
-    test: Callable[[AttentionProblem, OperationConfig], bool]
-    message: str | Callable[[AttentionProblem, OperationConfig], str]
+    test: Callable[[Any, OperationConfig], bool]
+    message: str | Callable[[Any, OperationConfig], str]
     hint: str
     routes: bool = False
 
-    def check(self, problem: AttentionProblem, config: OperationConfig) -> Reason | None:
+    def check(self, problem: Problem, config: OperationConfig) -> Reason | None:
         """Return the reason if this problem breaks the rule, else None."""
         if self.test(problem, config):
             return None

@@ -236,6 +236,8 @@ NOTES = _kinds(
     ("recurrent.repeated_keys", "partition_axis",
      "the mesh splits heads further than the heads of queries and keys: these are repeated for each head, then split over "
      "{axes:plus}"),
+    ("recurrent.gradient_on_xla", "implementation",
+     "the kernel is of the forward pass; the gradient is made on XLA, which computes that pass again", "info"),
     # -- steps over pages
     ("paged.merged", "cache.page_sequence_axis",
      "each device attends to its own pages, and outputs are merged by their lse over {axes:plus}: all-reduces of {size:bytes}, "

@@ -168,7 +168,7 @@ class StepOperation(DeclaredOperation):
         reasons = step_reasons(problem, method, runs.capability.consumes, cls.name, cls.cache_layout)
         reasons += runs.reasons(problem) if isinstance(runs, PagedImplementation) else ()
         rules = runs.capability.rules
-        reasons += [r for rule in rules if (r := rule.check(problem, problem.config)) is not None]  # type: ignore[arg-type]
+        reasons += [r for rule in rules if (r := rule.check(problem, problem.config)) is not None]
         return tuple(reasons)
 
 

@@ -11,7 +11,6 @@ from jax import lax
 
 from .config import DeltaRuleConfig, LinearConfig
 from .kernel.convolution import causal_conv, last_tokens
-from .kernel.linear import chunked
 from .kernel.selective_scan import selective_scan
 from .local import Affine, RecurrentCall, passed_on
 
@@ -53,7 +52,7 @@ def _recurrence(
     if call.over:
         start = jnp.zeros((batch, heads, dim, value_dim), jnp.float32) if initial is None else _float(initial)
         initial, after = _passed(call, arrays, by_head, start, size)
-    run = functools.partial(chunked, scale=scale, chunk_size=size)
+    run = functools.partial(call.chunked, scale=scale, chunk_size=size)
     outputs, state = run(arrays[0], arrays[1], arrays[2], arrays[3], by_head, initial, call.document)
     return jnp.moveaxis(outputs, 1, 2), state if after is None else after
 
@@ -65,7 +64,7 @@ def _passed(
     for the delta rule each unit vector beside it, whose values are 0."""
     query, key, value, decay = arrays
     value_dim, dim = value.shape[3], key.shape[3]
-    run = functools.partial(chunked, scale=1.0, chunk_size=size)
+    run = functools.partial(call.chunked, scale=1.0, chunk_size=size)
     if beta is None:
         _, constant = run(query, key, value, decay, None, None, call.document)
         kept = jnp.exp(jnp.sum(_float(decay), 2))[..., None]

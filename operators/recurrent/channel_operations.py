@@ -21,6 +21,7 @@ from .config import CausalConv1dConfig, Mamba1Config, Mamba2Config, MambaConfig,
 from .implementations import RecurrentOnXla
 from .operation import RecurrentOperation
 from .output import RecurrentOutput
+from .tpu import RecurrentOnTpu
 
 __all__ = ["CausalConv1d", "ConvolutionArguments", "Mamba", "Mamba1", "Mamba2", "MambaArguments", "Ssm1", "Ssm2"]
 
@@ -77,6 +78,7 @@ class Mamba2(_Mamba):
     config = Mamba2Config
     operands = MAMBA2
     results = RESULTS_OF_HEADS
+    forward_tpu = RecurrentOnTpu(mamba2, _TOKENS | {"D", "dt_bias"})
     forward_native = RecurrentOnXla(mamba2, _TOKENS | {"D", "dt_bias"})
 
     @classmethod

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, model_validator
 
 from ...planning import OperationConfig
 
 __all__ = [
     "CausalConv1dConfig", "DeltaRuleConfig", "GatedDeltaRuleConfig", "GdrConfig", "GlaConfig", "KdaConfig",
-    "KernelDeltaAttentionConfig", "LightningConfig", "LinearConfig", "Mamba1Config", "Mamba2Config", "MambaConfig",
-    "RecurrentConfig", "RetentionConfig", "SimpleGlaConfig", "Ssm1Config", "Ssm2Config",
+    "KernelConfig", "KernelDeltaAttentionConfig", "LightningConfig", "LinearConfig", "Mamba1Config", "Mamba2Config",
+    "MambaConfig", "RecurrentConfig", "RetentionConfig", "SimpleGlaConfig", "Ssm1Config", "Ssm2Config",
 ]  # fmt: skip
 
 
@@ -31,7 +31,13 @@ class RecurrentConfig(OperationConfig):
         return self
 
 
-class LinearConfig(RecurrentConfig):
+class KernelConfig(RecurrentConfig):
+    """interpret: run the TPU kernel in Pallas' interpreter, on any platform; for tests."""
+
+    interpret: StrictBool = False
+
+
+class LinearConfig(KernelConfig):
     """scale: of the queries; if None, head_dim ** -0.5. normalise_qk: whether queries and keys are divided by their norms here,
     with normalise_eps under the root; a call may say it instead."""
 
@@ -85,7 +91,7 @@ class RetentionConfig(LinearConfig):
     operation: Literal["retention"] = "retention"
 
 
-class Mamba2Config(RecurrentConfig):
+class Mamba2Config(KernelConfig):
     """dt_softplus: whether dt is what the model projects, and softplus(dt + dt_bias) counts. dt_min, dt_max: it is clipped to
     them."""
 

@@ -9,10 +9,10 @@ from ...planning import Implementation, OperationConfig, Tolerance, declares
 from .arithmetic import Results
 from .local import RecurrentCall
 
-__all__ = ["RecurrentOnXla"]
+__all__ = ["CHUNK", "TOLERANCE", "RecurrentOnXla"]
 
-_CHUNK = 64
-_TOLERANCE = {
+CHUNK = 64
+TOLERANCE = {
     "float32": Tolerance(2e-5, 1e-4),
     "bfloat16": Tolerance(2e-2, 5e-2),
     "float16": Tolerance(4e-3, 2e-2),
@@ -26,7 +26,7 @@ class RecurrentOnXla(Implementation[OperationConfig]):
 
     def __init__(self, compute: Callable[[RecurrentCall], Results], operands: frozenset[str]) -> None:
         self.compute = compute
-        self.capability = declares(consumes=frozenset(), tolerance=_TOLERANCE, operands=operands)
+        self.capability = declares(consumes=frozenset(), tolerance=TOLERANCE, operands=operands)
 
     def __call__(self, call: RecurrentCall) -> Results:
         """Run one device's part of a call."""
@@ -37,5 +37,5 @@ class RecurrentOnXla(Implementation[OperationConfig]):
         del placement
         config: OperationConfig = problem.config
         if getattr(config, "chunk_size", 0) is None:  # of a config that has it
-            config = config.with_fields({"chunk_size": _CHUNK})
+            config = config.with_fields({"chunk_size": CHUNK})
         return config

@@ -30,12 +30,14 @@ from .config import (
 from .implementations import RecurrentOnXla
 from .operation import RecurrentOperation
 from .output import RecurrentOutput
+from .tpu import RecurrentOnTpu
 
 __all__ = [
     "GatedDeltaRule", "Gdr", "Gla", "Kda", "KernelDeltaAttention", "Lightning", "LinearArguments", "Retention", "SimpleGla",
 ]  # fmt: skip
 
 _TOKENS = frozenset({"initial_state", "segment_ids", "lengths"})
+_DELTA = _TOKENS | {"decay", "beta", "A_log", "dt_bias"}
 
 
 class LinearArguments(TypedDict, total=False):
@@ -107,7 +109,8 @@ class GatedDeltaRule(_Linear):
     config = GatedDeltaRuleConfig
     operands = DELTA_HEAD
     passes = "matrix"
-    forward_native = RecurrentOnXla(delta_rule, _TOKENS | {"decay", "beta", "A_log", "dt_bias"})
+    forward_tpu = RecurrentOnTpu(delta_rule, _DELTA)
+    forward_native = RecurrentOnXla(delta_rule, _DELTA)
 
 
 class Kda(_Linear):
@@ -117,7 +120,8 @@ class Kda(_Linear):
     config = KdaConfig
     operands = DELTA_CHANNEL
     passes = "matrix"
-    forward_native = RecurrentOnXla(delta_rule, _TOKENS | {"decay", "beta", "A_log", "dt_bias"})
+    forward_tpu = RecurrentOnTpu(delta_rule, _DELTA, by_channel=True)
+    forward_native = RecurrentOnXla(delta_rule, _DELTA)
 
 
 class Gla(_Linear):
@@ -127,10 +131,12 @@ class Gla(_Linear):
     config = GlaConfig
     operands = CHANNEL_DECAY
     passes = "channel"
+    forward_tpu = RecurrentOnTpu(linear, _TOKENS | {"decay"}, by_channel=True)
     forward_native = RecurrentOnXla(linear, _TOKENS | {"decay"})
 
 
 _BY_HEAD = RecurrentOnXla(linear, _TOKENS | {"decay"})
+_BY_HEAD_ON_TPU = RecurrentOnTpu(linear, _TOKENS | {"decay"})
 
 
 class SimpleGla(_Linear):
@@ -139,6 +145,7 @@ class SimpleGla(_Linear):
     name = "simple_gla"
     config = SimpleGlaConfig
     operands = HEAD_DECAY
+    forward_tpu = _BY_HEAD_ON_TPU
     forward_native = _BY_HEAD
 
 
@@ -146,6 +153,7 @@ class _FixedDecay(_Linear):
     """Linear attention whose heads each have one log decay, the family's own unless a call gives others [heads]."""
 
     operands = HEAD_DECAY
+    forward_tpu = _BY_HEAD_ON_TPU
     forward_native = _BY_HEAD
 
     @classmethod

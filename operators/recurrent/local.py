@@ -12,6 +12,7 @@ from jax import lax
 
 from ...planning.tables.table_problem import TableProblem
 from ..kernels.varying import alike
+from .kernel.linear import chunked
 
 __all__ = ["Affine", "RecurrentCall", "passed_on"]
 
@@ -22,7 +23,8 @@ class RecurrentCall:
 
     arrays: by name, [batch, tokens, heads, ...] whatever the caller's layout, 0 for tokens that don't count. document int32
     [batch, tokens], or None: which one a token is of, 0 for that of the state before the device's tokens. valid bool [batch,
-    tokens], or None if all tokens count. over: the mesh axes that split the sequence, () if the device has all of it."""
+    tokens], or None if all tokens count. over: the mesh axes that split the sequence, () if the device has all of it. chunked:
+    what goes through the chunks of linear attention; see kernel/linear.py."""
 
     arrays: dict[str, jax.Array]
     document: jax.Array | None
@@ -30,6 +32,7 @@ class RecurrentCall:
     problem: TableProblem
     config: Any
     over: tuple[str, ...] = ()
+    chunked: Callable[..., tuple[jax.Array, jax.Array]] = chunked
 
 
 class Affine(NamedTuple):

@@ -91,7 +91,8 @@ class _Recurrences(Planner[TableProblem, TablePlacement]):
             reasons.append(
                 Reason("recurrent.short_parts", "sequence_parallel", text, "Declare 'gather', or fewer devices.")
             )
-        return tuple(reasons)
+        failing = (rule.check(problem, problem.config) for rule in capability.rules)
+        return (*reasons, *(reason for reason in failing if reason is not None))
 
     def notes(
         self,

@@ -30,6 +30,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "dt_min": ({}, 0.3),
     "dt_max": ({}, 0.4),
     "activation": ({}, "silu"),
+    "interpret": ({}, True),
 }
 FIELDS = [(name, field) for name, cls in NAMES.items() for field in cls.config.model_fields if field not in COMMON]
 OF_KERNEL = [(name, field) for name, field in FIELDS if NAMES[name].backend_operation is None]

@@ -1,0 +1,76 @@
+"""The kernel of linear attention compiled by the real TPU compiler, and its VMEM against what is counted before.
+
+What compiles is not thereby numerically right: the numbers are held against the reference in Pallas' interpreter.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.verify.compiled import kernels
+from attnops.verify.topology import described_mesh
+
+pytest.importorskip("libtpu", reason="pip install 'attnops[tpu]'")
+
+V5E, V6E, TPU7X, V4, V5P = "v5e:2x2", "v6e:2x2", "tpu7x:2x2x1", "v4:2x2x1", "v5p:2x2x1"
+NARROW, WIDE = (128, 128), (256, 256)
+
+
+@pytest.mark.parametrize(
+    ("topology", "kind", "dims", "dtype", "declared"),
+    [
+        (V5E, "gated_delta_rule", NARROW, "bfloat16", {}),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for topology in (V4, V5E, V5P, V6E, TPU7X)
+            for cell in (
+                (topology, "gated_delta_rule", WIDE, "float32", {}),
+                (topology, "kda", NARROW, "bfloat16", {}),
+                (topology, "kda", WIDE, "float32", {}),
+                (topology, "gla", (64, 128), "bfloat16", {"chunk_size": 16}),
+                (topology, "simple_gla", WIDE, "bfloat16", {"chunk_size": 128}),
+                (topology, "lightning", (96, 80), "float16", {}),
+                (topology, "mamba2", (128, 64), "bfloat16", {}),
+            )
+        ),
+    ],
+)
+def test_compiles_in_the_default_vmem(
+    topology: str, kind: str, dims: tuple[int, int], dtype: str, declared: dict[str, int]
+) -> None:
+    mesh = Mesh(described_mesh(topology).devices.reshape(1, -1)[:, :1], ("dp", "tp"))
+    operation = OperationRegistry.create(
+        kind, OperationMetadata(mesh=mesh, operation_configs={kind: declared}, tuning="off", fallback="error")
+    )
+    there = NamedSharding(mesh, PartitionSpec())
+    batch, tokens, key_heads, heads = 1, 512, 4, 8
+    dim, value_dim = dims
+    shape = lambda *s, d=dtype: jax.ShapeDtypeStruct(s, jnp.dtype(d), sharding=there)  # noqa: E731
+    keys, values = shape(batch, tokens, key_heads, dim), shape(batch, tokens, heads, value_dim)
+    if kind == "mamba2":
+        call = {"x": values, "dt": shape(batch, tokens, heads), "A": shape(heads, d="float32"), "B": keys, "C": keys}
+    else:
+        call = {"query": keys, "key": keys, "value": values}
+        by_channel = (dim,) if kind in ("kda", "gla") else ()
+        if kind != "lightning":
+            call["decay"] = shape(batch, tokens, heads, *by_channel, d="float32")
+        if kind in ("gated_delta_rule", "kda"):
+            call["beta"] = shape(batch, tokens, heads, d="float32")
+    call["initial_state"] = shape(batch, heads, dim, value_dim, d="float32")
+    plan = operation.plan(**call)
+    assert plan.method == "forward_tpu"
+
+    def run(call: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        output = operation(**call)
+        return output.attention_outputs, output.state
+
+    (kernel,) = kernels(jax.jit(run).lower(call).compile().as_text())
+    parts = plan.runs.memory(plan.problem, plan.placement, plan.config)
+    assert list(parts) == [kernel.name]
+    assert kernel.vmem_limit is None  # the default is enough
+    counted = sum(parts[kernel.name].values())
+    assert counted / 2 <= kernel.vmem_used <= 1.25 * counted
