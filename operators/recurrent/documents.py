@@ -48,10 +48,9 @@ def documents(
     if lengths is not None:
         starts &= found["valid"]
     document = jnp.cumsum(starts.astype(jnp.int32), 1)
-    last_document, before = document[:, -1], jnp.zeros((batch,), jnp.int32)
+    previous, last_document = jnp.pad(document, ((0, 0), (1, 0)))[:, :-1], document[:, -1]
     if by_caller:
         counts = lax.all_gather(last_document, by_caller)
-        before = jnp.sum(jnp.where((jnp.arange(devices) < here)[:, None], counts, 0), 0)
-        document, last_document = document + before[:, None], jnp.sum(counts, 0)
-    previous = jnp.concatenate([before[:, None], document[:, :-1]], 1)
+        before = jnp.sum(jnp.where((jnp.arange(devices) < here)[:, None], counts, 0), 0)[:, None]
+        document, previous, last_document = document + before, previous + before, jnp.sum(counts, 0)
     return found | {"document": document, "previous": previous, "last_document": last_document}
