@@ -92,14 +92,16 @@ def test_decays_of_thirty_a_step_lose_nothing(kind: str) -> None:
     assert np.all(np.abs(output.attention_outputs - wanted.outputs) <= 2e-5 * size)
 
 
-def test_repeated_keys_are_solved_exactly() -> None:
+@pytest.mark.parametrize(("dtype", "within"), [("float32", 5e-6), ("bfloat16", 8e-3)])
+def test_repeated_keys_are_solved_exactly(dtype: str, within: float) -> None:
     """All keys alike and beta 1: each token replaces what the one before stored, where products of powers would cancel."""
     call = call_of("gated_delta_rule", tokens=64, batch=1, key_heads=4, state=False)
-    call["key"][:] = call["key"][:, :1]
-    call["beta"][:] = 1
-    call["decay"][:] = 0
-    output, wanted = of("gated_delta_rule", {"chunk_size": 64})(**call), expected("gated_delta_rule", call)
-    np.testing.assert_allclose(output.attention_outputs, wanted.outputs, rtol=0, atol=5e-6)
+    call["key"][:], call["beta"][:], call["decay"][:] = np.array([1] + [0] * 7), 1, 0
+    narrow = {n: jnp.asarray(x, dtype) if n in ("query", "key", "value") else x for n, x in call.items()}
+    wanted = expected("gated_delta_rule", {n: np.asarray(x, np.float32) for n, x in narrow.items()})
+    output = of("gated_delta_rule", {"chunk_size": 64})(**narrow)
+    np.testing.assert_allclose(np.asarray(output.attention_outputs, np.float64), wanted.outputs, rtol=0, atol=within)
+    np.testing.assert_allclose(output.state, wanted.state, rtol=0, atol=within)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from .tpu_sizes import NAME, Sizes, chunk_tokens, heads_per_step
 
 __all__ = ["chunked_tpu"]
 
+_ROWS = 8  # of a block that is inverted by forward substitution: those of a register
 _FORGOTTEN = -200.0  # exp of it is 0 in float32, and so is that of any sum with it
 
 
@@ -199,6 +200,33 @@ def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any = jnp.
     return lax.dot_general(a, b, dims, precision=exact(dtype), preferred_element_type=jnp.float32)
 
 
+def _parts(x: jax.Array, count: int) -> list[jax.Array]:
+    """Float32 as a sum of numbers of bfloat16, three of which are all of it. Bits are cut off, as a compiler may leave out a
+    conversion there and back."""
+    found = []
+    for _ in range(count):
+        part = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & np.int32(-65536), jnp.float32)
+        found.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return found
+
+
+def _sums(chosen: jax.Array, x: jax.Array) -> jax.Array:
+    """chosen @ x, of zeros and ones and float32, without loss: three products of bfloat16."""
+    ones = chosen.astype(jnp.float32)
+    high, middle, low = (_dot(ones, part, 1, 0, jnp.bfloat16) for part in _parts(x, 3))
+    return low + middle + high
+
+
+def _wide(a: jax.Array, b: jax.Array, dtype: Any, a_axis: int = 1) -> jax.Array:
+    """A product of float32: without loss if dtype is that, else with 16 bits of each factor, twice what bfloat16 has."""
+    if dtype != jnp.bfloat16:
+        return _dot(a, b, a_axis, 0)
+    (high, low), (other, rest) = _parts(a, 2), _parts(b, 2)
+    small = _dot(high, rest, a_axis, 0, dtype) + _dot(low, other, a_axis, 0, dtype)
+    return small + _dot(high, other, a_axis, 0, dtype)
+
+
 class _Square(NamedTuple):
     """The places of a square matrix: of a token's row, and of an earlier or later one's column."""
 
@@ -238,14 +266,16 @@ def _chunk(
     products, started, ended, kept = decayed(both, key, decay, square)
     wide = both.astype(jnp.float32) * jnp.concatenate([started, started], 0)
     read = _dot(wide, state, 1, 0, dtype)
-    update = value.astype(jnp.float32)
+    update, product = value.astype(jnp.float32), functools.partial(_dot, b_axis=0, dtype=dtype)
     if beta is not None:
+        # Updates are differences, which may cancel in the sums over tokens: rounded to bfloat16 they wouldn't.
+        product = functools.partial(_wide, dtype=dtype)
         strength = _as_column(beta, square)
-        inverse = _unit_inverse(jnp.where(square.column < square.row, strength * products[:size], 0.0), square)
-        update = _dot(inverse, strength * (update - read[:size]), 1, 0, dtype)
+        inverse = _unit_inverse(jnp.where(square.column < square.row, strength * products[:size], 0.0), square, dtype)
+        update = product(inverse, strength * (update - read[:size]), a_axis=1)
     seen = jnp.where(square.column <= square.row, products[size:], 0.0)
-    outputs = np.float32(how.scale) * (read[size:] + _dot(seen, update, 1, 0, dtype))
-    return outputs, kept * state + _dot(key.astype(jnp.float32) * ended, update, 0, 0, dtype)
+    outputs = np.float32(how.scale) * (read[size:] + product(seen, update, a_axis=1))
+    return outputs, kept * state + product(key.astype(jnp.float32) * ended, update, a_axis=0)
 
 
 def _as_column(row: jax.Array, square: _Square) -> jax.Array:
@@ -260,8 +290,9 @@ def _by_head(
     of the chunk). Each log decay is a sum over the tokens between."""
     row, column = square
     until = jnp.where(column <= row, decay, 0.0)
-    between = _dot(until, (row > column).astype(jnp.float32), 1, 0)
-    ratio = jnp.exp(between)
+    later = (row > column).astype(jnp.float32)
+    high, middle, low = (_dot(part, later, 1, 0, jnp.bfloat16) for part in _parts(until, 3))
+    ratio = jnp.exp(low + middle + high)
     started = jnp.exp(jnp.sum(until, 1, keepdims=True))
     ended = jnp.exp(jnp.sum(jnp.where(column > row, decay, 0.0), 1, keepdims=True))
     kept = jnp.exp(jnp.sum(decay, 1, keepdims=True))
@@ -279,12 +310,12 @@ def _by_channel(
     products = jnp.where(jnp.concatenate([row == column] * 2, 0), own, 0.0)
     half = 1
     while half < size:
-        kept = jnp.exp(_dot(square.to_middle(half).astype(jnp.float32), decay, 1, 0))
+        kept = jnp.exp(_sums(square.to_middle(half), decay))
         level = _dot(rows * jnp.concatenate([kept, kept], 0), columns * kept, 1, 1, both.dtype)
         products = jnp.where(jnp.concatenate([square.below(half)] * 2, 0), level, products)
         half *= 2
-    started = jnp.exp(_dot((column <= row).astype(jnp.float32), decay, 1, 0))
-    ended = jnp.exp(_dot((column > row).astype(jnp.float32), decay, 1, 0))
+    started = jnp.exp(_sums(column <= row, decay))
+    ended = jnp.exp(_sums(column > row, decay))
     return products, started, ended, _as_rows(jnp.exp(jnp.sum(decay, 0, keepdims=True)))
 
 
@@ -295,13 +326,24 @@ def _as_rows(channels: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(row == column, channels, 0.0), 1, keepdims=True)
 
 
-def _unit_inverse(strict: jax.Array, square: _Square) -> jax.Array:
-    """(I + strict)^-1, by halves as unit_triangular.py, for all blocks of a size at once: with the inverses of the blocks on the
-    diagonal of X, and B what is below them in blocks of twice the size, X - X B X has the inverses of these."""
-    found = (square.row == square.column).astype(jnp.float32) - jnp.where(square.below(1), strict, 0.0)
-    half = 2
-    while half < strict.shape[0]:
+def _unit_inverse(strict: jax.Array, square: _Square, dtype: Any) -> jax.Array:
+    """(I + strict)^-1, for all blocks of a size at once: those of a few rows by forward substitution, then by halves as
+    unit_triangular.py. With A^-1 and D^-1 on the diagonal of X and B below them, the rows of D^-1 become those of
+    [-D^-1 B A^-1, D^-1]."""
+    size = strict.shape[0]
+    found = (square.row == square.column).astype(jnp.float32)
+    first = square.row & -_ROWS  # of the block
+    for n in range(_ROWS - 1):
+        factor = jnp.sum(jnp.where(square.column == first + n, strict, 0.0), 1, keepdims=True)  # 0 up to row n
+        row = found.reshape(size // _ROWS, _ROWS, size)[:, n : n + 1]
+        found = found - factor * jnp.broadcast_to(row, (size // _ROWS, _ROWS, size)).reshape(size, size)
+    half = _ROWS
+    while half < size:
+        blocks = found.reshape(size // (2 * half), 2, half, size)
+        second = blocks[:, 1].reshape(size // 2, size)
         below = jnp.where(square.below(half), strict, 0.0)
-        found = found - _dot(_dot(found, below, 1, 0), found, 1, 0)
+        change = _wide(_wide(second, below, dtype), found, dtype)
+        second = (second - change).reshape(size // (2 * half), 1, half, size)
+        found = jnp.concatenate([blocks[:, :1], second], 1).reshape(size, size)
         half *= 2
     return found

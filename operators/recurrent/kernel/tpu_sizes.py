@@ -68,7 +68,7 @@ def _parts(sizes: Sizes, step: int) -> dict[str, int]:
     decays = step * chunk * dim * _WORD if sizes.by_channel else 0
     gates = step * 8 * row * _WORD if sizes.delta or not sizes.by_channel else 0
     # Of one head: rows of queries and keys, values and updates, square matrices and a state, in float32.
-    many = 2 if sizes.by_channel else 1
+    many = 3 if sizes.by_channel else 1
     worked = chunk * (8 * many * dim + 4 * value_dim + 6 * many * row) * _WORD + state
     return {
         "query_key": 2 * 2 * keys * chunk * dim * wide,
