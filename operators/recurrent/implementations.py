@@ -9,9 +9,8 @@ from ...planning import Implementation, OperationConfig, Tolerance, declares
 from .arithmetic import Results
 from .local import RecurrentCall
 
-__all__ = ["CHUNK", "TOLERANCE", "RecurrentOnXla"]
+__all__ = ["TOLERANCE", "RecurrentOnXla"]
 
-CHUNK = 64
 TOLERANCE = {
     "float32": Tolerance(2e-5, 1e-4),
     "bfloat16": Tolerance(2e-2, 5e-2),
@@ -20,9 +19,10 @@ TOLERANCE = {
 
 
 class RecurrentOnXla(Implementation[OperationConfig]):
-    """Plain XLA. compute: the operation's arithmetic on one device."""
+    """Plain XLA. compute: the operation's arithmetic on one device. chunk: tokens of a chunk, unless declared."""
 
     config: ClassVar[type[OperationConfig] | None] = OperationConfig
+    chunk: ClassVar[int] = 64
 
     def __init__(self, compute: Callable[[RecurrentCall], Results], operands: frozenset[str]) -> None:
         self.compute = compute
@@ -37,5 +37,5 @@ class RecurrentOnXla(Implementation[OperationConfig]):
         del placement
         config: OperationConfig = problem.config
         if getattr(config, "chunk_size", 0) is None:  # of a config that has it
-            config = config.with_fields({"chunk_size": CHUNK})
+            config = config.with_fields({"chunk_size": self.chunk})
         return config

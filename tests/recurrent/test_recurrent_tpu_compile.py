@@ -32,7 +32,7 @@ NARROW, WIDE = (128, 128), (256, 256)
                 (topology, "kda", NARROW, "bfloat16", {}),
                 (topology, "kda", WIDE, "float32", {}),
                 (topology, "gla", (64, 128), "bfloat16", {"chunk_size": 16}),
-                (topology, "simple_gla", WIDE, "bfloat16", {"chunk_size": 128}),
+                (topology, "simple_gla", WIDE, "bfloat16", {"chunk_size": 64}),
                 (topology, "lightning", (96, 80), "float16", {}),
                 (topology, "mamba2", (128, 64), "bfloat16", {}),
             )
