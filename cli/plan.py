@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -13,8 +13,7 @@ from ..planning.decision import WHY
 from ..planning.notes import is_info
 from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
 from ..planning.plan_text import decision_rows, placement_rows, screen_rows, tensor_rows
-from ..planning.selection.index_plan import IndexPlan, index_rows
-from ..planning.tables.table_plan import TablePlan, table_rows
+from ..planning.tables.fitted_plan import FittedPlan
 from ..planning.text import bytes_text
 from .cache import print_cache
 from .console import Columns, fields, table, text, title
@@ -67,9 +66,8 @@ def print_plan(
             ]
             console.print("", fields([("more", f"--verbose adds {', '.join(left_out)}")]), sep="\n")
         return
-    if isinstance(plan, IndexPlan | TablePlan):
-        about = index_rows(plan) if isinstance(plan, IndexPlan) else table_rows(plan)
-        rows += [*rejected_rows(plan), *sourced(about)]
+    if isinstance(plan, FittedPlan):
+        rows += [*rejected_rows(plan), *sourced(plan.rows())]
         rows += [("note", note) for note in (*plan.notes, *notes) if verbose or not is_info(note)]
         console.print(fields(rows))
         if verbose or plan.problem.devices > 1:
@@ -98,7 +96,7 @@ def brief_rows(plan: AnyPlan) -> list[tuple[str, str | Text]]:
             table, limit = bytes_text(plan.cache.page_table_bytes), bytes_text(plan.cache.scalar_limit)
             rows.append(("cache", f"page table: {table} of {limit} of scalar memory"))
         return rows if plan.reads is None else [*rows, ("reads", plan.reads.describe())]
-    if isinstance(plan, IndexPlan | TablePlan):
+    if isinstance(plan, FittedPlan):
         return rows
     query = plan.placement.fitted.get("query")
     if query is not None and plan.problem.devices > 1:
@@ -138,7 +136,7 @@ def _tensors(plan: Plan) -> Columns:
     return tensors
 
 
-def _fitted_tensors(plan: PagedPlan | IndexPlan | TablePlan) -> Columns:
+def _fitted_tensors(plan: PagedPlan | FittedPlan[Any, Any]) -> Columns:
     tensors = table("tensor", "fitted", "shape", "per device", "bytes")
     for row in token_rows(plan):
         tensors.add_row(*row)

@@ -10,8 +10,7 @@ from ..errors import ConfigError
 from ..planning.paged.page_reads import sequence_reads
 from ..planning.paged.paged_plan import PagedPlan
 from ..planning.paged.step_tuning import step_key
-from ..planning.selection.index_plan import IndexPlan
-from ..planning.tables.table_plan import TablePlan
+from ..planning.tables.fitted_plan import FittedPlan
 from ..planning.tune_cache import load
 from ..planning.tuning import tune_key
 from ..verify.report import AnyPlan
@@ -84,9 +83,7 @@ def report(options: ReportOptions) -> list[str]:
 def _searches(name: str, plan: AnyPlan) -> list[Searched]:
     """The cached search results of a plan, by pass and by method of measuring."""
     runs: Any = plan.runs
-    if (
-        runs is None or plan.method is None or isinstance(plan, IndexPlan | TablePlan)
-    ):  # whose sizes aren't searched for
+    if runs is None or plan.method is None or isinstance(plan, FittedPlan):  # whose sizes aren't searched for
         return []
     if isinstance(plan, PagedPlan):
         measured = load(step_key(plan.method, plan.problem)).measured

@@ -12,8 +12,8 @@ from ..planning import Plan
 from ..planning.cache.cache_plan import CachePlan, array_rows, fact_rows
 from ..planning.paged.page_reads import SequenceReads
 from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
-from ..planning.selection.index_plan import IndexPlan, index_rows
-from ..planning.tables.table_plan import TablePlan, table_rows
+from ..planning.selection.index_plan import IndexPlan
+from ..planning.tables.table_plan import TablePlan
 from ..planning.text import bytes_text
 from ..scores.node import GIVEN
 from .plan import rejected_rows
@@ -79,10 +79,7 @@ def cache(plan: CachePlan) -> Iterator[str]:
 
 def page_rows(plan: PagedPlan | IndexPlan | TablePlan) -> list[tuple[str, str]]:
     """One screen of the plan of a step, a selection or a recurrence, after what runs."""
-    if isinstance(plan, TablePlan):
-        about = table_rows(plan)
-    else:
-        about = step_rows(plan, verbose=False) if isinstance(plan, PagedPlan) else index_rows(plan)
+    about = step_rows(plan, verbose=False) if isinstance(plan, PagedPlan) else plan.rows()
     rows = [*rejected_rows(plan), *about, *(("note", note) for note in plan.notes)]
     for name, spec, shape, local, size in token_rows(plan):
         rows.append(("tensor", f"{name}: {spec}, {shape} -> {local}, {size}"))

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
-
-from jax.sharding import PartitionSpec
 
 from ...errors import RefusedShardingError
 from ...masks.causal_window import causal_window
 from ...sharding import FittedSpec, MeshAxis, TensorShape, fit_tensor
 from ..capability import Reason
-from ..decision import WHY, Decision
-from ..notes import is_info, note
+from ..notes import note
 from ..operation import PlannedOperation
 from ..planner import Planner
 from ..policy import Policy
-from ..text import bytes_text, spec_text
+from ..tables.fitted_plan import FittedPlan
 from ..tuning import Tuning
 from .index_operands import INDEX, SELECTIONS_OF
 from .index_problem import IndexProblem
 
-__all__ = ["SELECTIONS", "IndexPlacement", "IndexPlan", "index_rows"]
+__all__ = ["SELECTIONS", "IndexPlacement", "IndexPlan"]
 
 
 class IndexPlacement(NamedTuple):
@@ -43,59 +39,22 @@ class IndexPlacement(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class IndexPlan(Decision[IndexProblem, IndexPlacement]):
+class IndexPlan(FittedPlan[IndexProblem, IndexPlacement]):
     """The plan of a selection. Queries are split as declared; each device has all keys of its batch rows while it selects."""
 
-    @property
-    def tensors(self) -> tuple[FittedSpec, ...]:
-        """The call's arrays and its results."""
-        return self.placement.tensors
-
-    @property
-    def specs(self) -> Mapping[str, PartitionSpec]:
-        """The spec of each array and result, by name."""
-        return MappingProxyType({fitted.tensor: fitted.spec for fitted in self.tensors})
-
-    def explain(self, verbose: bool = False) -> str:
-        """The decision as text: what runs and why, and what needs your attention."""
+    def rows(self) -> list[tuple[str, str]]:
+        """The labelled lines after what runs."""
         problem = self.problem
-        lines = [problem.describe(), f"runs      {self.implementation or 'nothing'} ({WHY[self.kind]})"]
-        lines += [f"{name:<9} {text}" for name, text in index_rows(self)]
-        for rejected in self.rejected:
-            lines.append(f"not       {rejected.implementation}:")
-            lines.extend(f"            {reason}" for reason in rejected.reasons)
-        if verbose or math.prod(axis.size for axis in problem.mesh) > 1:
-            lines.append("tensors   spec, shape -> per device, bytes per device")
-            for x in self.tensors:
-                shapes = "x".join(map(str, x.shape)), "x".join(map(str, x.local_shape))
-                lines.append(
-                    f"  {x.tensor:<15} {spec_text(x.spec)}  {shapes[0]} -> {shapes[1]}  {bytes_text(x.local_bytes)}"
-                )
-        return "\n".join([*lines, *(f"note      {x}" for x in self.notes if verbose or not is_info(x))])
+        return [
+            ("platform", f"{problem.platform}, from {problem.platform_source}"),
+            ("mask", problem.mask.describe()),
+            ("scale", f"{problem.softmax_scale:.6g}, scores in float32"),
+            *self.config_rows(),
+        ]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The whole decision as JSON-ready values."""
-        problem = self.problem
-        return self.decision_dict() | {
-            "sizes": problem.sizes,
-            "query_offset": problem.query_offset,
-            "tensors": {
-                x.tensor: {"spec": spec_text(x.spec), "shape": list(x.shape), "local_shape": list(x.local_shape)}
-                for x in self.tensors
-            },
-        }
-
-
-def index_rows(plan: IndexPlan) -> list[tuple[str, str]]:
-    """The labelled lines after what runs."""
-    problem = plan.problem
-    rows = [
-        ("platform", f"{problem.platform}, from {problem.platform_source}"),
-        ("mask", problem.mask.describe()),
-        ("scale", f"{problem.softmax_scale:.6g}, scores in float32"),
-    ]
-    lines = [] if plan.method is None else [line for line in plan.config_lines() if line.origin != "default"]
-    return rows + ([("config", ", ".join(lines))] if lines else [])
+    def facts(self) -> dict[str, Any]:
+        """The sizes, and where the queries begin."""
+        return {"sizes": self.problem.sizes, "query_offset": self.problem.query_offset}
 
 
 class _Selections(Planner[IndexProblem, IndexPlacement]):

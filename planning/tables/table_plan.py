@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,13 +10,11 @@ from jax.sharding import PartitionSpec
 
 from ...errors import RefusedShardingError
 from ...sharding import FittedSpec, MeshAxis, TensorShape, fit_tensor
-from ..decision import WHY, Decision
-from ..notes import is_info
 from ..policy import Policy
-from ..text import bytes_text, spec_text
+from .fitted_plan import FittedPlan
 from .table_problem import TableProblem
 
-__all__ = ["TablePlacement", "TablePlan", "fitted_tensors", "refuse_unfit", "table_rows"]
+__all__ = ["TablePlacement", "TablePlan", "fitted_tensors", "refuse_unfit"]
 
 
 class TablePlacement(NamedTuple):
@@ -45,64 +40,21 @@ class TablePlacement(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TablePlan(Decision[TableProblem, TablePlacement]):
+class TablePlan(FittedPlan[TableProblem, TablePlacement]):
     """The plan of a call that follows from its table of operands."""
 
-    @property
-    def tensors(self) -> tuple[FittedSpec, ...]:
-        """The call's arrays and its results."""
-        return self.placement.tensors
+    def rows(self) -> list[tuple[str, str]]:
+        """The labelled lines after what runs."""
+        problem, placement = self.problem, self.placement
+        rows = [("platform", f"{problem.platform}, from {problem.platform_source}")]
+        rows += [(name, f"{x:g}" if isinstance(x, float) else str(x)) for name, x in problem.options if x is not None]
+        if placement.strategy:
+            rows.append(("sequence", f"{placement.strategy} over {'+'.join(placement.over)}"))
+        return rows + self.config_rows()
 
-    @property
-    def specs(self) -> Mapping[str, PartitionSpec]:
-        """The spec of each array and result, by name."""
-        return MappingProxyType({fitted.tensor: fitted.spec for fitted in self.tensors})
-
-    def explain(self, verbose: bool = False) -> str:
-        """The decision as text: what runs and why, and what needs your attention."""
-        problem = self.problem
-        lines = [problem.describe(), f"runs      {self.implementation or 'nothing'} ({WHY[self.kind]})"]
-        lines += [f"{label:<9} {line}" for label, line in table_rows(self)]
-        for rejected in self.rejected:
-            lines.append(f"not       {rejected.implementation}:")
-            lines.extend(f"            {reason}" for reason in rejected.reasons)
-        if verbose or math.prod(axis.size for axis in problem.mesh) > 1:
-            lines.append("tensors   spec, shape -> per device, bytes per device")
-            width = max(len(x.tensor) for x in self.tensors)
-            for x in self.tensors:
-                shapes = "x".join(map(str, x.shape)), "x".join(map(str, x.local_shape))
-                lines.append(
-                    f"  {x.tensor:<{width}} {spec_text(x.spec)}  {shapes[0]} -> {shapes[1]}  {bytes_text(x.local_bytes)}"
-                )
-        if verbose:
-            lines += [f"config    {line}" for line in self.config_lines()]
-        return "\n".join([*lines, *(f"note      {x}" for x in self.notes if verbose or not is_info(x))])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The whole decision as JSON-ready values."""
-        return self.decision_dict() | {
-            "sequence": {"strategy": self.placement.strategy or None, "axes": list(self.placement.over)},
-            "tensors": {
-                x.tensor: {
-                    "spec": spec_text(x.spec),
-                    "shape": list(x.shape),
-                    "local_shape": list(x.local_shape),
-                    "local_bytes": x.local_bytes,
-                }
-                for x in self.tensors
-            },
-        }
-
-
-def table_rows(plan: TablePlan) -> list[tuple[str, str]]:
-    """The labelled lines after what runs."""
-    problem, placement = plan.problem, plan.placement
-    rows = [("platform", f"{problem.platform}, from {problem.platform_source}")]
-    rows += [(name, f"{x:g}" if isinstance(x, float) else str(x)) for name, x in problem.options if x is not None]
-    if placement.strategy:
-        rows.append(("sequence", f"{placement.strategy} over {'+'.join(placement.over)}"))
-    lines = [] if plan.method is None else [line for line in plan.config_lines() if line.origin != "default"]
-    return rows + ([("config", ", ".join(lines))] if lines else [])
+    def facts(self) -> dict[str, Any]:
+        """What is done about a split sequence."""
+        return {"sequence": {"strategy": self.placement.strategy or None, "axes": list(self.placement.over)}}
 
 
 def fitted_tensors(problem: TableProblem) -> tuple[FittedSpec, ...]:
