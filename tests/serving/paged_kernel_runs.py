@@ -11,8 +11,8 @@ from paged_batches import PagedCase
 
 from attnops.operators.kernels.pages.tpu import paged_attention_tpu
 
-LAYOUTS = ("heads", "split", "joined", "interleaved", "packed")
 ALTERNATING = ("interleaved", "packed")
+LAYOUTS = ("heads", "split", "joined", *ALTERNATING)
 SIZES = {"pages_per_block": 2, "queries_per_block": 16, "buffers": 3}
 
 
