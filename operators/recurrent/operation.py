@@ -51,7 +51,8 @@ class RecurrentOperation(DeclaredOperation):
 
     @classmethod
     def passed_numbers(cls, size: Mapping[str, int], devices: int) -> int:
-        """How many numbers of 4 bytes a device receives if states are passed along that many devices. size: of its own state."""
+        """How many numbers a device receives if states are passed along that many devices: of 4 bytes, or for a convolution those
+        of its tokens. size: of its own state."""
         raise NotImplementedError
 
     @classmethod

@@ -27,7 +27,10 @@ def sent_bytes(operation: Any, placement: TablePlacement, devices: int) -> int:
     state = next(x for x in placement.tensors if x.tensor == "state")
     size = dict(zip(state.dims, state.local_shape, strict=True))
     numbers: int = operation.passed_numbers(size, devices)
-    return 4 * numbers
+    if "history" not in size:
+        return 4 * numbers  # maps are float32
+    tokens = next(x for x in placement.tensors if x.tensor == "x")
+    return numbers * (tokens.local_bytes // math.prod(tokens.local_shape))
 
 
 def gathered_bytes(placement: TablePlacement, devices: int) -> int:

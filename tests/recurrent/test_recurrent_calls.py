@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,16 @@ def test_what_is_sent_does_not_depend_on_the_length() -> None:
     assert codes == ["recurrent.passed"] * 2
     # 3 other devices, 2 rows, 4 heads, [8, 8 + 6] numbers of 4 bytes
     assert sizes == [3 * 2 * 4 * 8 * 14 * 4] * 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_convolutions_tokens_are_sent_in_their_own_dtype(dtype: Any) -> None:
+    call = {name: x.astype(dtype) for name, x in call_of("causal_conv1d", tokens=64).items()}
+    split = of("causal_conv1d", mesh=mesh(sp=4), sequence_parallel="state")
+    (made,) = (x for x in split.plan(**call).notes if x.field == "sequence_parallel")
+    text = jax.jit(lambda call: split(**call).attention_outputs).lower(call).as_text()
+    (sent,) = re.findall(r"collective_permute.*: \(tensor<(\d+)x(\d+)x(\d+)x", text)
+    assert made.values["size"] == np.prod([int(n) for n in sent]) * jnp.dtype(dtype).itemsize
 
 
 def test_few_tokens_are_gathered() -> None:
