@@ -85,7 +85,7 @@ def by_product(geometry: Geometry) -> bool:
     """
     if not geometry.tokens_first or 3 in (geometry.key_scale, geometry.value_scale):
         return False
-    return not geometry.alternating or (geometry.in_words and rows_per_word(geometry.key_dtype) > 1)
+    return not geometry.alternating or (geometry.in_words("key") and rows_per_word(geometry.key_dtype) > 1)
 
 
 def _all_at_once(

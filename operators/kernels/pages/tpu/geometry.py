@@ -146,11 +146,13 @@ class Geometry:
         """The place of a head's key or value among the rows of a token, or of its rows among those of a page."""
         return 2 * head + of_values if self.alternating else head
 
-    @property
-    def in_words(self) -> bool:
-        """Whether a token's alternating rows fill 32-bit words, which lie in memory one after another: rows of "interleaved" may
-        have gaps between tokens."""
-        return self.layout == "packed" or (self.alternating and _fills_tiles(2 * self.kv_heads, self.key_dtype))
+    def in_words(self, name: str) -> bool:
+        """Whether a token's rows in an array fill 32-bit words, which lie in memory one after another. Unless they are packed
+        there may be gaps between tokens."""
+        if not self.tokens_first:
+            return False
+        (_, rows, *_), dtype = self.streams()[name]
+        return self.layout == "packed" or (rows % rows_per_word(dtype) == 0 and (rows in (1, 2, 4) or rows % 8 == 0))
 
     def streams(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """What is fetched per page: name -> (shape, dtype)."""
@@ -193,10 +195,6 @@ class Options(PagedOptions):
 def rows_per_word(dtype: Any) -> int:
     """Rows of the dtype that share a sublane, a 32-bit word of each lane."""
     return max(1, 4 // np.dtype(dtype).itemsize)
-
-
-def _fills_tiles(rows: int, dtype: Any) -> bool:
-    return rows % rows_per_word(dtype) == 0 and (rows in (2, 4) or rows % 8 == 0)
 
 
 def sublanes(dtype: Any) -> int:

@@ -84,7 +84,7 @@ def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
             "arrays in another order, and copies all of the cache before each call",
             f"pad {whole} when the cache is allocated{joined}",
         ))  # fmt: skip
-    if geometry.layout == "interleaved" and not geometry.in_words:
+    if geometry.layout == "interleaved" and not geometry.in_words("key"):
         word = rows_per_word(geometry.key_dtype)
         fitting = "2 heads or a multiple of 4" if word > 2 else "1 or 2 heads, or a multiple of 4"
         hints.append((

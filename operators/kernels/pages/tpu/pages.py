@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -250,21 +251,21 @@ class Pages:
     def _rows(self, name: str, slot: Any, row: Any, lanes: tuple[int, int]) -> jax.Array:
         """A row of every token, or a head's rows of every page: [keys of the block, numbers]."""
         geometry = self.geometry
-        if geometry.in_words and (geometry.layout == "packed" or geometry.key_row == LANES):
-            return as_factor(self._of_words(slot, row), geometry.compute_dtype)
+        if geometry.in_words(name) and (geometry.layout == "packed" or lanes == (0, LANES)):
+            return as_factor(self._of_words(name, slot, row), geometry.compute_dtype)
         buffer, lane = self.refs[f"{name}_buffer"], slice(*lanes)
         values = buffer[slot, :, :, row, lane] if geometry.tokens_first else buffer[slot, :, row, :, lane]
         rows = values.reshape(self.block * geometry.page, lanes[1] - lanes[0])
         return as_factor(rows, geometry.compute_dtype)
 
-    def _of_words(self, slot: Any, row: int) -> jax.Array:
+    def _of_words(self, name: str, slot: Any, row: int) -> jax.Array:
         """A row of every token from the words that hold it. Loads with strides are of 128 lanes."""
-        geometry = self.geometry
-        pack, parts = rows_per_word(geometry.key_dtype), geometry.key_row // LANES
-        stride = 2 * geometry.kv_heads // pack * parts
-        words = self._words("key", slot, (self.block * geometry.page * stride, LANES))
+        shape, dtype = self.geometry.streams()[name]
+        pack, parts = rows_per_word(dtype), shape[-1] // LANES
+        stride = math.prod(shape[1:-1]) // pack * parts
+        words = self._words(name, slot, (self.block * self.geometry.page * stride, LANES))
         first = row // pack * parts
-        found = [numbers(words[first + i :: stride], geometry.key_dtype, row % pack) for i in range(parts)]
+        found = [numbers(words[first + i :: stride], dtype, row % pack) for i in range(parts)]
         return found[0] if parts == 1 else jnp.concatenate(found, axis=1)
 
     def _words(self, name: str, slot: Any, shape: tuple[int, int]) -> Any:
