@@ -137,6 +137,10 @@ class Geometry:
             return self.page, 2 * self.kv_heads if self.alternating else self.kv_heads, width
         return self.kv_heads, self.page, width
 
+    def read_in_words(self, name: str) -> bool:
+        """Whether one head's rows of an array are read so: loads with strides are of 128 lanes."""
+        return self.in_words(name) and (self.layout == "packed" or self.streams()[name][0][-1] == LANES)
+
     def row_block(self, name: str) -> tuple[int, ...]:
         """The shape of what an array of rows holds of a token."""
         shape, _ = self.streams()[name]

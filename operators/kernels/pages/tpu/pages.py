@@ -251,7 +251,7 @@ class Pages:
     def _rows(self, name: str, slot: Any, row: Any, lanes: tuple[int, int]) -> jax.Array:
         """A row of every token, or a head's rows of every page: [keys of the block, numbers]."""
         geometry = self.geometry
-        if geometry.in_words(name) and (geometry.layout == "packed" or lanes == (0, LANES)):
+        if geometry.read_in_words(name):
             return as_factor(self._of_words(name, slot, row), geometry.compute_dtype)
         buffer, lane = self.refs[f"{name}_buffer"], slice(*lanes)
         values = buffer[slot, :, :, row, lane] if geometry.tokens_first else buffer[slot, :, row, :, lane]
@@ -259,7 +259,7 @@ class Pages:
         return as_factor(rows, geometry.compute_dtype)
 
     def _of_words(self, name: str, slot: Any, row: int) -> jax.Array:
-        """A row of every token from the words that hold it. Loads with strides are of 128 lanes."""
+        """A row of every token from the words that hold it."""
         shape, dtype = self.geometry.streams()[name]
         pack, parts = rows_per_word(dtype), shape[-1] // LANES
         stride = math.prod(shape[1:-1]) // pack * parts
