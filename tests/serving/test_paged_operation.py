@@ -379,6 +379,10 @@ def test_on_a_tpu_the_kernel_runs_with_sizes_that_fit(kind: str, layout: str) ->
         ({"layout": "packed", "kv_heads": 2, "quantised": {"dtype": "float8_e4m3fn", "scale": "head"}}, {}, []),
         ({"layout": "packed", "dtype": "float16"}, {}, ["paged.dtype", "paged.dtype", "paged.dtype"]),
         ({"layout": "interleaved", "head_dim": 64}, {}, ["paged.page_rows"]),
+        ({"layout": "split", "kv_heads": 1}, {}, ["paged.page_rows"]),
+        ({"layout": "split", "kv_heads": 12}, {}, ["paged.page_rows"]),
+        ({"layout": "split", "kv_heads": 24}, {}, []),
+        ({"layout": "split", "kv_heads": 2, "quantised": {"dtype": "int8", "scale": "head"}}, {}, ["paged.page_rows"]),
         ({"layout": "interleaved", "kv_heads": 1}, {}, []),
         ({"layout": "interleaved", "kv_heads": 12}, {}, []),
         ({"layout": "interleaved", "kv_heads": 6}, {}, ["paged.page_rows"]),  # 12 rows, of tiles of 8

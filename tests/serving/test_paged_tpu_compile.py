@@ -211,6 +211,36 @@ def test_compiles(topology: str, layout: str, call: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "kv_heads", "pages_dtype", "copies"),
+    [
+        ("split", 1, "bfloat16", True),
+        ("split", 2, "bfloat16", False),
+        ("split", 6, "bfloat16", True),
+        ("split", 2, "int8", True),
+        ("interleaved", 1, "bfloat16", False),
+        ("interleaved", 6, "bfloat16", True),
+        ("interleaved", 12, "bfloat16", False),
+        ("packed", 6, "bfloat16", False),
+    ],
+)
+def test_xla_copies_pages_whose_rows_do_not_fill_tiles(
+    layout: str, kv_heads: int, pages_dtype: str, copies: bool
+) -> None:
+    """Which the plan refuses as paged.page_rows."""
+    scale = "tensor" if pages_dtype == "int8" else None
+    call = {
+        "heads": (4 * kv_heads, kv_heads),
+        "page": 128,
+        "pages_dtype": pages_dtype,
+        "scale": scale,
+        "pages_per_block": 2,
+    }
+    _, temporary, pages = compile_one(V5E, layout, **DECODE | call)
+    assert (temporary >= pages / 2) == copies
+
+
+@pytest.mark.slow
 def test_blocks_of_1024_keys_and_64_queries_compile_on_a_v5e() -> None:
     made, _, _ = compile_one(V5E, pages_per_block=32, queries_per_block=64, page=32, vmem_limit_bytes=64 << 20)
     assert len(made) == 2

@@ -84,22 +84,20 @@ def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
             "arrays in another order, and copies all of the cache before each call",
             f"pad {whole} when the cache is allocated{joined}",
         ))  # fmt: skip
-    if geometry.layout == "interleaved" and not geometry.in_words("key"):
-        word = rows_per_word(geometry.key_dtype)
-        fitting = "2 heads or a multiple of 4" if word > 2 else "1 or 2 heads, or a multiple of 4"
+    if geometry.tokens_first and not all(geometry.in_words(name.removesuffix("_pages")) for name in rows):
+        number = rows_per_word(min(geometry.key_dtype, geometry.value_dtype, key=lambda dtype: dtype.itemsize))
+        least = [str(n) for n in (1, 2) if n * (1 + geometry.alternating) % number == 0]
+        each = 4 if geometry.alternating else 8
+        some = [*least, "4"] if each == 8 else least
+        other = "'packed'" if geometry.alternating else "'heads' or 'joined'"
+        what = f"keys and values of {geometry.kv_heads} heads" if geometry.alternating else f"{geometry.kv_heads} heads"
         hints.append((
             "page_rows",
-            f"{2 * geometry.kv_heads} rows of a token, keys and values of {geometry.kv_heads} heads, don't fill their tiles: XLA "
-            "keeps such arrays in another order, and copies all of the cache before each call",
-            f"allocate the cache in layout 'packed', or for {fitting} on each device",
+            f"the rows of a token, {what}, don't fill their tiles: XLA keeps such arrays in another order, and copies all of the "
+            "cache before each call",
+            f"allocate the cache in layout {other}, or with "
+            f"{', '.join(some)} kv heads on each device or a multiple of {each}",
         ))  # fmt: skip
-    if geometry.layout == "split":
-        for name, dtype in (("keys", geometry.key_dtype), ("values", geometry.value_dtype)):
-            tile = max(2, 4 // dtype.itemsize) if dtype.itemsize < 4 else 1
-            if geometry.kv_heads & (geometry.kv_heads - 1) or geometry.kv_heads < tile:
-                message = f"{geometry.kv_heads} heads of {name} of a token don't fill their tile"
-                hints.append(("kv_heads", message, "layout 'heads' or 'joined'"))
-                break
     if geometry.tokens_first:
         if 3 in (geometry.key_scale, geometry.value_scale):
             message = f"scales of {geometry.kv_heads} heads per token take {LANES} numbers of memory"
