@@ -116,7 +116,7 @@ class _Recurrence(Declared):
     def tune(self, metadata: OperationMetadata, how: str | None, max_candidates: int, progress: Progress) -> TuneReport:
         del metadata, how, max_candidates, progress
         raise ConfigError(
-            f"operation {self.kind.name!r} has no sizes to search: chunk_size is 64, or declared in its config."
+            f"operation {self.kind.name!r} has no sizes to search: chunk_size follows from the platform or the config."
         )
 
 

@@ -60,6 +60,8 @@ def one_layer(declaration: Declaration, metadata: OperationMetadata) -> tuple[De
 
 
 def refuse_inputs(inputs: Path | None) -> None:
-    """Refuse --inputs: a step's sizes are all in its declaration."""
+    """Refuse --inputs, of a step or a recurrence: all its sizes are in its declaration."""
     if inputs is not None:
-        raise ConfigError(f"--inputs {inputs}: a step over pages reads no file; its sizes are in the declaration.")
+        raise ConfigError(
+            f"--inputs {inputs}: only calls of attention and of indexers read a file; these sizes are in the declaration."
+        )

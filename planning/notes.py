@@ -221,7 +221,7 @@ NOTES = _kinds(
      "each device selects from its own pages, and selections are merged over {axes:plus}: an all-to-all and an all-gather of "
      "{size:bytes}, {sent:bytes} sent per device and layer"),
     # -- calls that follow from their table of operands
-    ("table.idle_axes", "mesh", "{names:list} of the mesh split nothing: all their devices do the same work"),
+    ("table.idle_axes", "mesh", "{names:list} of the mesh split no work: all their devices do the same"),
     ("table.unread", "metadata", "{fields:list}: {operation} reads none of it"),
     # -- recurrences
     ("recurrent.passed", "sequence_parallel",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from ..operators.recurrent import RecurrentOperation
-from ..planning.recurrent.planner import sent_bytes
+from ..planning.recurrent.planner import repeats_keys, sent_bytes
 from ..planning.tables.table_plan import TablePlan
 from ..planning.traffic import Need, Traffic
 from .collectives import Collective
@@ -68,7 +68,7 @@ class PlannedRecurrence(Planned):
             return Traffic(())
         if "backward" in name:
             return Traffic((), ("what the gradient of a recurrence sends isn't counted",))
-        if "width" in problem.size or repeated(self.call):
+        if "width" in problem.size or repeats_keys(placement):
             return Traffic((), ("what is sent between neighbours isn't counted",))
         if not placement.over:
             return Traffic(())
@@ -85,8 +85,3 @@ class PlannedRecurrence(Planned):
 
     def differences(self, required: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
         return differences(required, sent)
-
-
-def repeated(plan: TablePlan) -> bool:
-    """Whether queries and keys are repeated around the kernel, whose moves the compiler chooses."""
-    return any(getattr(note, "code", "") == "recurrent.repeated_keys" for note in plan.notes)

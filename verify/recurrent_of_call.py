@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..planning.tables.table_problem import TableProblem
-from .recurrent_reference import Recurrence, reference_convolution, reference_linear, reference_mamba1
+from .recurrent_reference import Recurrence, reference_convolution, reference_decays, reference_linear, reference_mamba1
 
 __all__ = ["recurrent_reference"]
 
@@ -57,8 +57,7 @@ def _reference(arrays: dict[str, np.ndarray], operation: Any, config: Any, optio
         query, key = (x / np.sqrt((x * x).sum(-1, keepdims=True) + config.normalise_eps) for x in (query, key))
     decay = arrays.get("decay")
     if decay is None:
-        fixed = operation.decays(value.shape[2]) if hasattr(operation, "decays") else np.zeros(value.shape[2])
-        decay = np.asarray(fixed, np.float64)
+        decay = reference_decays(operation.name, value.shape[2])
     decay = np.broadcast_to(decay, value.shape[:3]) if decay.ndim == 1 else decay
     decay = decay[..., None] if decay.ndim == 3 else decay
     if getattr(config, "gate", "log_decay") == "raw":

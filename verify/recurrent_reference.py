@@ -6,7 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Recurrence", "reference_convolution", "reference_linear", "reference_linear_gradients", "reference_mamba1"]
+__all__ = [
+    "Recurrence",
+    "reference_convolution",
+    "reference_decays",
+    "reference_linear",
+    "reference_linear_gradients",
+    "reference_mamba1",
+]
 
 
 class Recurrence(NamedTuple):
@@ -14,6 +21,14 @@ class Recurrence(NamedTuple):
 
     outputs: np.ndarray
     state: np.ndarray
+
+
+def reference_decays(name: str, heads: int) -> np.ndarray:
+    """The log decay of each head that a family has of its own: of 'retention' and 'lightning'; 0 for any other name."""
+    places = np.arange(heads)
+    if name == "retention":
+        return np.log(1 - 2.0 ** (-5 - places))
+    return -(2.0 ** (-8 * (places + 1) / heads)) if name == "lightning" else np.zeros(heads)
 
 
 def _starts(segment_ids: np.ndarray | None, batch: int, tokens: int) -> np.ndarray:

@@ -30,7 +30,9 @@ def declared_call(
     required = [row.name for row in table.required]
     named = ("query", "key", "value") if "query" in required else ()
     rest |= {name: x for name, x in zip(named, arrays, strict=False) if x is not None}
-    arrays = arrays[len(named) :] if named else [x for x in arrays if x is not None]
+    arrays = list(arrays[len(named) :])
+    while arrays and arrays[-1] is None:
+        arrays.pop()
     if len(arrays) > len(required) - len(named):
         raise InputTypeError(f"{len(arrays)} arrays by position; wanted {', '.join(required)}, and the others by name.")
     given = dict(zip(required if not named else (), arrays, strict=False))

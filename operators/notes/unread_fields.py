@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...planning import Policy
 from ...registry import OperationMetadata
 
 __all__ = ["unread_fields"]
@@ -10,8 +9,7 @@ __all__ = ["unread_fields"]
 _FIELDS = ("runtime_dtype", "runtime_softmax_dtype", "dropout_prob")
 
 
-def unread_fields(metadata: OperationMetadata, policy: tuple[str, ...]) -> list[str]:
-    """Those that an operation that doesn't attend leaves unread, and of the `policy` those that aren't its defaults."""
-    plain, default = OperationMetadata(), Policy()
-    changed = [name for name in _FIELDS if getattr(metadata, name) != getattr(plain, name)]
-    return changed + [name for name in policy if getattr(metadata.policy, name) != getattr(default, name)]
+def unread_fields(metadata: OperationMetadata, further: tuple[str, ...]) -> list[str]:
+    """Those that an operation that doesn't attend leaves unread, and of the `further` fields those that aren't their defaults."""
+    plain = OperationMetadata()
+    return [name for name in (*_FIELDS, *further) if getattr(metadata, name) != getattr(plain, name)]

@@ -1,4 +1,4 @@
-"""What a recurrent call is checked for besides its table: fields that nothing reads, and values that the host knows."""
+"""What a recurrent call is checked for besides its table: sizes that don't fit, and values that the host knows."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ import numpy as np
 
 from ...errors import InputError
 from ...masks.int_arrays import known_values
-from ...planning import Policy
-from ...registry import OperationMetadata
 from ..call.arrays import is_array
 
-__all__ = ["check_values", "unread_fields"]
+__all__ = ["check_sizes", "check_values"]
 
+_DTYPES = ("float32", "bfloat16", "float16")
 _COPIED = 1 << 16  # numbers of a device's array that are copied to the host for a check
 
 
-def unread_fields(metadata: OperationMetadata) -> list[str]:
-    """The declared fields of the metadata that only attention reads."""
-    plain, default = OperationMetadata(), Policy()
-    names = ("runtime_dtype", "runtime_softmax_dtype", "dropout_prob", "softmax_scale", "causal")
-    policy = ("kv_heads", "ring_order", "scan_ring_attention")
-    changed = [name for name in names if getattr(metadata, name) != getattr(plain, name)]
-    return changed + [name for name in policy if getattr(metadata.policy, name) != getattr(default, name)]
+def check_sizes(sizes: Mapping[str, int], shapes: Mapping[str, Any]) -> None:
+    """Refuse dims of 0, heads that don't make groups, and floats that aren't computed with. Errors: InputError."""
+    for name, x in shapes.items():
+        if not np.issubdtype(x.dtype, np.integer) and x.dtype.name not in _DTYPES:
+            raise InputError(f"{name} is {x.dtype}; wanted one of {', '.join(_DTYPES)}.")
+    if empty := sorted(name for name, size in sizes.items() if size == 0 and name != "history"):
+        raise InputError(f"{', '.join(empty)}: 0; wanted at least 1.")
+    if "kv_heads" in sizes and sizes["heads"] % sizes["kv_heads"]:
+        raise InputError(
+            f"{sizes['heads']} heads of values over {sizes['kv_heads']} of queries and keys; wanted a multiple of them."
+        )
 
 
 def check_values(

@@ -19,21 +19,24 @@ from ...planning.tables.table_problem import TableProblem
 from ...sharding import Operand, OperandShape, axes_of, pin
 from ...sharding.mesh import AnyMesh
 from ...sharding.modes import canonical_layout, canonical_mode
-from ...sharding.rules import declared_axes, resolve_spec
+from ...sharding.rules import resolve_spec
 from ..api.declared_config import declared_config
 from ..call.arrays import shaped
 from ..call.declared import DeclaredOperation
 from ..call.planned_platform import planned_platform
 from ..call.program import Program, attention
 from ..call.table_sizes import call_sizes
+from ..notes.unread_fields import unread_fields
 from .arithmetic import Results
-from .checks import check_values, unread_fields
+from .checks import check_sizes, check_values
 from .documents import documents, moved
 from .local import RecurrentCall
 from .output import RecurrentOutput
 
 __all__ = ["RecurrentOperation"]
 
+# Fields of the metadata that no recurrence reads, besides those of attention's dtypes and dropout.
+_UNREAD = ("softmax_scale", "causal", "kv_heads", "ring_order", "scan_ring_attention")
 _KEY_HEADS = ("query", "key", "B", "C")
 _OF_TOKENS = ("document", "previous", "valid")
 
@@ -104,10 +107,11 @@ class RecurrentOperation(DeclaredOperation):
             raise InputTypeError(f"{self.name} has no {', '.join(missing)}; pass arrays.")
         shapes = {name: shaped(name, x) for name, x in arrays.items()}
         sizes = call_sizes(table, shapes, layout)
+        check_sizes(sizes, shapes)
         mesh = self._mesh()
         platform, kind, source = planned_platform(metadata, mesh, tuple(arrays.values()))
         config, notes = declared_config(type(self), metadata, platform)
-        if unread := unread_fields(metadata):
+        if unread := unread_fields(metadata, _UNREAD):
             notes.append(note("table.unread", fields=unread, operation=self.name))
         self._check(arrays, sizes, config)
         axes = metadata.partition_axis
@@ -137,7 +141,6 @@ class RecurrentOperation(DeclaredOperation):
             sizes=tuple(sizes.items()),
             options=tuple((name, self._option(name, call, config)) for name in self.options),
             layout=layout,
-            declared_axes=declared_axes(axes),
         )
         return arrays, problem, mesh
 

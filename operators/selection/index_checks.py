@@ -5,29 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from ...errors import ConfigError, InputError, InputTypeError, is_whole, shown
 from ...masks import Mask
 from ...planning.selection.index_operands import INDEX
 from ..call.arguments import join_mask, split_arguments
 from ..call.arrays import Arrays
+from ..call.table_sizes import call_sizes as table_sizes
 
 __all__ = ["call_sizes", "selected_count", "static_options"]
 
 
 def call_sizes(shapes: Mapping[str, Any]) -> dict[str, int]:
     """Every dim's size, checked. Errors: InputError for a shape or a dtype."""
-    sizes: dict[str, int] = {}
-    for name, x in shapes.items():
-        row = INDEX[name]
-        if len(x.shape) == len(row.dims):
-            sizes = dict(zip(row.dims, x.shape, strict=True)) | sizes
-        if row.accepted(tuple(x.shape), sizes, "bthd") is None or len(x.shape) != len(row.dims):
-            raise InputError(f"{name} has shape {tuple(x.shape)}; wanted {row.expected_shapes(sizes, 'bthd')}.")
-        integers = jnp.issubdtype(x.dtype, jnp.integer)
-        if row.dtype != "stored" and integers != (row.dtype == "integers"):
-            raise InputError(f"{name} is {x.dtype}; wanted {row.dtype}.")
+    sizes = table_sizes(INDEX, shapes, "bthd")
     if ("q_segment_ids" in shapes) != ("kv_segment_ids" in shapes):
         raise InputError("segment ids of queries or of keys are given alone; wanted q_segment_ids and kv_segment_ids.")
     stored = shapes["index_key"].dtype

@@ -16,7 +16,7 @@ from ..tables.table_plan import TablePlacement, TablePlan, fitted_tensors, refus
 from ..tables.table_problem import TableProblem
 from ..tuning import Tuning
 
-__all__ = ["RECURRENCES", "gathered_bytes", "sent_bytes"]
+__all__ = ["RECURRENCES", "gathered_bytes", "repeats_keys", "sent_bytes"]
 
 _STRATEGIES = ("auto", "gather", "state")
 
@@ -38,7 +38,7 @@ def gathered_bytes(placement: TablePlacement, devices: int) -> int:
     total = sum(
         x.local_bytes
         for x in placement.tensors
-        if "q_len" in x.dims and x.axes(x.dims.index("q_len")) and x.tensor != "attention_outputs"
+        if "q_len" in x.dims and (placement.manual or x.axes(x.dims.index("q_len"))) and x.tensor != "attention_outputs"
     )
     return (devices - 1) * total
 
@@ -62,7 +62,8 @@ class _Recurrences(Planner[TableProblem, TablePlacement]):
             placement = placement._replace(strategy=strategy, over=over)
         elif (by_caller := _manual_axes(problem)) and declared == "state":
             placement = placement._replace(strategy="state", over=by_caller, manual=True)
-        refuse_unfit(problem, placement, policy)
+        if policy.strict:
+            refuse_unfit(problem, placement, idle_axes(problem, placement))
         return lambda _: placement
 
     @staticmethod
@@ -107,7 +108,7 @@ class _Recurrences(Planner[TableProblem, TablePlacement]):
     ) -> tuple[str, ...]:
         del method
         notes: list[str] = []
-        if idle := placement.idle(problem.mesh):
+        if idle := idle_axes(problem, placement):
             notes.append(note("table.idle_axes", names=idle))
         if placement.over:
             devices = _count(problem, placement.over)
@@ -141,6 +142,15 @@ class _Recurrences(Planner[TableProblem, TablePlacement]):
     ) -> Tuning:
         del operation, method, problem, placement
         return Tuning("heuristic", "a recurrence's chunks aren't searched for", {})
+
+
+def idle_axes(problem: TableProblem, placement: TablePlacement) -> list[str]:
+    """`tp=2` for each mesh axis along which all devices do the same work: it splits neither rows, heads, channels nor columns of
+    the state, nor tokens that aren't gathered."""
+    dims = "batch", "heads", "channels", "value_dim"
+    used = {axis for dim in dims for axis in placement.axes("state", dim)}
+    used |= set(placement.over) if placement.strategy == "state" else set()
+    return [f"{x.name}={x.size}" for x in problem.mesh if x.size > 1 and x.kind != "manual" and x.name not in used]
 
 
 def repeats_keys(placement: TablePlacement) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,8 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ...errors import RefusedShardingError
-from ...sharding import FittedSpec, MeshAxis, TensorShape, fit_tensor
-from ..policy import Policy
+from ...sharding import FittedSpec, TensorShape, fit_tensor
 from .fitted_plan import FittedPlan
 from .table_problem import TableProblem
 
@@ -32,11 +32,6 @@ class TablePlacement(NamedTuple):
             if fitted.tensor == tensor and dim in fitted.dims:
                 return fitted.axes(fitted.dims.index(dim))
         return ()
-
-    def idle(self, mesh: tuple[MeshAxis, ...]) -> list[str]:
-        """`tp=2` for each mesh axis that splits nothing: all its devices do the same work."""
-        used = {axis for fitted in self.tensors for at in range(len(fitted.dims)) for axis in fitted.axes(at)}
-        return [f"{x.name}={x.size}" for x in mesh if x.size > 1 and x.kind != "manual" and x.name not in used]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -69,17 +64,15 @@ def fitted_tensors(problem: TableProblem) -> tuple[FittedSpec, ...]:
     return tuple(tensors)
 
 
-def refuse_unfit(problem: TableProblem, placement: TablePlacement, policy: Policy) -> None:
-    """Errors: ShardingError for what `strict` refuses: axes that don't fit, and those that only repeat work."""
-    if not policy.strict:
-        return
+def refuse_unfit(problem: TableProblem, placement: TablePlacement, idle: Sequence[str]) -> None:
+    """Errors: ShardingError for what `strict` refuses: axes that don't fit, and those, `idle`, that only repeat work."""
     unfit = [
         f"{x.tensor}: {drop.axis!r}: {drop.reason}"
         for x in placement.tensors
         for drop in x.dropped
         if not drop.harmless
     ]
-    if idle := placement.idle(problem.mesh):
-        unfit.append(f"{', '.join(idle)} split nothing")
+    if idle:
+        unfit.append(f"all devices along {', '.join(idle)} do the same work")
     if unfit:
         raise RefusedShardingError(f"strict: {problem.describe()}: " + "; ".join(unfit) + ".")

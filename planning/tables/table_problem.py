@@ -15,14 +15,12 @@ __all__ = ["TableProblem"]
 @dataclass(frozen=True, kw_only=True)
 class TableProblem(Problem):
     """What a call requests. `operands` are all arrays of the call, `results` what it returns, each with its declared spec;
-    `sizes` the size of each dim; `options` the static arguments; `layout` the caller's; `declared_axes` the mesh axes that the
-    rules name not only by default."""
+    `sizes` the size of each dim; `options` the static arguments; `layout` the caller's."""
 
     results: tuple[OperandShape, ...]
     sizes: tuple[tuple[str, int], ...]
     options: tuple[tuple[str, Any], ...]
     layout: str
-    declared_axes: frozenset[str] = frozenset()
 
     @property
     def runtime_dtype(self) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from attnops.verify.recurrent_reference import (
     Recurrence,
     reference_convolution,
+    reference_decays,
     reference_linear,
     reference_mamba1,
 )
@@ -79,12 +80,6 @@ def call_of(
     return call
 
 
-def _decays(kind: str, heads: int) -> np.ndarray:
-    if kind == "retention":
-        return np.array([np.log(1 - 2.0 ** (-5 - h)) for h in range(heads)])
-    return np.array([-(2.0 ** (-8 * (h + 1) / heads)) for h in range(heads)])
-
-
 def expected(kind: str, call: dict[str, Any], scale: float | None = None) -> Recurrence:
     """The reference's outputs and state, in layout bthd."""
     rest = {name: call[name] for name in ("initial_state", "segment_ids", "lengths") if name in call}
@@ -106,7 +101,7 @@ def expected(kind: str, call: dict[str, Any], scale: float | None = None) -> Rec
     value = call["value"]
     decay = call.get("decay")
     if decay is None:
-        decay = np.broadcast_to(_decays(kind, value.shape[2]), value.shape[:3])
+        decay = np.broadcast_to(reference_decays(kind, value.shape[2]), value.shape[:3])
     decay = decay[..., None] if decay.ndim == 3 else decay
     scale = call["key"].shape[3] ** -0.5 if scale is None else scale
     return reference_linear(call["query"], call["key"], value, decay, call.get("beta"), **rest, scale=scale)

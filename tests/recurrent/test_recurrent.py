@@ -12,7 +12,7 @@ from recurrent_inputs import KINDS, LINEAR, call_of, expected
 
 import attnops.operators.recurrent as recurrent
 from attnops import OperationMetadata
-from attnops.verify.recurrent_reference import reference_linear_gradients
+from attnops.verify.recurrent_reference import reference_decays, reference_linear_gradients
 
 OPERATIONS = {
     cls.name: cls for cls in (getattr(recurrent, name) for name in recurrent.__all__) if hasattr(cls, "config")
@@ -88,7 +88,7 @@ def test_gradients(kind: str, given: str, axes: dict[str, int]) -> None:
     value = call["value"]
     decay = call.get("decay")
     if decay is None:
-        decay = np.broadcast_to(np.asarray(OPERATIONS[kind].decays(value.shape[2])), value.shape[:3])
+        decay = np.broadcast_to(reference_decays(kind, value.shape[2]), value.shape[:3])
     rest = {name: call[name] for name in ("initial_state", "segment_ids", "lengths") if name in call}
     gradients = reference_linear_gradients(
         call["query"],
@@ -185,3 +185,31 @@ def test_tokens_beyond_lengths_may_hold_anything(kind: str) -> None:
     close(output.attention_outputs, wanted.outputs)
     close(output.state, wanted.state)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "mamba1", "causal_conv1d"])
+@pytest.mark.parametrize("axes", [{}, pytest.param({"dp": 2, "sp": 2, "tp": 2}, marks=pytest.mark.slow)])
+def test_gradients_along_a_direction(kind: str, axes: dict[str, int]) -> None:
+    """Of every array, against differences of the reference in float64."""
+    call = call_of(kind, tokens=24, segments=True, lengths=True)
+    rng, wide = np.random.default_rng(2), {n: x.astype(np.float64) for n, x in call.items() if x.dtype == np.float32}
+    weights = [rng.standard_normal(x.shape) for x in expected(kind, call)]
+    metadata = split(axes) if axes else None
+
+    def loss(some: dict[str, jax.Array]) -> jax.Array:
+        output = run(kind, call | some, metadata)
+        results = output.attention_outputs, output.state
+        return sum(
+            (jnp.sum(x * w.astype(np.float32)) for x, w in zip(results, weights, strict=True)), start=jnp.float32(0)
+        )
+
+    def reference(some: dict[str, np.ndarray]) -> float:
+        return float(sum((x * w).sum() for x, w in zip(expected(kind, call | some), weights, strict=True)))
+
+    gradients = jax.jit(jax.grad(loss))({name: call[name] for name in wide})
+    for name, x in wide.items():
+        direction = rng.standard_normal(x.shape)
+        direction /= np.linalg.norm(direction)
+        ahead, behind = (reference(wide | {name: x + step * direction}) for step in (1e-5, -1e-5))
+        slope, size = (ahead - behind) / 2e-5, float(np.linalg.norm(gradients[name]))
+        assert abs(float((np.asarray(gradients[name], np.float64) * direction).sum()) - slope) <= 1e-4 * size, name

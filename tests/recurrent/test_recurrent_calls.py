@@ -22,7 +22,6 @@ from attnops import (
     OperationRegistry,
 )
 from attnops.errors import InputTypeError, RefusedShardingError
-from attnops.sharding.modes import MODES
 
 FILE = {
     "operation": "gated_delta_rule",
@@ -70,15 +69,20 @@ def test_files_have_their_arrays(kind: str, layout: str) -> None:
     assert json.loads(json.dumps(plan.to_dict()))["options"] == plan.problem.option
 
 
-@pytest.mark.parametrize("mode", [mode.strip("_") for mode in MODES])
-def test_specs_follow_the_mode(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "tokens", "strategy"),
+    [("train", "sp", "state"), ("prefill", "sp", "state"), ("autoregressive", None, ""), ("insert", None, "")],
+)
+def test_specs_follow_the_mode(mode: str, tokens: str | None, strategy: str) -> None:
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in call_of("kda", tokens=64).items()}
     plan = of("kda", mesh=mesh(dp=2, sp=2, tp=2)).plan(**shapes, mode=mode)
-    generating = mode not in ("train", "prefill")
-    assert plan.specs["query"][1] == (None if mode == "autoregressive" else plan.specs["query"][1])
-    assert plan.placement.axes("state", "heads") == ("tp",)
-    assert plan.placement.axes("value", "heads") == plan.placement.axes("decay", "heads") == ("tp",)
-    assert bool(plan.placement.strategy) <= (not generating or mode == "insert")
+    for name in ("query", "key", "value", "decay"):
+        assert tuple(plan.specs[name]) == ("dp", tokens, "tp", None)
+    assert tuple(plan.specs["beta"]) == ("dp", tokens, "tp")
+    assert tuple(plan.specs["state"]) == tuple(plan.specs["initial_state"]) == ("dp", "tp", None, None)
+    assert plan.placement.strategy == strategy
+    idle = [x.values["names"] for x in plan.notes if getattr(x, "code", "") == "table.idle_axes"]
+    assert idle == ([] if strategy else [["sp=2"]])
 
 
 def test_what_is_sent_does_not_depend_on_the_length() -> None:
@@ -114,6 +118,10 @@ def test_few_tokens_are_gathered() -> None:
     plan = of("kda", mesh=mesh(sp=4)).plan(**shapes)
     assert plan.placement.strategy == "gather"
     assert [x.code for x in plan.notes if x.field == "sequence_parallel"] == ["recurrent.gathered"]
+    # All devices have all tokens, so they do the same work.
+    assert [x.values["names"] for x in plan.notes if getattr(x, "code", "") == "table.idle_axes"] == [["sp=4"]]
+    with pytest.raises(RefusedShardingError, match="sp=4"):
+        of("kda", mesh=mesh(sp=4), strict=True).plan(**shapes)
 
 
 @pytest.mark.parametrize("kind", ["gated_delta_rule", "kda", "simple_gla", "gla", "mamba2", "mamba1"])
@@ -265,6 +273,8 @@ def test_parts_of_a_sequence_inside_a_shard_map(kind: str) -> None:
 
     def part(call: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         found = of(kind, sequence_parallel="state")(**call)
+        (passed,) = (x for x in found.plan.notes if getattr(x, "code", "") == "recurrent.passed")
+        assert passed.values["other"] > 0
         return found.attention_outputs, found.state[None]
 
     run = jax.shard_map(part, mesh=devices, in_specs=(specs,), out_specs=(along, jax.sharding.PartitionSpec("sp")))
