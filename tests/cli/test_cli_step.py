@@ -197,7 +197,7 @@ def test_a_step_takes_no_inputs(attnops: Callable[..., Any], tmp_path: Path) -> 
     for command in ("plan", "run"):
         result = attnops(command, written(tmp_path), "--inputs", str(tmp_path / "x.npz"))
         assert result.status == 2
-        assert "a step over pages reads no file" in result.err
+        assert "--inputs" in result.err
 
 
 def test_a_step_is_compiled_here_and_for_tpus(attnops: Callable[..., Any], tmp_path: Path) -> None:
