@@ -102,7 +102,6 @@ def plan(
     if model_options:
         names = ", ".join("--" + name.replace("_", "-") for name in model_options)
         raise ConfigError(f"{names} without --model; for {config} the declaration specifies that.")
-    from ..planning.paged.paged_plan import PagedPlan
     from .cache import plan_cache, show_cache
     from .declared import declared
     from .file_notes import enabled_notes, noted
@@ -118,7 +117,7 @@ def plan(
         return
     work = declared(declaration, inputs, mode)
     decided = work.plan(metadata)
-    if isinstance(decided, PagedPlan) and not (cache and cache.parts):
+    if decided.cache is not None and not (cache and cache.parts):
         cache = decided.cache  # for the devices that the step is planned for
     notes = enabled_notes(declaration)
     if as_json:

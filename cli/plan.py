@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from ..planning import Plan
 from ..planning.cache.cache_plan import CachePlan
-from ..planning.decision import WHY
+from ..planning.decision import WHY, Decision
 from ..planning.notes import is_info
-from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
 from ..planning.plan_text import decision_rows, placement_rows, screen_rows, tensor_rows
 from ..planning.tables.fitted_plan import FittedPlan
-from ..planning.text import bytes_text
 from .cache import print_cache
 from .console import Columns, fields, table, text, title
 
@@ -44,19 +41,16 @@ def print_plan(
         return [(label, source if label == "platform" else line) for label, line in rows]
 
     rows: list[tuple[str, str | Text]] = [runs_row(plan)]
-    if isinstance(plan, PagedPlan):
+    if isinstance(plan, FittedPlan):
         printed = [note for note in (*plan.notes, *notes) if verbose or not is_info(note)]
-        rows += [
-            *rejected_rows(plan),
-            *sourced(step_rows(plan, verbose=verbose)),
-            *[("note", note) for note in printed],
-        ]
-        console.print(fields(rows), "", sep="\n")
-        # On one device specs split nothing, so the table is left out.
-        shows_arrays = verbose or math.prod(axis.size for axis in plan.problem.mesh) > 1
+        rows += [*rejected_rows(plan), *sourced(plan.rows(verbose)), *[("note", note) for note in printed]]
+        console.print(fields(rows))
+        shows_arrays = verbose or not plan.on_one_device
         if shows_arrays:
-            console.print(_fitted_tensors(plan), "", sep="\n")
-        print_cache(plan.cache if cache is None else cache, arrays=shows_arrays)
+            console.print("", _fitted_tensors(plan), sep="\n")
+        if (of_step := cache or plan.cache) is not None:
+            console.print()
+            print_cache(of_step, arrays=shows_arrays)
         if not verbose:
             asides = len(plan.notes) + len(notes) - len(printed)
             left_out = [
@@ -65,13 +59,6 @@ def print_plan(
                 *([f"{asides} notes"] if asides else []),
             ]
             console.print("", fields([("more", f"--verbose adds {', '.join(left_out)}")]), sep="\n")
-        return
-    if isinstance(plan, FittedPlan):
-        rows += [*rejected_rows(plan), *sourced(plan.rows())]
-        rows += [("note", note) for note in (*plan.notes, *notes) if verbose or not is_info(note)]
-        console.print(fields(rows))
-        if verbose or plan.problem.devices > 1:
-            console.print("", _fitted_tensors(plan), sep="\n")
         return
     if verbose:
         rows += rejected_rows(plan)
@@ -91,18 +78,7 @@ def print_plan(
 def brief_rows(plan: AnyPlan) -> list[tuple[str, str | Text]]:
     """The decision in a few rows."""
     rows: list[tuple[str, str | Text]] = [runs_row(plan), *rejected_rows(plan)]
-    if isinstance(plan, PagedPlan):
-        if plan.cache.scalar_limit is not None:
-            table, limit = bytes_text(plan.cache.page_table_bytes), bytes_text(plan.cache.scalar_limit)
-            rows.append(("cache", f"page table: {table} of {limit} of scalar memory"))
-        return rows if plan.reads is None else [*rows, ("reads", plan.reads.describe())]
-    if isinstance(plan, FittedPlan):
-        return rows
-    query = plan.placement.fitted.get("query")
-    if query is not None and plan.problem.devices > 1:
-        shape = "x".join(map(str, query.local_shape))
-        rows.append(("device", f"query {shape} ({bytes_text(query.local_bytes)}) on each of {plan.problem.devices}"))
-    return [*rows, *placement_rows(plan)]
+    return [*rows, *plan.brief_rows()]
 
 
 def runs_row(plan: AnyPlan) -> tuple[str, Text]:
@@ -117,7 +93,7 @@ def head_text(described: str) -> Text:
     return Text.assemble((described.partition(" on ")[0], "bold"), f":{sizes}")
 
 
-def rejected_rows(plan: AnyPlan) -> list[tuple[str, str]]:
+def rejected_rows(plan: Decision[Any, Any]) -> list[tuple[str, str]]:
     """Every reason why the others don't run."""
     rows = []
     for rejected in plan.rejected:
@@ -136,8 +112,8 @@ def _tensors(plan: Plan) -> Columns:
     return tensors
 
 
-def _fitted_tensors(plan: PagedPlan | FittedPlan[Any, Any]) -> Columns:
+def _fitted_tensors(plan: FittedPlan[Any, Any]) -> Columns:
     tensors = table("tensor", "fitted", "shape", "per device", "bytes")
-    for row in token_rows(plan):
+    for row in plan.tensor_rows():
         tensors.add_row(*row)
     return tensors

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from rich.text import Text
 
-from ..planning.paged.paged_plan import PagedPlan
 from ..planning.text import bytes_text
 from ..verify.report import AnyPlan
 from .check import Comparison
@@ -102,7 +101,7 @@ def ran_rows(ran: Ran) -> list[tuple[str, str | Text]]:
     shape = f"{'x'.join(map(str, output.shape))} {output.dtype.name}, "
     finite = Text("NOT FINITE: " + ran.unsound, style="red") if ran.unsound else Text("every value finite")
     runs = f"median of {ran.repeats} runs" if ran.repeats > 1 else "1 run"
-    runs += ", the layer's pages copied" if isinstance(ran.plan, PagedPlan) else ""
+    runs += ", the layer's pages copied" if ran.plan.cache is not None else ""
     took = f"{seconds_text(ran.seconds[0])}, {runs}; compile {ran.compiled.compile_seconds:.2f} s"
     rows: list[tuple[str, str | Text]] = [(name, Text.assemble(shape, finite))]
     rows.append(("time", f"{took}; {_memory_text(ran.compiled)}"))

@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 from ..errors import ConfigError
 from ..planning.paged.page_reads import sequence_reads
 from ..planning.paged.paged_plan import PagedPlan
-from ..planning.paged.step_tuning import step_key
-from ..planning.tables.fitted_plan import FittedPlan
 from ..planning.tune_cache import load
-from ..planning.tuning import tune_key
 from ..verify.report import AnyPlan
 from .cache import plan_cache
 from .declared import declared
@@ -83,14 +80,10 @@ def report(options: ReportOptions) -> list[str]:
 def _searches(name: str, plan: AnyPlan) -> list[Searched]:
     """The cached search results of a plan, by pass and by method of measuring."""
     runs: Any = plan.runs
-    if runs is None or plan.method is None or isinstance(plan, FittedPlan):  # whose sizes aren't searched for
+    if runs is None or plan.method is None:
         return []
-    if isinstance(plan, PagedPlan):
-        measured = load(step_key(plan.method, plan.problem)).measured
-        offered = runs.candidates(plan.problem, None)
-    else:
-        measured = load(tune_key(plan.method, plan.problem, plan.placement)).measured
-        offered = runs.candidates(plan.problem, plan.placement) if measured else {}
+    measured = load(plan.operation.planner.tune_key(plan.method, plan.problem, plan.placement)).measured
+    offered = runs.candidates(plan.problem, plan.placement) if measured else {}
     searched: list[Searched] = []
     for part, how in dict.fromkeys((measurement.part, measurement.how) for measurement in measured):
         same_search = [measurement for measurement in measured if (measurement.part, measurement.how) == (part, how)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.text import Text
@@ -35,7 +34,7 @@ def report_page(report: PageData) -> str:
     """The page as HTML."""
     described = report.plan.problem.describe()
     name = f"{described.partition(' on ')[0]}:{described.partition(':')[2].rpartition(', mesh')[0]}"
-    kind = "step" if isinstance(report.plan, PagedPlan) else "call"
+    kind = report.plan.subject
     targets = [(f"target-{n}", target) for n, target in enumerate(report.targets)]
     sections = [
         ("declaration", "Declaration", [code(report.declaration.to_json())]),
@@ -72,11 +71,9 @@ def _plan(plan: AnyPlan) -> Iterator[str]:
     rows_of_plan = [row for row in screen_rows(plan) if row[0] != "more"] if isinstance(plan, Plan) else page_rows(plan)
     yield rows([runs, *rows_of_plan])
     yield folded("The whole plan", code(plan.explain(verbose=True)))
-    if isinstance(plan, Plan) or (
-        isinstance(plan, PagedPlan) and math.prod(axis.size for axis in plan.problem.mesh) > 1
-    ):
+    if (picture := plan.placement_picture()) is not None:
         yield subsection("Placement")
-        yield pictures([plan.draw().svg()])
+        yield pictures([picture.svg()])
 
 
 def _lines(rows_of_pass: Iterable[tuple[str, str | Text]]) -> Iterator[str]:

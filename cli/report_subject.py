@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from ..drawing.charts import Bar, bars
 from ..drawing.html import folded, paragraph, pictures, rows
@@ -11,9 +12,9 @@ from ..drawing.sequences import SequenceBar, sequences
 from ..planning import Plan
 from ..planning.cache.cache_plan import CachePlan, array_rows, fact_rows
 from ..planning.paged.page_reads import SequenceReads
-from ..planning.paged.paged_plan import PagedPlan, step_rows, token_rows
+from ..planning.paged.paged_plan import PagedPlan
 from ..planning.selection.index_plan import IndexPlan
-from ..planning.tables.table_plan import TablePlan
+from ..planning.tables.fitted_plan import FittedPlan
 from ..planning.text import bytes_text
 from ..scores.node import GIVEN
 from .plan import rejected_rows
@@ -77,10 +78,9 @@ def cache(plan: CachePlan) -> Iterator[str]:
     yield folded("Arrays", rows([(row[0], ", ".join(row[1:])) for row in array_rows(plan)]))
 
 
-def page_rows(plan: PagedPlan | IndexPlan | TablePlan) -> list[tuple[str, str]]:
+def page_rows(plan: FittedPlan[Any, Any]) -> list[tuple[str, str]]:
     """One screen of the plan of a step, a selection or a recurrence, after what runs."""
-    about = step_rows(plan, verbose=False) if isinstance(plan, PagedPlan) else plan.rows()
-    rows = [*rejected_rows(plan), *about, *(("note", note) for note in plan.notes)]
-    for name, spec, shape, local, size in token_rows(plan):
+    rows = [*rejected_rows(plan), *plan.rows(), *(("note", note) for note in plan.notes)]
+    for name, spec, shape, local, size in plan.tensor_rows():
         rows.append(("tensor", f"{name}: {spec}, {shape} -> {local}, {size}"))
     return rows

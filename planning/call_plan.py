@@ -17,9 +17,9 @@ from .draw_plan import draw_plan
 from .named import named_shardings
 from .plan_fields import PlanFields
 from .plan_html import plan_html
-from .plan_text import explain
+from .plan_text import explain, placement_rows
 from .repeated import repeated_work
-from .text import spec_text
+from .text import bytes_text, spec_text
 from .traffic import sends
 
 __all__ = ["Plan"]
@@ -42,6 +42,16 @@ class Plan(PlanFields):
         """
         return named_shardings(self.problem, self.placement, self.mesh if mesh is None else mesh)
 
+    def brief_rows(self) -> list[tuple[str, str]]:
+        """A device's part of the query, and what is done about a split sequence."""
+        query, rows = self.placement.fitted.get("query"), []
+        if query is not None and self.problem.devices > 1:
+            shape = "x".join(map(str, query.local_shape))
+            rows.append(
+                ("device", f"query {shape} ({bytes_text(query.local_bytes)}) on each of {self.problem.devices}")
+            )
+        return [*rows, *placement_rows(self)]
+
     def explain(self, verbose: bool = False) -> str:
         """The decision as text: what runs and why, and what needs your attention. With `verbose`, all of it."""
         return explain(self, verbose=verbose)
@@ -52,6 +62,10 @@ class Plan(PlanFields):
         `mesh` names the devices; default: the plan's mesh, else devices are numbered. Errors: ShardingError for another mesh.
         """
         return draw_plan(self, mesh)
+
+    def placement_picture(self) -> DevicePicture | None:
+        """What `draw` draws."""
+        return self.draw()
 
     def _repr_html_(self) -> str:
         return plan_html(self)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
+from ..drawing import DevicePicture
 from ..errors import RefusedError
 from ..sharding.mesh import AnyMesh
 from .capability import Reason
@@ -16,6 +17,9 @@ from .policy import Policy
 from .problem import Problem
 from .route import Route
 from .tuning import Tuning
+
+if TYPE_CHECKING:
+    from .cache.cache_plan import CachePlan
 
 __all__ = ["WHY", "Decision", "Kind", "Rejected"]
 
@@ -63,6 +67,9 @@ class Decision(Generic[P, L]):
     notes: tuple[str, ...] = ()
     mesh: AnyMesh | None = None
 
+    # What is planned, in reports: a call, or a step over pages.
+    subject: ClassVar[str] = "call"
+
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
@@ -84,6 +91,11 @@ class Decision(Generic[P, L]):
         return {**vars(self), "mesh": None}  # devices can't be pickled
 
     @property
+    def cache(self) -> CachePlan | None:
+        """The cache that a step reads and writes; None for a call."""
+        return None
+
+    @property
     def runs(self) -> Implementation[Any] | None:
         """The implementation that was chosen; None if nothing can run."""
         return None if self.method is None else self.operation.implementation(self.method, self.config)
@@ -102,6 +114,14 @@ class Decision(Generic[P, L]):
     def config_lines(self) -> list[ConfigLine]:
         """Every field of the config, and where its value comes from."""
         return config_lines(self.config, self.problem.config, {} if self.tuning is None else self.tuning.fields)
+
+    def brief_rows(self) -> list[tuple[str, str]]:
+        """What a list of several targets says of the plan besides what runs."""
+        return []
+
+    def placement_picture(self) -> DevicePicture | None:
+        """A picture of the tensors over the mesh, where there is more to see than one device. Default: none."""
+        return None
 
     def explain(self, verbose: bool = False) -> str:
         """The decision as text: what runs and why, and what needs your attention. With `verbose`, all of it."""

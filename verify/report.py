@@ -26,7 +26,7 @@ def refusals(plan: AnyPlan) -> tuple[str, ...]:
     """Why a call or a step can't run, or its cache can't be created; empty if it can."""
     if plan.implementation is None:
         return (plan.refusal(),)
-    return tuple(map(str, plan.cache.refused)) if isinstance(plan, PagedPlan) else ()
+    return tuple(map(str, plan.cache.refused)) if plan.cache is not None else ()
 
 
 @dataclass(frozen=True)

@@ -42,14 +42,14 @@ class IndexPlacement(NamedTuple):
 class IndexPlan(FittedPlan[IndexProblem, IndexPlacement]):
     """The plan of a selection. Queries are split as declared; each device has all keys of its batch rows while it selects."""
 
-    def rows(self) -> list[tuple[str, str]]:
+    def rows(self, verbose: bool = False) -> list[tuple[str, str]]:
         """The labelled lines after what runs."""
         problem = self.problem
         return [
             ("platform", f"{problem.platform}, from {problem.platform_source}"),
             ("mask", problem.mask.describe()),
             ("scale", f"{problem.softmax_scale:.6g}, scores in float32"),
-            *self.config_rows(),
+            *self.config_rows(verbose),
         ]
 
     def facts(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -28,8 +28,8 @@ class FittedPlan(Decision[P, L]):
     """A plan that is told by a few lines and a table of tensors."""
 
     @abstractmethod
-    def rows(self) -> list[tuple[str, str]]:
-        """The labelled lines after what runs."""
+    def rows(self, verbose: bool = False) -> list[tuple[str, str]]:
+        """The labelled lines after what runs: those of one screen, or all of them."""
 
     def facts(self) -> dict[str, Any]:
         """What `to_dict` has besides the decision and the tensors. Default: nothing."""
@@ -47,29 +47,45 @@ class FittedPlan(Decision[P, L]):
         """The spec of each array and result, by name."""
         return MappingProxyType({fitted.tensor: fitted.spec for fitted in self.tensors})
 
-    def config_rows(self) -> list[tuple[str, str]]:
-        """The fields of the config that are more than defaults, in one row; none if nothing runs."""
-        lines = [] if self.method is None else [line for line in self.config_lines() if line.origin != "default"]
+    @property
+    def on_one_device(self) -> bool:
+        """Whether specs split nothing, so that a plan's screen leaves them out."""
+        return math.prod(axis.size for axis in self.problem.mesh) == 1
+
+    def config_rows(self, verbose: bool = False) -> list[tuple[str, str]]:
+        """The fields of the config in one row, without defaults unless all are wanted; none if nothing runs."""
+        lines = [] if self.method is None else [x for x in self.config_lines() if verbose or x.origin != "default"]
         return [("config", ", ".join(lines))] if lines else []
 
+    def tensor_rows(self) -> list[tuple[str, str, str, str, str]]:
+        """Rows (tensor, spec, shape, per-device shape, per-device bytes)."""
+
+        def shape(sizes: tuple[int, ...]) -> str:
+            return "x".join(map(str, sizes))
+
+        return [
+            (x.tensor, spec_text(x.spec), shape(x.shape), shape(x.local_shape), bytes_text(x.local_bytes))
+            for x in self.tensors
+        ]
+
     def explain(self, verbose: bool = False) -> str:
-        """The decision as text: what runs and why, and what needs your attention."""
-        problem = self.problem
-        lines = [problem.describe(), f"runs      {self.implementation or 'nothing'} ({WHY[self.kind]})"]
-        lines += [f"{label:<9} {line}" for label, line in self.rows()]
+        """The decision as text: what runs and why, and what needs your attention. With `verbose`, all of it."""
+        lines = [self.problem.describe(), f"runs      {self.implementation or 'nothing'} ({WHY[self.kind]})"]
+        lines += [f"{label:<9} {line}" for label, line in self.rows(verbose)]
         for rejected in self.rejected:
             lines.append(f"not       {rejected.implementation}:")
             lines.extend(f"            {reason}" for reason in rejected.reasons)
-        if verbose or math.prod(axis.size for axis in problem.mesh) > 1:
+        whole = verbose or not self.on_one_device
+        if whole:
             lines.append("tensors   spec, shape -> per device, bytes per device")
-            width = max(len(x.tensor) for x in self.tensors)
-            for x in self.tensors:
-                shapes = "x".join(map(str, x.shape)), "x".join(map(str, x.local_shape))
-                size = bytes_text(x.local_bytes)
-                lines.append(f"  {x.tensor:<{width}} {spec_text(x.spec)}  {shapes[0]} -> {shapes[1]}  {size}")
-        if verbose:
-            lines += [f"config    {line}" for line in self.config_lines()]
-        return "\n".join([*lines, *(f"note      {x}" for x in self.notes if verbose or not is_info(x))])
+            for name, spec, shape, local, size in self.tensor_rows():
+                lines.append(f"  {name:<15} {spec}  {shape} -> {local}  {size}")
+        lines += [f"note      {x}" for x in self.notes if verbose or not is_info(x)]
+        if self.cache is not None:
+            lines += ["", self.cache.explain(arrays=whole)]
+        if not verbose:
+            lines.append(f"more      verbose=True adds defaults of the config{'' if whole else ', arrays'}")
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """The whole decision as JSON-ready values."""
@@ -77,8 +93,9 @@ class FittedPlan(Decision[P, L]):
             x.tensor: {
                 "spec": spec_text(x.spec),
                 "shape": list(x.shape),
-                "local_shape": list(x.local_shape),
-                "local_bytes": x.local_bytes,
+                "device_shape": list(x.local_shape),
+                "device_bytes": x.local_bytes,
+                "dropped": [asdict(drop) for drop in x.dropped],
             }
             for x in self.tensors
         }

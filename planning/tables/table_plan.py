@@ -38,14 +38,14 @@ class TablePlacement(NamedTuple):
 class TablePlan(FittedPlan[TableProblem, TablePlacement]):
     """The plan of a call that follows from its table of operands."""
 
-    def rows(self) -> list[tuple[str, str]]:
+    def rows(self, verbose: bool = False) -> list[tuple[str, str]]:
         """The labelled lines after what runs."""
         problem, placement = self.problem, self.placement
         rows = [("platform", f"{problem.platform}, from {problem.platform_source}")]
         rows += [(name, f"{x:g}" if isinstance(x, float) else str(x)) for name, x in problem.options if x is not None]
         if placement.strategy:
             rows.append(("sequence", f"{placement.strategy} over {'+'.join(placement.over)}"))
-        return rows + self.config_rows()
+        return rows + self.config_rows(verbose)
 
     def facts(self) -> dict[str, Any]:
         """What is done about a split sequence."""
