@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .operators.flash_attention2 import FlashAttention2Config
     from .operators.latent import LatentAttention as LatentAttention
     from .operators.paged_cache.batch import RaggedBatch
+    from .operators.paged_cache.state_batch import StateBatch as StateBatch
     from .operators.sdpa.operation import SdpaConfig
     from .operators.splash import SplashConfig
     from .operators.vanilla.operation import VanillaConfig
@@ -140,6 +141,7 @@ _FILES = {
     "check_processes": "sharding.processes",
     # Importable here like those above, listed in the manual.
     "LatentAttention": "operators.latent",
+    "StateBatch": "operators.paged_cache.state_batch",
     # The other scores: importable here like those above, listed in attnops.scores.
     **dict.fromkeys(
         (

@@ -24,8 +24,10 @@ def call_sizes(table: OperandTable, shapes: Mapping[str, Any], layout: str) -> d
             sizes = dict(zip(dims, x.shape, strict=True)) | sizes
             if "width" in sizes:
                 sizes["history"] = sizes["width"] - 1
-        if row.accepted(tuple(x.shape), sizes, layout) is None:
+        accepted = row.accepted(tuple(x.shape), sizes, layout)
+        if accepted is None:
             raise InputError(f"{name} has shape {tuple(x.shape)}; wanted {row.expected_shapes(sizes, layout)}.")
+        sizes = dict(zip(accepted, x.shape, strict=True)) | sizes
         if row.dtype == "integers":
             if not jnp.issubdtype(x.dtype, jnp.integer):
                 raise InputError(f"{name} is {x.dtype}; wanted integers.")

@@ -7,6 +7,7 @@ from .insert import insert
 from .offload import SavedSequence, extract, restore
 from .pages import copy, scrub
 from .state import CacheShardings, CacheState, LayerPages, init, shardings
+from .state_batch import StateBatch
 from .token_slots import token_slots
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "PagedOutput",
     "RaggedBatch",
     "SavedSequence",
+    "StateBatch",
     "attend",
     "copy",
     "dense_insert",

@@ -10,17 +10,14 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int32
 
-from ...errors import InputError, InputTypeError, a_type, shown
-from ...masks.int_arrays import is_integer, known_values
+from ...errors import InputError, shown
+from ...masks.int_arrays import known_values
 from ...planning.cache.cache_plan import CachePlan
 from ...pytree_export import exported
-from .batch_checks import batch_problem
-from .known_sizes import known_sizes
+from .batch_checks import batch_problem, int32_arrays, int32_numbers
 from .sequence_shards import split_table, table_problem
 
 __all__ = ["RaggedBatch"]
-
-_INT32 = np.iinfo(np.int32)
 
 
 @exported()
@@ -65,8 +62,8 @@ class RaggedBatch:
         """
         plan.one_group("a batch")
         rows, width, padding, split = plan.local_sequences, plan.table_width, plan.local_pages, plan.sequence_shards
-        lens = _numbers("kv_lens", kv_lens)
-        starts = _numbers("cu_q_lens", cu_q_lens)
+        lens = int32_numbers("kv_lens", kv_lens)
+        starts = int32_numbers("cu_q_lens", cu_q_lens)
         table = _table(page_table, len(lens), width, padding)
         if len(lens) > rows:
             raise InputError(f"kv_lens has {len(lens)} rows; wanted at most {rows}, the max_sequences of a shard.")
@@ -74,7 +71,7 @@ class RaggedBatch:
             raise InputError(f"cu_q_lens has {len(starts)} entries for {len(lens)} rows; wanted one more than rows.")
         if len(table) != len(lens):
             raise InputError(f"page_table has {len(table)} rows and kv_lens {len(lens)}; wanted the same number.")
-        count = int(_numbers("num_seqs", [len(lens) if num_seqs is None else num_seqs])[0])
+        count = int(int32_numbers("num_seqs", [len(lens) if num_seqs is None else num_seqs])[0])
         if (
             tokens is not None
             and (max_tokens := plan.cache.max_tokens) is not None
@@ -145,11 +142,7 @@ class RaggedBatch:
             "page_table": self.page_table,
             "num_seqs": self.num_seqs,
         }
-        known_sizes(**arrays)
-        for name, array in arrays.items():
-            if not hasattr(array, "dtype") or array.dtype != np.int32:
-                got = getattr(array, "dtype", a_type(array))
-                raise InputTypeError(f"{name} is {got}; wanted int32: RaggedBatch.make checks and converts.")
+        int32_arrays("RaggedBatch", arrays)
         lead = self.kv_lens.shape[:-1]
         rows = self.kv_lens.shape[-1] if self.kv_lens.shape else 0
         expected = {"kv_lens": (*lead, rows), "cu_q_lens": (*lead, rows + 1), "num_seqs": lead}
@@ -166,26 +159,11 @@ class RaggedBatch:
             )
 
 
-def _numbers(name: str, value: Any) -> np.ndarray:
-    """int32 [n] from whole numbers that fit in int32."""
-    array = np.asarray(value)
-    if array.size == 0:
-        array = array.astype(np.int32)
-    if not is_integer(array.dtype):
-        raise InputTypeError(f"{name} has dtype {array.dtype}; wanted whole numbers, [rows].")
-    if array.ndim != 1:
-        raise InputError(f"{name} has shape {array.shape}; wanted [rows].")
-    wide = np.flatnonzero((array > _INT32.max) | (array < _INT32.min))
-    if wide.size:
-        raise InputError(f"row {wide[0]}: {name} is {shown(int(array[wide[0]]))}; wanted a number that fits in int32.")
-    return array.astype(np.int32)
-
-
 def _table(value: Any, rows: int, width: int, padding: int) -> np.ndarray:
     """int32 [rows, width], padded."""
     if hasattr(value, "ndim") and value.ndim != 2:
         raise InputError(f"page_table has shape {value.shape}; wanted [rows, pages].")
-    listed = [_numbers(f"page_table[{row}]", ids) for row, ids in enumerate(value)]
+    listed = [int32_numbers(f"page_table[{row}]", ids) for row, ids in enumerate(value)]
     table = np.full((len(listed), width), padding, np.int32)
     for row, ids in enumerate(listed):
         if np.any(ids[width:] != padding):

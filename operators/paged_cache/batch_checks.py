@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from ...errors import InputError
+from ...errors import InputError, InputTypeError, a_type, shown
+from ...masks.int_arrays import is_integer
+from .known_sizes import known_sizes
 from .sequence_shards import whole_table
 
-__all__ = ["batch_problem", "check_later"]
+__all__ = ["batch_problem", "check_later", "first_true", "int32_arrays", "int32_numbers", "rows_problem"]
+
+_INT32 = np.iinfo(np.int32)
+
+
+def int32_numbers(name: str, value: Any) -> np.ndarray:
+    """int32 [n] from whole numbers that fit in int32. Errors: InputTypeError, InputError."""
+    array = np.asarray(value)
+    if array.size == 0:
+        array = array.astype(np.int32)
+    if not is_integer(array.dtype):
+        raise InputTypeError(f"{name} has dtype {array.dtype}; wanted whole numbers, [rows].")
+    if array.ndim != 1:
+        raise InputError(f"{name} has shape {array.shape}; wanted [rows].")
+    wide = np.flatnonzero((array > _INT32.max) | (array < _INT32.min))
+    if wide.size:
+        raise InputError(f"row {wide[0]}: {name} is {shown(int(array[wide[0]]))}; wanted a number that fits in int32.")
+    return array.astype(np.int32)
+
+
+def int32_arrays(kind: str, arrays: Mapping[str, Any]) -> None:
+    """Refuse arrays of a batch of sizes that aren't numbers, and of another dtype than int32. Errors: InputError,
+    InputTypeError."""
+    known_sizes(**arrays)
+    for name, array in arrays.items():
+        if not hasattr(array, "dtype") or array.dtype != np.int32:
+            got = getattr(array, "dtype", a_type(array))
+            raise InputTypeError(f"{name} is {got}; wanted int32: {kind}.make checks and converts.")
 
 
 def batch_problem(
@@ -57,6 +86,27 @@ def check_later(
     jax.debug.callback(check, *arrays)
 
 
+def rows_problem(starts: np.ndarray, lens: np.ndarray, count: int, tokens: int | None) -> str:
+    """The first problem of the rows of a shard [rows + 1], [rows] and their number, '' if there is none."""
+    if not 0 <= count <= len(lens):
+        return f"num_seqs is {count}; wanted 0 to {len(lens)}, the rows of the batch."
+    starts, lens = starts[: count + 1].astype(np.int64), lens[:count].astype(np.int64)
+    q_lens = np.diff(starts)
+    if starts[0] != 0:
+        return f"row 0: cu_q_lens starts at {starts[0]}; wanted 0, the first token."
+    if (row := first_true(q_lens < 0)) is not None:
+        return f"row {row}: cu_q_lens falls from {starts[row]} to {starts[row + 1]}; wanted the sum of the rows' query lengths."
+    if tokens is not None and starts[-1] > tokens:
+        row = first_true(starts[1:] > tokens)
+        return f"row {row}: cu_q_lens goes to {starts[-1]}, but there are {tokens} tokens; wanted at most as many."
+    if (row := first_true(q_lens > lens)) is not None:
+        return (
+            f"row {row}: {q_lens[row]} queries and kv_len {lens[row]}; wanted at least as many: kv_lens count the tokens that "
+            "are appended."
+        )
+    return ""
+
+
 def _shard_problem(
     starts: np.ndarray,
     lens: np.ndarray,
@@ -68,23 +118,11 @@ def _shard_problem(
     window: int | None,
     writes: bool,
 ) -> str:
-    if not 0 <= count <= len(lens):
-        return f"num_seqs is {count}; wanted 0 to {len(lens)}, the rows of the batch."
+    if problem := rows_problem(starts, lens, count, tokens):
+        return problem
     starts, lens, live_table = (array.astype(np.int64) for array in (starts[: count + 1], lens[:count], table[:count]))
     q_lens, width = np.diff(starts), table.shape[1]
-    if starts[0] != 0:
-        return f"row 0: cu_q_lens starts at {starts[0]}; wanted 0, the first token."
-    if (row := _first(q_lens < 0)) is not None:
-        return f"row {row}: cu_q_lens falls from {starts[row]} to {starts[row + 1]}; wanted the sum of the rows' query lengths."
-    if tokens is not None and starts[-1] > tokens:
-        row = _first(starts[1:] > tokens)
-        return f"row {row}: cu_q_lens goes to {starts[-1]}, but there are {tokens} tokens; wanted at most as many."
-    if (row := _first(q_lens > lens)) is not None:
-        return (
-            f"row {row}: {q_lens[row]} queries and kv_len {lens[row]}; wanted at least as many: kv_lens count the tokens that "
-            "are appended."
-        )
-    if (at := _first((table < 0) | (table > pages))) is not None:
+    if (at := first_true((table < 0) | (table > pages))) is not None:
         row, slot = divmod(at, width)
         return f"row {row}: page id {table[row, slot]}; wanted 0 to {pages - 1}, or {pages} for padding."
     needed = -(-lens // page_size)
@@ -92,16 +130,16 @@ def _shard_problem(
     first = np.zeros_like(lens) if window is None else np.maximum(lens - q_lens - window + 1, 0) // page_size
     used = (slots >= first[:, None]) & (slots < needed[:, None])
     missing = used & (live_table == pages)
-    if (at := _first(missing)) is not None:
+    if (at := first_true(missing)) is not None:
         row, slot = divmod(at, width)
         return _missing(row, slot, int(lens[row]), int(needed[row]), int(first[row]), page_size, window)
-    if (row := _first(needed > width)) is not None:
+    if (row := first_true(needed > width)) is not None:
         return f"row {row}: kv_len {lens[row]} needs {needed[row]} pages of {page_size}, but the table has {width}."
     if not writes:
         return ""
     written = used & (slots >= ((lens - q_lens) // page_size)[:, None]) & (q_lens > 0)[:, None]
     readers = np.bincount(live_table[used], minlength=pages + 1)
-    if (at := _first(written & (readers[live_table] > 1))) is not None:
+    if (at := first_true(written & (readers[live_table] > 1))) is not None:
         row, slot = divmod(at, width)
         page = live_table[row, slot]
         others = [int(r) for r in np.flatnonzero((used & (live_table == page)).any(1)) if r != row]
@@ -119,5 +157,6 @@ def _missing(row: int, slot: int, length: int, needed: int, first: int, page_siz
     )
 
 
-def _first(wrong: np.ndarray) -> int | None:
+def first_true(wrong: np.ndarray) -> int | None:
+    """The flat index of the first True; None if there is none."""
     return int(wrong.argmax()) if wrong.any() else None

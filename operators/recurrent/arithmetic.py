@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 
 from .config import DeltaRuleConfig, LinearConfig
-from .kernel.convolution import causal_conv, last_tokens
+from .kernel.convolution import causal_conv, conv_over_rows, last_tokens
+from .kernel.over_rows import over_rows
 from .kernel.selective_scan import selective_scan
 from .local import Affine, RecurrentCall, passed_on
 
@@ -46,6 +47,8 @@ def _recurrence(
     dim = key.shape[3]
     size = call.config.chunk_size
     initial = call.arrays.get("initial_state")
+    if call.rows is not None:
+        return _over_slots(call, (query, key, value, decay, *(() if beta is None else (beta,))), scale)
     arrays = [_by_heads(x) for x in (query, key, value, decay)]
     by_head = None if beta is None else _by_heads(beta)
     after = None
@@ -55,6 +58,23 @@ def _recurrence(
     run = functools.partial(call.chunked, scale=scale, chunk_size=size)
     outputs, state = run(arrays[0], arrays[1], arrays[2], arrays[3], by_head, initial, call.document)
     return jnp.moveaxis(outputs, 1, 2), state if after is None else after
+
+
+def _over_slots(call: RecurrentCall, arrays: tuple[jax.Array, ...], scale: float) -> tuple[jax.Array, jax.Array]:
+    """(outputs, slots) of a step: each row continues its own state. arrays: query, key, value, decay and, for the delta rule,
+    beta."""
+
+    def run(arrays: tuple[jax.Array, ...], state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        query, key, value, decay, *beta = map(_by_heads, arrays)
+        outputs, after = call.chunked(
+            query, key, value, decay, *(beta or (None,)), state, None, scale=scale, chunk_size=call.config.chunk_size
+        )
+        return jnp.moveaxis(outputs, 1, 2), after
+
+    assert call.rows is not None
+    slots = call.arrays["initial_state"]
+    outputs, slots = over_rows(run, tuple(x[0] for x in arrays), slots, call.rows, call.config.chunk_size)
+    return outputs[None], slots
 
 
 def _passed(
@@ -167,10 +187,17 @@ def mamba1(call: RecurrentCall) -> Results:
     """Mamba-1: a decay for each channel and each number of its state."""
     dt, x, rate = _time_steps(call), call.arrays["x"], _float(call.arrays["A"])
     initial, size = call.arrays.get("initial_state"), call.config.chunk_size
-    run = functools.partial(
-        selective_scan, x, dt, rate, call.arrays["B"], call.arrays["C"], document=call.document, chunk_size=size
-    )
-    after = None
+    b, c, after = call.arrays["B"], call.arrays["C"], None
+    if call.rows is not None:
+        assert initial is not None
+
+        def scan(arrays: tuple[jax.Array, ...], state: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x, dt, b, c = arrays
+            return selective_scan(x, dt, rate, b, c, state, None, chunk_size=size)
+
+        outputs, slots = over_rows(scan, (x[0], dt[0], b[0], c[0]), initial, call.rows, size)
+        return _outputs(call, _skipped(call, outputs[None], per_head=False), slots)
+    run = functools.partial(selective_scan, x, dt, rate, b, c, document=call.document, chunk_size=size)
     if call.over:
         _, constant = run(initial_state=None)
         kept = jnp.exp(jnp.sum(dt, 1)[..., None] * rate[None])
@@ -182,9 +209,16 @@ def mamba1(call: RecurrentCall) -> Results:
     return _outputs(call, _skipped(call, outputs, per_head=False), state if after is None else after)
 
 
+def _activated(call: RecurrentCall, outputs: jax.Array) -> jax.Array:
+    return jax.nn.silu(outputs) if call.problem.option.get("activation") == "silu" else outputs
+
+
 def convolution(call: RecurrentCall) -> Results:
     """A causal convolution; of a split sequence, each device has its left neighbour's last tokens."""
     x, weight = call.arrays["x"], call.arrays["weight"]
+    if call.rows is not None:
+        one, slots = conv_over_rows(x[0], weight, call.arrays.get("bias"), call.arrays["initial_state"], call.rows)
+        return _outputs(call, _activated(call, one[None]), slots)
     kept, (batch, tokens, channels) = weight.shape[0] - 1, x.shape
     given = call.arrays.get("initial_state")
     history = jnp.zeros((batch, kept, channels), x.dtype) if given is None else given.astype(x.dtype)
@@ -206,9 +240,7 @@ def convolution(call: RecurrentCall) -> Results:
         ends = ends - here.astype(jnp.int32) * np.int32(tokens)
     both = jnp.concatenate([history, x], 1)
     seen = None if documents is None or before is None else jnp.concatenate([before, documents], 1)
-    outputs = causal_conv(both, weight, call.arrays.get("bias"), seen)
-    if call.problem.option.get("activation") == "silu":
-        outputs = jax.nn.silu(outputs)
+    outputs = _activated(call, causal_conv(both, weight, call.arrays.get("bias"), seen))
     state = last_tokens(both, kept, seen, last, ends, low)
     state = lax.psum(state, call.over) if call.over else state
     return _outputs(call, outputs, state)

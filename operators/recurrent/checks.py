@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...errors import InputError
+from ...errors import InputError, InputTypeError, nearest, shown
 from ...masks.int_arrays import known_values
 from ..call.arrays import is_array
 
-__all__ = ["check_sizes", "check_values"]
+__all__ = ["check_sizes", "check_values", "option_value"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _COPIED = 1 << 16  # numbers of a device's array that are copied to the host for a check
@@ -71,3 +71,17 @@ def check_values(
     if lengths is not None and not (lengths[0] >= 0 and lengths[1] <= sizes["q_len"]):
         worst = lengths[0] if lengths[0] < 0 else lengths[1]
         raise InputError(f"lengths holds {worst:g}; wanted 0 to {sizes['q_len']}, the tokens of the call.")
+
+
+def option_value(name: str, value: Any, kind: type, known: tuple[str, ...]) -> Any:
+    """A static argument of a type, None for none; known: what one of type str may be. Errors: InputError and InputTypeError."""
+    if value is None:
+        return None
+    accepted: Any = (int, float, np.integer, np.floating) if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise InputTypeError(f"{name}={shown(value)}; wanted a {kind.__name__}.")
+    if kind is float and not (np.isfinite(value) and value > 0):
+        raise InputError(f"{name}={shown(value)}; wanted a finite number above 0.")
+    if kind is str and value not in known:
+        raise InputError(f"{name}={shown(value)}; wanted {' or '.join(map(repr, known))}." + nearest(value, known))
+    return kind(value)

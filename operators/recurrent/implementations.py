@@ -9,7 +9,7 @@ from ...planning import Implementation, OperationConfig, Tolerance, declares
 from .arithmetic import Results
 from .local import RecurrentCall
 
-__all__ = ["TOLERANCE", "RecurrentOnXla"]
+__all__ = ["TOLERANCE", "RecurrentOnXla", "over_slots"]
 
 TOLERANCE = {
     "float32": Tolerance(2e-5, 1e-4),
@@ -39,3 +39,8 @@ class RecurrentOnXla(Implementation[OperationConfig]):
         if getattr(config, "chunk_size", 0) is None:  # of a config that has it
             config = config.with_fields({"chunk_size": self.chunk})
         return config
+
+
+def over_slots(whole: RecurrentOnXla) -> RecurrentOnXla:
+    """The step over slots of a whole call's implementation."""
+    return RecurrentOnXla(whole.compute, whole.capability.operands - {"initial_state", "segment_ids", "lengths"})

@@ -13,6 +13,7 @@ from jax import lax
 from ...planning.tables.table_problem import TableProblem
 from ..kernels.varying import alike
 from .kernel.linear import chunked
+from .kernel.over_rows import Rows
 
 __all__ = ["Affine", "RecurrentCall", "passed_on"]
 
@@ -24,7 +25,8 @@ class RecurrentCall:
     arrays: by name, [batch, tokens, heads, ...] whatever the caller's layout, 0 for tokens that don't count. document int32
     [batch, tokens], or None: which one a token is of, 0 for that of the state before the device's tokens. valid bool [batch,
     tokens], or None if all tokens count. over: the mesh axes that split the sequence, () if the device has all of it. chunked:
-    what goes through the chunks of linear attention; see kernel/linear.py."""
+    what goes through the chunks of linear attention; see kernel/linear.py. rows: those of a step over slots, whose batch is 1 and
+    whose initial_state are the slots; None for a whole call."""
 
     arrays: dict[str, jax.Array]
     document: jax.Array | None
@@ -33,6 +35,7 @@ class RecurrentCall:
     config: Any
     over: tuple[str, ...] = ()
     chunked: Callable[..., tuple[jax.Array, jax.Array]] = chunked
+    rows: Rows | None = None
 
 
 class Affine(NamedTuple):

@@ -16,7 +16,7 @@ from ...planning.notes import note
 from ...planning.recurrent.planner import RECURRENCES, repeats_keys
 from ...planning.tables.table_plan import TablePlan
 from ...planning.tables.table_problem import TableProblem
-from ...sharding import Operand, OperandShape, axes_of, pin
+from ...sharding import Operand, OperandShape, OperandTable, axes_of, pin
 from ...sharding.mesh import AnyMesh
 from ...sharding.modes import canonical_layout, canonical_mode
 from ...sharding.rules import resolve_spec
@@ -28,12 +28,12 @@ from ..call.program import Program, attention
 from ..call.table_sizes import call_sizes
 from ..notes.unread_fields import unread_fields
 from .arithmetic import Results
-from .checks import check_sizes, check_values
+from .checks import check_sizes, check_values, option_value
 from .documents import documents, moved
 from .local import RecurrentCall
 from .output import RecurrentOutput
 
-__all__ = ["RecurrentOperation"]
+__all__ = ["RecurrentOperation", "alone"]
 
 # Fields of the metadata that no recurrence reads, besides those of attention's dtypes and dropout.
 _UNREAD = ("softmax_scale", "causal", "kv_heads", "ring_order", "scan_ring_attention")
@@ -51,6 +51,10 @@ class RecurrentOperation(DeclaredOperation):
     options: ClassVar[Mapping[str, type]] = {}
     # What each option of type str may be.
     values: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    # Dims of the table that say nothing about a call.
+    unsized: ClassVar[tuple[str, ...]] = ()
+    # The other static arguments of a call.
+    static: ClassVar[tuple[str, ...]] = ("mode", "layout")
 
     @classmethod
     def passed_numbers(cls, size: Mapping[str, int], devices: int) -> int:
@@ -89,17 +93,33 @@ class RecurrentOperation(DeclaredOperation):
 
     # -- the description of a call -----------------------------------------------------------------------------------
 
+    @classmethod
+    def _table(cls) -> OperandTable:
+        """Every array of a call."""
+        return cls.operands
+
+    def _form(self, call: Mapping[str, Any]) -> tuple[str, str, str]:
+        """(the layout, the mode, that whose rules split the arrays). Errors: InputError."""
+        mode = canonical_mode(call.get("mode") or "train")
+        return canonical_layout(call.get("layout") or "bthd"), mode, mode
+
+    @classmethod
+    def _splits_rows(cls, arrays: Mapping[str, Any]) -> bool:
+        """Whether a mesh may split the rows of a call."""
+        del arrays
+        return True
+
     def _described(
         self, given: Mapping[str, Any], call: Mapping[str, Any]
     ) -> tuple[dict[str, Any], TableProblem, AnyMesh | None]:
         """(the arrays by name, the problem, the mesh). Errors: those of a call."""
-        table, metadata = self.operands, self.metadata
+        table, metadata = self._table(), self.metadata
         optional = [row.name for row in table if row.optional]
-        known = [*optional, *self.options, "mode", "layout"]
+        known = [*optional, *self.options, *self.static]
         for name in call:
             if name not in known:
                 raise InputTypeError(f"unknown argument {shown(name)} of {self.name}." + nearest(name, known))
-        layout, mode = canonical_layout(call.get("layout") or "bthd"), canonical_mode(call.get("mode") or "train")
+        layout, mode, of_specs = self._form(call)
         arrays = {row.name: x for row in table if (x := {**given, **call}.get(row.name)) is not None}
         if (decay := self._default_decay(arrays, layout)) is not None:
             arrays["decay"] = decay
@@ -114,11 +134,12 @@ class RecurrentOperation(DeclaredOperation):
         if unread := unread_fields(metadata, _UNREAD):
             notes.append(note("table.unread", fields=unread, operation=self.name))
         self._check(arrays, sizes, config)
-        axes = metadata.partition_axis
+        axes, over_rows = metadata.partition_axis, self._splits_rows(arrays)
 
         def shape(row: Operand, shape: tuple[int, ...], dtype: str) -> OperandShape:
-            dims = row.split_dims(layout)
-            return OperandShape(row, shape, dtype, resolve_spec(axes, dims[len(dims) - len(shape) :], mode))
+            dims = row.split_dims(layout)[-len(shape) :] if shape else ()
+            split = [dim if over_rows or dim != "batch" else "" for dim in dims]
+            return OperandShape(row, shape, dtype, resolve_spec(axes, split, of_specs))
 
         first = shapes[table.names[0]].dtype.name
         state_dtype = getattr(config, "state_dtype", None) or first
@@ -138,27 +159,16 @@ class RecurrentOperation(DeclaredOperation):
             platform_source=source,
             notes=tuple(notes),
             results=results,
-            sizes=tuple(sizes.items()),
-            options=tuple((name, self._option(name, call, config)) for name in self.options),
+            sizes=tuple((dim, size) for dim, size in sizes.items() if dim not in self.unsized),
+            options=self._options(call, config),
             layout=layout,
         )
         return arrays, problem, mesh
 
-    def _option(self, name: str, call: Mapping[str, Any], config: Any) -> Any:
-        """A static argument: as the call says, else as the config does. Errors: InputError and InputTypeError."""
-        value: Any = call.get(name)
-        value = getattr(config, name, None) if value is None else value
-        if value is None:
-            return None
-        kind: Any = self.options[name]
-        accepted = (int, float, np.integer, np.floating) if kind is float else kind
-        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-            raise InputTypeError(f"{name}={shown(value)}; wanted a {kind.__name__}.")
-        if kind is float and not (np.isfinite(value) and value > 0):
-            raise InputError(f"{name}={shown(value)}; wanted a finite number above 0.")
-        if kind is str and value not in (known := self.values[name]):
-            raise InputError(f"{name}={shown(value)}; wanted {' or '.join(map(repr, known))}." + nearest(value, known))
-        return kind(value)
+    def _options(self, call: Mapping[str, Any], config: Any) -> tuple[tuple[str, Any], ...]:
+        """The static arguments that the problem has. Errors: InputError and InputTypeError."""
+        given = {name: x if (x := call.get(name)) is not None else getattr(config, name, None) for name in self.options}
+        return tuple((n, option_value(n, x, self.options[n], self.values.get(n, ()))) for n, x in given.items())
 
     @classmethod
     def _default_decay(cls, arrays: Mapping[str, Any], layout: str) -> np.ndarray | None:
@@ -195,21 +205,27 @@ class RecurrentOperation(DeclaredOperation):
         over = placement.over if placement.strategy == "state" else ()
         by_caller = over if placement.manual else ()
         arrays |= documents(arrays, over, by_caller, problem.size["batch"], problem.size["q_len"])
-        if mesh is None or mesh.size == 1 or all(axis.kind == "manual" for axis in axes_of(mesh)):
+        if alone(mesh):
             return self._returned(self._local(decided, arrays, by_caller), problem)
+        return self._by_device(program, arrays, {"batch": placement.axes("state", "batch"), "q_len": over}, over)
+
+    def _by_device(
+        self, program: Program, arrays: dict[str, jax.Array], split: dict[str, tuple[str, ...]], over: tuple[str, ...]
+    ) -> Results:
+        """Each device's part. split: the mesh axes of the rows' dims."""
+        decided: Any = program.plan
+        problem, mesh, placement = decided.problem, program.mesh, decided.placement
         outputs = next(x for x in problem.results if x.name == "attention_outputs")
         state = next(x for x in problem.results if x.name == "state")
         heads = next(dim for dim in state.operand.dims if dim in ("heads", "channels"))
-        split = {
-            "batch": placement.axes("state", "batch"),
-            heads: placement.axes("state", heads),
-            "value_dim": placement.axes("state", "value_dim"),
-            "q_len": over,
-        }
         if repeats_keys(placement):
             group = problem.size["heads"] // problem.size["kv_heads"]
-            arrays |= {name: jnp.repeat(arrays[name], group, axis=2) for name in _KEY_HEADS if name in arrays}
-        split["kv_heads"] = split[heads]
+            for name in _KEY_HEADS:
+                if name in arrays:
+                    at = self._dims(name, arrays[name].ndim).index("kv_heads")
+                    arrays[name] = jnp.repeat(arrays[name], group, axis=at)
+        of_heads = placement.axes("state", heads)
+        split |= {heads: of_heads, "kv_heads": of_heads, "value_dim": placement.axes("state", "value_dim")}
 
         def spec(dims: tuple[str, ...]) -> PartitionSpec:
             return PartitionSpec(*(split.get(dim) or None for dim in dims))
@@ -251,7 +267,7 @@ class RecurrentOperation(DeclaredOperation):
 
     def _dims(self, name: str, ndim: int) -> tuple[str, ...]:
         """The dims of an array in the layout of implementations."""
-        row = self.operands[name]
+        row = self._table()[name]
         return next(dims for dims in (row.dims_in("bthd"), *row.also) if len(dims) == ndim)
 
     def _standard(self, name: str, x: jax.Array, layout: str) -> jax.Array:
@@ -268,3 +284,8 @@ class RecurrentOperation(DeclaredOperation):
             inside, outside = x.operand.dims_in("bthd"), x.operand.dims_in(problem.layout)
             returned[x.name] = moved(results[x.name], inside, outside).astype(x.dtype)
         return returned
+
+
+def alone(mesh: AnyMesh | None) -> bool:
+    """Whether a device has all of a call."""
+    return mesh is None or mesh.size == 1 or all(axis.kind == "manual" for axis in axes_of(mesh))

@@ -16,7 +16,15 @@ from ..tables.table_plan import TablePlacement, TablePlan, fitted_tensors, refus
 from ..tables.table_problem import TableProblem
 from ..tuning import Tuning
 
-__all__ = ["RECURRENCES", "gathered_bytes", "repeats_keys", "sent_bytes"]
+__all__ = [
+    "RECURRENCES",
+    "Recurrences",
+    "declared_strategy",
+    "gathered_bytes",
+    "idle_axes",
+    "repeats_keys",
+    "sent_bytes",
+]
 
 _STRATEGIES = ("auto", "gather", "state")
 
@@ -43,18 +51,26 @@ def gathered_bytes(placement: TablePlacement, devices: int) -> int:
     return (devices - 1) * total
 
 
-class _Recurrences(Planner[TableProblem, TablePlacement]):
+def declared_strategy(operation: type[PlannedOperation], policy: Policy) -> str:
+    """What the policy says of a split sequence. Errors: ConfigError for a strategy of attention."""
+    declared = policy.sequence_parallel
+    if declared not in _STRATEGIES:
+        raise ConfigError(
+            f"operation {operation.name!r} has a state, and sequence_parallel={declared!r} is for attention; wanted one of "
+            f"{', '.join(map(repr, _STRATEGIES))}."
+        )
+    return declared
+
+
+class Recurrences(Planner[TableProblem, TablePlacement]):
+    """Plans of calls that follow from a table and have a state."""
+
     plan: ClassVar[type[Any]] = TablePlan
 
     def placements(
         self, operation: type[PlannedOperation], problem: TableProblem, policy: Policy
     ) -> Callable[[str], TablePlacement]:
-        declared = policy.sequence_parallel
-        if declared not in _STRATEGIES:
-            raise ConfigError(
-                f"operation {operation.name!r} has a state, and sequence_parallel={declared!r} is for attention; wanted one of "
-                f"{', '.join(map(repr, _STRATEGIES))}."
-            )
+        declared = declared_strategy(operation, policy)
         placement = TablePlacement(fitted_tensors(problem))
         over = placement.axes("attention_outputs", "q_len")
         if over:
@@ -89,8 +105,8 @@ class _Recurrences(Planner[TableProblem, TablePlacement]):
             for x in problem.operands
             if x.operand.optional and x.name not in capability.operands
         ]
-        part, history = _part(placement), problem.size.get("history", 0)
-        if placement.strategy == "state" and part < history:
+        history = problem.size.get("history", 0)
+        if placement.strategy == "state" and (part := _part(placement)) < history:
             text = f"parts of {part} tokens are shorter than the {history} that a device takes from its neighbour"
             reasons.append(
                 Reason("recurrent.short_parts", "sequence_parallel", text, "Declare 'gather', or fewer devices.")
@@ -147,7 +163,7 @@ class _Recurrences(Planner[TableProblem, TablePlacement]):
 def idle_axes(problem: TableProblem, placement: TablePlacement) -> list[str]:
     """`tp=2` for each mesh axis along which all devices do the same work: it splits neither rows, heads, channels nor columns of
     the state, nor tokens that aren't gathered."""
-    dims = "batch", "heads", "channels", "value_dim"
+    dims = "batch", "slots", "heads", "channels", "value_dim"
     used = {axis for dim in dims for axis in placement.axes("state", dim)}
     used |= set(placement.over) if placement.strategy == "state" else set()
     return [f"{x.name}={x.size}" for x in problem.mesh if x.size > 1 and x.kind != "manual" and x.name not in used]
@@ -181,4 +197,4 @@ def _count(problem: TableProblem, axes: tuple[str, ...]) -> int:
     return math.prod(sizes[name] for name in axes)
 
 
-RECURRENCES = _Recurrences()
+RECURRENCES = Recurrences()

@@ -53,9 +53,9 @@ class TablePlan(FittedPlan[TableProblem, TablePlacement]):
 
 
 def fitted_tensors(problem: TableProblem) -> tuple[FittedSpec, ...]:
-    """Every array and result, with its declared spec fitted to the mesh."""
+    """Every array and result, with its declared spec fitted to the mesh; once what is both, such as slots that a step writes."""
     tensors = []
-    for x in (*problem.operands, *problem.results):
+    for x in (*problem.operands, *(x for x in problem.results if problem.operand(x.name) is None)):
         shape = TensorShape(x.shape, jnp.dtype(x.dtype).itemsize)
         spec = PartitionSpec() if x.declared is None else x.declared
         options = (x.operand.dims_in(problem.layout), *x.operand.also)

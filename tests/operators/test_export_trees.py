@@ -49,7 +49,15 @@ from attnops import (
 )
 from attnops.operators import LocalOutput, paged_cache
 from attnops.operators.paged.step_output import StepOutput
-from attnops.operators.paged_cache import CacheState, LayerPages, PagedOutput, RaggedBatch, SavedSequence, init
+from attnops.operators.paged_cache import (
+    CacheState,
+    LayerPages,
+    PagedOutput,
+    RaggedBatch,
+    SavedSequence,
+    StateBatch,
+    init,
+)
 from attnops.operators.recurrent import RecurrentOutput
 from attnops.operators.selection import IndexOutput, IndexStepOutput
 from attnops.scores import PositionTemperature
@@ -106,6 +114,7 @@ EXAMPLES: list[Any] = [
     init(GROUPED),
     BATCH,
     RaggedBatch(*(getattr(BATCH, name) for name in ("cu_q_lens", "kv_lens", "page_table", "num_seqs")), group=1),
+    StateBatch.make(4, cu_q_lens=[0, 5], kv_lens=[5], read_slots=[4], write_slots=[[2, 0]]),
     SavedSequence((PAGES,), np.int32(3)),
     PagedOutput(X, X, init(CACHE)),
     StepOutput(X, None, init(CACHE)),
@@ -182,7 +191,8 @@ def test_names_stay() -> None:
         "ScoreFunction", "SoftCap", "Temperature",
         "AttentionOutput", "Blocks", "CacheState", "Causal", "ChosenBlocks", "Chunked", "Dense", "Full", "LayerPages",
         "IndexOutput", "IndexStepOutput", "Lengths", "LocalOutput", "MaskFunction", "Not", "Or", "PagedOutput", "Positions",
-        "Prefix", "RaggedBatch", "RecurrentOutput", "SavedSequence", "SegmentIds", "SlidingWindow", "Slot", "StepOutput",
+        "Prefix", "RaggedBatch", "RecurrentOutput", "SavedSequence", "SegmentIds", "SlidingWindow", "Slot", "StateBatch",
+        "StepOutput",
     }  # fmt: skip
 
 

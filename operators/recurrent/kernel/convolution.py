@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-__all__ = ["causal_conv", "last_tokens"]
+from .over_rows import Rows, started, written
+
+__all__ = ["causal_conv", "conv_over_rows", "last_tokens"]
 
 
 def causal_conv(tokens: jax.Array, weight: jax.Array, bias: jax.Array | None, documents: jax.Array | None) -> jax.Array:
@@ -45,3 +48,30 @@ def last_tokens(
     if documents is not None and last is not None:
         here &= jnp.take_along_axis(documents, index, 1) == last[:, None]
     return jnp.where(here[..., None], found, 0)
+
+
+def conv_over_rows(
+    tokens: jax.Array, weight: jax.Array, bias: jax.Array | None, slots: jax.Array, rows: Rows
+) -> tuple[jax.Array, jax.Array]:
+    """(outputs [tokens, channels] in float32, the slots after it) of the rows of a ragged batch.
+
+    tokens [tokens, channels]; slots [slots, width - 1, channels]: the tokens before those of a row."""
+    count, kept, dtype = tokens.shape[0], weight.shape[0] - 1, tokens.dtype
+    before = started(slots, rows).astype(dtype)
+    numbers = jnp.pad(rows.row_of(count), (kept, 0), constant_values=-1)[None]
+    outputs = causal_conv(jnp.pad(tokens, ((kept, 0), (0, 0)))[None], weight, bias, numbers)[0]
+    # What earlier tokens add to the first ones of a row.
+    early = jnp.pad(before, ((0, 0), (0, kept), (0, 0)))
+    added = causal_conv(early, weight, None, None)
+    place = jnp.arange(kept, dtype=jnp.int32)[None]
+    at = jnp.where(place < rows.lengths[:, None], rows.starts[:, None] + place, count)
+    outputs = outputs.at[at].add(added, mode="drop")
+    for column in range(rows.write.shape[1]):
+        place = rows.lengths[:, None] - np.int32(column + kept) + jnp.arange(kept, dtype=jnp.int32)[None]
+        of_row = jnp.take(
+            tokens, jnp.where(place >= 0, rows.starts[:, None] + place, count), axis=0, mode="fill", fill_value=0
+        )
+        of_slot = jnp.take_along_axis(before, jnp.clip(place + np.int32(kept), 0, kept - 1)[..., None], 1)
+        last = jnp.where((place >= 0)[..., None], of_row, of_slot)
+        slots = written(slots, rows.write[:, column], last)
+    return outputs, slots

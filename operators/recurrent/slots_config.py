@@ -1,0 +1,90 @@
+"""Configs of steps over slots: those of the whole calls; state_dtype is that of the slots."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .config import (
+    CausalConv1dConfig,
+    GatedDeltaRuleConfig,
+    GlaConfig,
+    KdaConfig,
+    LightningConfig,
+    Mamba1Config,
+    Mamba2Config,
+    RetentionConfig,
+    SimpleGlaConfig,
+)
+
+__all__ = [
+    "RaggedCausalConv1dConfig",
+    "RaggedGatedDeltaRuleConfig",
+    "RaggedGatedDeltaRuleV2Config",
+    "RaggedGlaConfig",
+    "RaggedKdaConfig",
+    "RaggedLightningConfig",
+    "RaggedMamba1Config",
+    "RaggedMamba2Config",
+    "RaggedRetentionConfig",
+    "RaggedSimpleGlaConfig",
+]
+
+
+class RaggedCausalConv1dConfig(CausalConv1dConfig):
+    """See CausalConv1dConfig."""
+
+    operation: Literal["ragged_causal_conv1d"] = "ragged_causal_conv1d"  # type: ignore[assignment]
+
+
+class RaggedGatedDeltaRuleV2Config(GatedDeltaRuleConfig):
+    """See GatedDeltaRuleConfig."""
+
+    operation: Literal["ragged_gated_delta_rule_v2"] = "ragged_gated_delta_rule_v2"  # type: ignore[assignment]
+
+
+class RaggedGatedDeltaRuleConfig(GatedDeltaRuleConfig):
+    """See GatedDeltaRuleConfig."""
+
+    operation: Literal["ragged_gated_delta_rule"] = "ragged_gated_delta_rule"  # type: ignore[assignment]
+
+
+class RaggedGlaConfig(GlaConfig):
+    """See GlaConfig."""
+
+    operation: Literal["ragged_gla"] = "ragged_gla"  # type: ignore[assignment]
+
+
+class RaggedKdaConfig(KdaConfig):
+    """See KdaConfig."""
+
+    operation: Literal["ragged_kda"] = "ragged_kda"  # type: ignore[assignment]
+
+
+class RaggedLightningConfig(LightningConfig):
+    """See LightningConfig."""
+
+    operation: Literal["ragged_lightning"] = "ragged_lightning"  # type: ignore[assignment]
+
+
+class RaggedMamba1Config(Mamba1Config):
+    """See Mamba1Config."""
+
+    operation: Literal["ragged_mamba1"] = "ragged_mamba1"  # type: ignore[assignment]
+
+
+class RaggedMamba2Config(Mamba2Config):
+    """See Mamba2Config."""
+
+    operation: Literal["ragged_mamba2"] = "ragged_mamba2"  # type: ignore[assignment]
+
+
+class RaggedRetentionConfig(RetentionConfig):
+    """See RetentionConfig."""
+
+    operation: Literal["ragged_retention"] = "ragged_retention"  # type: ignore[assignment]
+
+
+class RaggedSimpleGlaConfig(SimpleGlaConfig):
+    """See SimpleGlaConfig."""
+
+    operation: Literal["ragged_simple_gla"] = "ragged_simple_gla"  # type: ignore[assignment]

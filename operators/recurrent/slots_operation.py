@@ -1,0 +1,202 @@
+"""SlotsOperation: a step of a recurrence over slots, described, planned, placed and run by its table of operands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import InputError, InputTypeError, a_type, nearest, shown
+from ...masks.int_arrays import known_values
+from ...planning import plan
+from ...planning.recurrent.step_operands import STATE_BATCH
+from ...planning.recurrent.steps import SLOT_STEPS
+from ...planning.tables.table_plan import TablePlan
+from ...planning.tables.table_problem import TableProblem
+from ...sharding import OperandTable
+from ..call.arrays import is_array
+from ..call.program import Program, attention
+from ..paged_cache.state_batch import StateBatch
+from ..paged_cache.state_checks import check_states_later, state_problem
+from .arithmetic import Results
+from .kernel.over_rows import Rows
+from .local import RecurrentCall
+from .operation import RecurrentOperation, alone
+from .output import RecurrentOutput
+
+__all__ = ["STEP_MODES", "SlotsOperation"]
+
+STEP_MODES = ("mixed", "prefill", "autoregressive")
+"""Chunks and single tokens together; chunks of prompts; one or a few tokens of each sequence."""
+
+_COPIED = 1 << 16  # numbers of a device's array that are copied to the host for a check
+
+
+class SlotsOperation(RecurrentOperation):
+    """Base class of steps over slots. `operands` and `results` are those of the whole call, made by `of_step`."""
+
+    planner = SLOT_STEPS
+    unsized: ClassVar[tuple[str, ...]] = ("batch", "bounds")
+    static: ClassVar[tuple[str, ...]] = ("mode", "max_q_len", "debug")
+
+    # -- calling -----------------------------------------------------------------------------------------------------
+
+    def _run(self, given: Mapping[str, Any], call: Mapping[str, Any]) -> RecurrentOutput:
+        debug = _debug(call)
+        arrays, problem, mesh = self._described(*_with_batch(given, call))
+        decided: TablePlan = self._ready(plan(type(self), problem, self.metadata.policy), tuple(arrays.values()), mesh)
+        self._check_batch(arrays, problem)
+        results = attention(Program(self, decided, mesh, debug), {name: jnp.asarray(x) for name, x in arrays.items()})
+        return RecurrentOutput(results["attention_outputs"], results["state"], plan=decided)
+
+    def _plan(self, given: Mapping[str, Any], call: Mapping[str, Any]) -> TablePlan:
+        _debug(call)
+        return super()._plan(*_with_batch(given, call))
+
+    # -- the description of a step -------------------------------------------------------------------------------------
+
+    @classmethod
+    def _table(cls) -> OperandTable:
+        return OperandTable(*cls.operands, *STATE_BATCH)
+
+    def _form(self, call: Mapping[str, Any]) -> tuple[str, str, str]:
+        """Slots stay where they are from step to step, so that in each mode the rules are those of generation."""
+        mode = call.get("mode")
+        if mode is None:
+            mode = "mixed" if call.get("max_q_len") is None else "autoregressive"
+        plain = mode.strip("_") if isinstance(mode, str) else mode
+        plain = "autoregressive" if plain == "decode" else plain
+        if not isinstance(plain, str) or plain not in STEP_MODES:
+            raise InputError(
+                f"mode={shown(mode)}; a step over slots is one of {', '.join(STEP_MODES)}." + nearest(plain, STEP_MODES)
+            )
+        return "thd", plain, "autoregressive"
+
+    @classmethod
+    def _splits_rows(cls, arrays: Mapping[str, Any]) -> bool:
+        return len(arrays["kv_lens"].shape) == 2
+
+    def _options(self, call: Mapping[str, Any], config: Any) -> tuple[tuple[str, Any], ...]:
+        longest = call.get("max_q_len")
+        if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
+            raise InputError(f"max_q_len={shown(longest)}; wanted a whole number from 1 on, or None for any.")
+        if longest is None and self._form(call)[1] == "autoregressive":
+            longest = 1
+        return (*super()._options(call, config), ("max_q_len", longest))
+
+    def _check(self, arrays: Mapping[str, Any], sizes: Mapping[str, int], config: Any) -> None:
+        wanted = getattr(config, "state_dtype", None) or arrays[self.operands.names[0]].dtype.name
+        if arrays["state"].dtype != wanted:
+            raise InputError(
+                f"state is {arrays['state'].dtype}; wanted slots of {wanted}. Declare state_dtype for another dtype."
+            )
+        shards = _shards(arrays)
+        for name in ("tokens", "slots"):
+            if sizes[name] % shards:
+                raise InputError(f"{sizes[name]} {name} for a batch of {shards} shards; wanted a multiple of them.")
+        super()._check(_counted_values(self._table(), arrays), sizes, config)
+
+    @staticmethod
+    def _check_batch(arrays: Mapping[str, Any], problem: TableProblem) -> None:
+        """Refuse a batch of known values that don't fit. Errors: InputError."""
+        values = {name: known_values(arrays[name]) for name in STATE_BATCH.names}
+        if any(x is None for x in values.values()):
+            return
+        known: Any = values
+        if wrong := state_problem(**known, **_of_shard(problem, _shards(arrays))):
+            raise InputError(wrong)
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def run_program(self, program: Program, arrays: dict[str, jax.Array]) -> Results:
+        """Run a planned step; traceable. The program's options are whether to check values (debug)."""
+        decided: Any = program.plan
+        problem, placement = decided.problem, decided.placement
+        arrays = dict(arrays)
+        if program.options:
+            batch = {name: arrays[name] for name in STATE_BATCH.names}
+            check_states_later(batch, **_of_shard(problem, _shards(arrays)))
+        if alone(program.mesh):
+            return self._returned(self._local(decided, arrays, ()), problem)
+        rows = placement.axes("state", "slots")
+        return self._by_device(program, arrays, {"slots": rows, "tokens": rows, "shards": rows}, ())
+
+    def _local(self, decided: Any, arrays: dict[str, jax.Array], over: tuple[str, ...]) -> Results:
+        table, problem = self._table(), decided.problem
+        tokens = arrays[self.operands.names[0]].shape[0]
+        batch = {name: arrays.pop(name) for name in STATE_BATCH.names}
+        slots = arrays.pop("state")
+        rows = Rows.of(batch, tokens, slots.shape[0], problem.option["max_q_len"])
+        valid = rows.counted(tokens)[None]
+        standard = {name: x[None] if _of_tokens(table, name, x) else x for name, x in arrays.items()}
+        zeroed = {
+            name: jnp.where(valid.reshape(*valid.shape, *[1] * (x.ndim - 2)), x, 0)
+            if _of_tokens(table, name, arrays[name])
+            else x
+            for name, x in standard.items()
+        }
+        call = RecurrentCall(zeroed | {"initial_state": slots}, None, valid, problem, decided.config, over, rows=rows)
+        results: Results = self.forward(decided.method, problem.config)(call)
+        return results | {"attention_outputs": results["attention_outputs"][0]}
+
+
+def _of_tokens(table: OperandTable, name: str, x: Any) -> bool:
+    """Whether an array is one by token: a decay may be one by head."""
+    dims = table[name].dims
+    return "tokens" in dims and len(dims) == x.ndim
+
+
+def _with_batch(given: Mapping[str, Any], call: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of a step with those of its batch, and its other arguments. Errors: InputTypeError, InputError."""
+    rest = {name: x for name, x in call.items() if name not in ("batch", "state")}
+    batch = call.get("batch")
+    if not isinstance(batch, StateBatch):
+        raise InputTypeError(f"batch is {a_type(batch)}; wanted a StateBatch, as StateBatch.make makes it.")
+    batch.check_form()
+    return {**given, "state": call.get("state"), **batch.arrays}, rest
+
+
+def _debug(call: Mapping[str, Any]) -> bool:
+    debug = call.get("debug")
+    if not isinstance(debug, bool | None):
+        raise InputTypeError(f"debug={shown(debug)}; wanted True or False.")
+    return bool(debug)
+
+
+def _shards(arrays: Mapping[str, Any]) -> int:
+    shape = arrays["kv_lens"].shape
+    return int(shape[0]) if len(shape) == 2 else 1
+
+
+def _of_shard(problem: TableProblem, shards: int) -> dict[str, Any]:
+    size = problem.size
+    return {
+        "slots": size["slots"] // shards,
+        "tokens": size["tokens"] // shards,
+        "longest": problem.option["max_q_len"],
+    }
+
+
+def _counted_values(table: OperandTable, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays for a check of their values: those by token without the tokens of no row, which may hold anything; None where
+    values aren't known, or are many on a device."""
+    bounds, count = known_values(arrays["cu_q_lens"]), known_values(arrays["num_seqs"])
+    found: dict[str, Any] = {}
+    for name, x in arrays.items():
+        if name in STATE_BATCH or not _of_tokens(table, name, x):
+            found[name] = x
+            continue
+        few = is_array(x) and not (isinstance(x, jax.Array) and x.size > _COPIED)
+        values = known_values(x) if few and bounds is not None and count is not None else None
+        if values is not None and bounds is not None and count is not None:
+            shards = _shards(arrays)
+            ends = np.take_along_axis(
+                bounds.reshape(shards, -1), np.clip(count.reshape(shards, 1), 0, bounds.shape[-1] - 1), 1
+            )
+            by_shard = values.reshape(shards, -1, *values.shape[1:])
+            values = np.concatenate([part[: max(end[0], 0)] for part, end in zip(by_shard, ends, strict=True)])
+        found[name] = values
+    return found

@@ -1,0 +1,252 @@
+"""The steps over slots of every recurrent operation."""
+
+from __future__ import annotations
+
+from typing import TypedDict, Unpack
+
+from ...planning.call_arguments import CallArray
+from ...planning.recurrent.step_operands import of_step
+from ...planning.tables.table_plan import TablePlan
+from ..paged_cache.state_batch import StateBatch
+from .channel_operations import CausalConv1d, Mamba1, Mamba2
+from .implementations import over_slots
+from .linear_operations import GatedDeltaRule, Gla, Kda, Lightning, Retention, SimpleGla
+from .output import RecurrentOutput
+from .slots_config import (
+    RaggedCausalConv1dConfig,
+    RaggedGatedDeltaRuleConfig,
+    RaggedGatedDeltaRuleV2Config,
+    RaggedGlaConfig,
+    RaggedKdaConfig,
+    RaggedLightningConfig,
+    RaggedMamba1Config,
+    RaggedMamba2Config,
+    RaggedRetentionConfig,
+    RaggedSimpleGlaConfig,
+)
+from .slots_operation import SlotsOperation
+
+__all__ = [
+    "ConvolutionStepArguments", "LinearStepArguments", "MambaStepArguments", "RaggedCausalConv1d", "RaggedGatedDeltaRule",
+    "RaggedGatedDeltaRuleV2", "RaggedGla", "RaggedKda", "RaggedLightning", "RaggedMamba1", "RaggedMamba2", "RaggedRetention",
+    "RaggedSimpleGla",
+]  # fmt: skip
+
+
+class LinearStepArguments(TypedDict, total=False):
+    """The keywords of a step of linear attention. beta, A_log and dt_bias are the delta rule's."""
+
+    state: CallArray
+    batch: StateBatch
+    decay: CallArray | None
+    beta: CallArray | None
+    A_log: CallArray | None
+    dt_bias: CallArray | None
+    scale: float | None
+    normalise_qk: bool | None
+    mode: str | None
+    max_q_len: int | None
+    debug: bool
+
+
+class _LinearStep(SlotsOperation):
+    """What the steps of linear attention have in common."""
+
+    def __call__(  # type: ignore[override]
+        self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[LinearStepArguments]
+    ) -> RecurrentOutput:
+        """Continue the state of each row with its tokens, and write it to its slots.
+
+        Shapes: query, key [tokens, kv_heads, head_dim], value [tokens, heads, value_dim], decay [tokens, heads], and head_dim
+        after it where it differs by channel; beta [tokens, heads]; state [slots, heads, head_dim, value_dim] in the config's
+        state_dtype; batch: a StateBatch, which assigns tokens to rows and rows to slots. Tokens of no row have the output 0.
+        max_q_len: the most tokens of a row, 1 if all rows decode. debug: checks traced batches on the host while the step runs.
+        Call it inside jit with the state donated, of which it writes only the batch's slots. There is no gradient.
+
+        Errors: InputError, InputTypeError (bad arguments, known invalid batches), ConfigError, ShardingError, RefusedError
+        (nothing can run it).
+        """
+        return self._run({"query": query, "key": key, "value": value}, call)
+
+    def plan(
+        self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[LinearStepArguments]
+    ) -> TablePlan:  # type: ignore[override]
+        """The plan of the same step, from arrays or ShapeDtypeStructs; nothing runs."""
+        return self._plan({"query": query, "key": key, "value": value}, call)
+
+    def explain(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[LinearStepArguments]) -> str:  # type: ignore[override]
+        """The plan of the same step as text."""
+        return self.plan(query, key, value, **call).explain()
+
+
+class MambaStepArguments(TypedDict, total=False):
+    """The keywords of a step of Mamba."""
+
+    state: CallArray
+    batch: StateBatch
+    D: CallArray | None
+    dt_bias: CallArray | None
+    mode: str | None
+    max_q_len: int | None
+    debug: bool
+
+
+class _MambaStep(SlotsOperation):
+    """What the steps of both generations of Mamba have in common."""
+
+    def __call__(  # type: ignore[override]
+        self, x: CallArray, dt: CallArray, A: CallArray, B: CallArray, C: CallArray, **call: Unpack[MambaStepArguments]
+    ) -> RecurrentOutput:
+        """Continue the state of each row with its tokens, and write it to its slots.
+
+        Shapes of ragged_mamba2: x [tokens, heads, value_dim], dt [tokens, heads], A [heads], B, C [tokens, groups, state], D and
+        dt_bias [heads], state [slots, heads, state, value_dim]. Of ragged_mamba1: x, dt [tokens, channels], A [channels, state],
+        B, C [tokens, state], D and dt_bias [channels], state [slots, channels, state]. batch, max_q_len and debug: see the steps
+        of linear attention.
+
+        Errors: InputError, InputTypeError (bad arguments, known invalid batches), ConfigError, ShardingError, RefusedError
+        (nothing can run it).
+        """
+        return self._run({"x": x, "dt": dt, "A": A, "B": B, "C": C}, call)
+
+    def plan(  # type: ignore[override]
+        self, x: CallArray, dt: CallArray, A: CallArray, B: CallArray, C: CallArray, **call: Unpack[MambaStepArguments]
+    ) -> TablePlan:
+        """The plan of the same step, from arrays or ShapeDtypeStructs; nothing runs."""
+        return self._plan({"x": x, "dt": dt, "A": A, "B": B, "C": C}, call)
+
+    def explain(  # type: ignore[override]
+        self, x: CallArray, dt: CallArray, A: CallArray, B: CallArray, C: CallArray, **call: Unpack[MambaStepArguments]
+    ) -> str:
+        """The plan of the same step as text."""
+        return self.plan(x, dt, A, B, C, **call).explain()
+
+
+class ConvolutionStepArguments(TypedDict, total=False):
+    """The keywords of a step of the convolution."""
+
+    state: CallArray
+    batch: StateBatch
+    bias: CallArray | None
+    activation: str | None
+    mode: str | None
+    max_q_len: int | None
+    debug: bool
+
+
+class RaggedCausalConv1d(SlotsOperation, CausalConv1d):
+    """`causal_conv1d` as a step over slots, each with the last width - 1 tokens of a sequence."""
+
+    name = "ragged_causal_conv1d"
+    config = RaggedCausalConv1dConfig
+    backend_operation = "causal_conv1d"
+    operands, results = of_step(CausalConv1d.operands, CausalConv1d.results)
+    forward_native = over_slots(CausalConv1d.forward_native)
+
+    def __call__(self, x: CallArray, weight: CallArray, **call: Unpack[ConvolutionStepArguments]) -> RecurrentOutput:  # type: ignore[override]
+        """Convolve, with the tokens before those of a row from its slot, and write the last ones to its slots.
+
+        Shapes: x [tokens, channels], weight [width, channels], whose last row is of the token itself, bias [channels], state
+        [slots, width - 1, channels] in the dtype of x unless state_dtype is declared. batch, max_q_len and debug: see the steps
+        of linear attention.
+
+        Errors: InputError, InputTypeError (bad arguments, known invalid batches), ConfigError, ShardingError, RefusedError
+        (nothing can run it).
+        """
+        return self._run({"x": x, "weight": weight}, call)
+
+    def plan(self, x: CallArray, weight: CallArray, **call: Unpack[ConvolutionStepArguments]) -> TablePlan:  # type: ignore[override]
+        """The plan of the same step, from arrays or ShapeDtypeStructs; nothing runs."""
+        return self._plan({"x": x, "weight": weight}, call)
+
+    def explain(self, x: CallArray, weight: CallArray, **call: Unpack[ConvolutionStepArguments]) -> str:  # type: ignore[override]
+        """The plan of the same step as text."""
+        return self.plan(x, weight, **call).explain()
+
+
+class RaggedGatedDeltaRuleV2(_LinearStep, GatedDeltaRule):
+    """`gated_delta_rule` as a step over slots."""
+
+    name = "ragged_gated_delta_rule_v2"
+    config = RaggedGatedDeltaRuleV2Config
+    backend_operation = "gated_delta_rule"
+    operands, results = of_step(GatedDeltaRule.operands, GatedDeltaRule.results)
+    forward_native = over_slots(GatedDeltaRule.forward_native)
+
+
+class RaggedGatedDeltaRule(RaggedGatedDeltaRuleV2):
+    """`ragged_gated_delta_rule_v2` by its short name."""
+
+    name = "ragged_gated_delta_rule"
+    config = RaggedGatedDeltaRuleConfig
+    backend_operation = "gated_delta_rule"
+
+
+class RaggedKda(_LinearStep, Kda):
+    """`kda` as a step over slots."""
+
+    name = "ragged_kda"
+    config = RaggedKdaConfig
+    backend_operation = "kda"
+    operands, results = of_step(Kda.operands, Kda.results)
+    forward_native = over_slots(Kda.forward_native)
+
+
+class RaggedGla(_LinearStep, Gla):
+    """`gla` as a step over slots."""
+
+    name = "ragged_gla"
+    config = RaggedGlaConfig
+    backend_operation = "gla"
+    operands, results = of_step(Gla.operands, Gla.results)
+    forward_native = over_slots(Gla.forward_native)
+
+
+class RaggedSimpleGla(_LinearStep, SimpleGla):
+    """`simple_gla` as a step over slots."""
+
+    name = "ragged_simple_gla"
+    config = RaggedSimpleGlaConfig
+    backend_operation = "simple_gla"
+    operands, results = of_step(SimpleGla.operands, SimpleGla.results)
+    forward_native = over_slots(SimpleGla.forward_native)
+
+
+class RaggedLightning(_LinearStep, Lightning):
+    """`lightning` as a step over slots."""
+
+    name = "ragged_lightning"
+    config = RaggedLightningConfig
+    backend_operation = "lightning"
+    operands, results = of_step(Lightning.operands, Lightning.results)
+    forward_native = over_slots(Lightning.forward_native)
+
+
+class RaggedRetention(_LinearStep, Retention):
+    """`retention` as a step over slots."""
+
+    name = "ragged_retention"
+    config = RaggedRetentionConfig
+    backend_operation = "retention"
+    operands, results = of_step(Retention.operands, Retention.results)
+    forward_native = over_slots(Retention.forward_native)
+
+
+class RaggedMamba2(_MambaStep, Mamba2):
+    """`mamba2` as a step over slots."""
+
+    name = "ragged_mamba2"
+    config = RaggedMamba2Config
+    backend_operation = "mamba2"
+    operands, results = of_step(Mamba2.operands, Mamba2.results)
+    forward_native = over_slots(Mamba2.forward_native)
+
+
+class RaggedMamba1(_MambaStep, Mamba1):
+    """`mamba1` as a step over slots."""
+
+    name = "ragged_mamba1"
+    config = RaggedMamba1Config
+    backend_operation = "mamba1"
+    operands, results = of_step(Mamba1.operands, Mamba1.results)
+    forward_native = over_slots(Mamba1.forward_native)

@@ -1,0 +1,65 @@
+"""SLOT_STEPS: how steps over slots are planned: tokens, rows and slots are split together, over the axes of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..capability import Reason
+from ..notes import note
+from ..operation import PlannedOperation
+from ..policy import Policy
+from ..tables.table_plan import TablePlacement, fitted_tensors, refuse_unfit
+from ..tables.table_problem import TableProblem
+from .planner import Recurrences, declared_strategy, idle_axes, repeats_keys
+
+__all__ = ["SLOT_STEPS"]
+
+_ROWS = (("cu_q_lens", "shards"), ("attention_outputs", "tokens"), ("state", "slots"))
+
+
+class _SlotSteps(Recurrences):
+    def placements(
+        self, operation: type[PlannedOperation], problem: TableProblem, policy: Policy
+    ) -> Callable[[str], TablePlacement]:
+        declared_strategy(operation, policy)
+        placement = TablePlacement(fitted_tensors(problem))
+        if policy.strict:
+            refuse_unfit(problem, placement, idle_axes(problem, placement))
+        return lambda _: placement
+
+    def reasons(
+        self,
+        operation: type[PlannedOperation],
+        method: str,
+        problem: TableProblem,
+        placement: TablePlacement,
+        policy: Policy,
+    ) -> tuple[Reason, ...]:
+        reasons = super().reasons(operation, method, problem, placement, policy)
+        axes = {dim: placement.axes(tensor, dim) for tensor, dim in _ROWS}
+        if len(set(axes.values())) == 1:
+            return reasons
+        named = ", ".join(f"{dim} over {'+'.join(some) or 'no axis'}" for dim, some in axes.items())
+        hint = "Make shards, tokens and slots multiples of the axes of the batch, or pass a batch of one shard."
+        return (*reasons, Reason("recurrent.shards", "batch", f"the mesh splits {named}", hint))
+
+    def notes(
+        self,
+        operation: type[PlannedOperation],
+        problem: TableProblem,
+        policy: Policy,
+        placement: TablePlacement,
+        method: str,
+    ) -> tuple[str, ...]:
+        del operation, method
+        notes: list[str] = []
+        if idle := idle_axes(problem, placement):
+            notes.append(note("table.idle_axes", names=idle))
+        if policy.sequence_parallel != "auto":
+            notes.append(note("sequence.unsplit", strategy=policy.sequence_parallel))
+        if repeats_keys(placement):
+            notes.append(note("recurrent.repeated_keys", axes=list(placement.axes("state", "heads"))))
+        return tuple(notes)
+
+
+SLOT_STEPS = _SlotSteps()
