@@ -284,5 +284,9 @@ NOTES = _kinds(
     ("cache.idle_axes", "mesh",
      "{names:list} of the mesh split nothing of the cache: all their devices hold the same data"),
     ("cache.axis_dropped", "mesh", "{field} {axis!r}: {reason}"),
+    ("cache.repeated_states", "mesh", "{axes:list} of the mesh split nothing of {name}: all their devices hold the same states"),
+    ("cache.padded_state", "layers",
+     "{dim} {size} of {name} is padded to {lanes} lanes on a TPU: {share:.0%} of it is padding, included in the bytes"),
+    ("cache.few_slots", "slots", "{slots} slots hold {sequences} sequences; max_sequences is {wanted}"),
     *NOTES_OF_MODELS,
 )  # fmt: skip

@@ -25,8 +25,8 @@ from ..kernels.pages.tpu import (
     reasons_against,
     vmem_room,
 )
+from ..paged_cache.layer_arrays import LayerPages
 from ..paged_cache.paged_call import Attended, PagedCall
-from ..paged_cache.state import LayerPages
 
 __all__ = ["SPANNED", "on_tpu", "tpu_call", "tpu_notes", "tpu_reasons", "tpu_sizes"]
 

@@ -25,9 +25,10 @@ from .by_device import by_device
 from .check_visibility import check_visibility
 from .insert import check_own_keys, check_step, insert, write
 from .known_sizes import known_sizes
+from .layer_arrays import LayerPages
 from .logit_arrays import LogitArrays, by_place
 from .paged_call import Attended, PagedCall, PagedMethod, PagedSizes, on_xla
-from .state import CacheState, LayerPages, alone, layer_of
+from .state import CacheState, alone, layer_of
 
 __all__ = ["PagedOutput", "attend", "check_longest", "check_operands", "check_window", "check_written", "default_scale"]
 

@@ -16,9 +16,11 @@ from ...sharding import axes_at, axes_of, on_auto_axes, pin, spec_of
 from ...sharding.mesh import AnyMesh
 from .batch import RaggedBatch
 from .join_shards import check_mesh
+from .layer_arrays import LayerPages
 from .logit_arrays import LogitArrays
 from .paged_call import Attended
-from .state import CacheState, LayerPages, step_specs
+from .state import CacheState
+from .state_shardings import step_specs
 from .token_slots import rows_by_shard
 
 __all__ = ["by_device"]

@@ -20,9 +20,10 @@ from ..kernels.varying import varying
 from .batch import RaggedBatch
 from .batch_checks import check_later
 from .known_sizes import known_sizes
+from .layer_arrays import LayerPages
 from .put import put
 from .sequence_shards import by_sequence_shard
-from .state import CacheState, LayerPages, alone, layer_of
+from .state import CacheState, alone, layer_of
 from .stored_tokens import as_stored, check_no_values, check_token_scale
 from .token_slots import by_shard, rows_by_shard, token_slots
 

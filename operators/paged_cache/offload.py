@@ -1,8 +1,7 @@
-"""Copies a sequence's keys and values out of its pages, to be stored elsewhere, and back into pages."""
+"""Copies a sequence's keys, values and states out of its pages and slots, to be stored elsewhere, and back into others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,22 +11,24 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int32
 
-from ...errors import InputError, InputTypeError, is_whole, shown
+from ...errors import InputError, InputTypeError, a_type, shown
 from ...masks.int_arrays import known_values
+from ...planning.cache.layer_groups import LayerGroup
 from ...planning.cache.window_pages import first_visible_page
 from ...pytree_export import exported
 from ...sharding import on_auto_axes, spec_of
 from .batch import RaggedBatch
 from .insert import check_shards
+from .layer_arrays import LayerArrays, LayerPages, changed_rows, row_count
 from .put import put
+from .saved_states import extract_states, restore_states, row_index
 from .sequence_shards import stored_ids, whole_table
-from .state import CacheState, LayerPages
-from .token_slots import rows_by_shard
+from .state import CacheState
 
 __all__ = ["SavedSequence", "extract", "restore"]
 
 
-_Batches = RaggedBatch | Sequence[RaggedBatch]
+_Batches = Any  # a batch, or a list with one for each group of layers
 
 
 @exported()
@@ -35,16 +36,16 @@ _Batches = RaggedBatch | Sequence[RaggedBatch]
 @dataclass(frozen=True)
 class SavedSequence:
     """A sequence's pages in its own order; each layer has the cache's layout, with zeros after its last token and in place
-    of pages outside the window. Per-cache scales are unchanged. A pytree: jax.device_get moves
-    it to the host."""
+    of pages outside the window. Per-cache scales are unchanged. Of layers with states the one state after the last token,
+    [1, *shape]. A pytree: jax.device_get moves it to the host."""
 
-    layers: tuple[LayerPages, ...]
+    layers: tuple[LayerArrays, ...]
     length: Int32[Array, ""]
 
 
 def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int]) -> SavedSequence:
-    """A copy of a batch row's pages; `sequence` is the row, or (shard, row) if batches have shards. If
-    layers are in groups, `batch` is a list with the batch of each.
+    """A copy of a batch row's pages and states; `sequence` is the row, or (shard, row) if batches have shards. If
+    layers are in groups, `batch` is a list with the batch of each, a StateBatch for one of states.
 
     If the batch's values are known the copy has only the pages that hold the row's tokens, else as many as a row of the table.
     Errors: InputError for a row that doesn't exist, and for pages out of range if they are known.
@@ -55,7 +56,9 @@ def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int])
         for group, part in enumerate(parts):
             restored = restored.with_group(group, replace(state.group(group), layers=part.layers))
         return SavedSequence(restored.layers, parts[0].length)
-    batch = _single_batch(batch)
+    batch = _single_batch(state, batch)
+    if state.cache.has_states:
+        return SavedSequence(*extract_states(state, batch, sequence))
     table, length, first, count = _row(state, batch, sequence)
     size = state.cache.page_size
     table_values, known_length = known_values(table), known_values(length)
@@ -63,20 +66,18 @@ def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int])
         table = _needed(table_values, int(known_length), state, count, sequence)
     by_head = state.cache.heads_at == 1
 
-    def run(stored: tuple[LayerPages, ...], table: jax.Array, length: jax.Array) -> tuple[LayerPages, ...]:
+    def run(stored: tuple[LayerArrays, ...], table: jax.Array, length: jax.Array) -> tuple[LayerArrays, ...]:
         ids = stored_ids(table, state.sequence_shards, count)
         inside = (ids >= 0) & (ids < count)
         written = inside[:, None] & (jnp.arange(ids.shape[0] * size, dtype=jnp.int32).reshape(-1, size) < length)
 
-        def take(array: jax.Array | None) -> jax.Array | None:
-            if array is None or array.ndim < 3:
-                return array
+        def take(array: jax.Array) -> jax.Array:
             gathered = array[jnp.where(inside, ids + first, 0)]
             mask = written[:, None] if by_head else written
             mask = mask.reshape(*mask.shape, *(1,) * (array.ndim - mask.ndim))
             return jnp.where(mask, gathered, jnp.zeros((), array.dtype))
 
-        return tuple(LayerPages(*map(take, pages)) for pages in stored)  # type: ignore[arg-type]
+        return tuple(changed_rows(take, pages) for pages in stored)
 
     def spec(array: jax.Array) -> PartitionSpec:
         """A page isn't split, only what it holds."""
@@ -89,8 +90,8 @@ def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int])
 
 
 def restore(state: CacheState, saved: SavedSequence, batch: _Batches, sequence: int | tuple[int, int]) -> CacheState:
-    """Return the state with a saved sequence in a batch row's pages, which may differ from the old ones. If layers
-    are in groups, `batch` is a list with the batch of each.
+    """Return the state with a saved sequence in a batch row's pages and in the slot that it reads, which may differ from the old
+    ones. If layers are in groups, `batch` is a list with the batch of each, a StateBatch for one of states.
 
     The row may have more tokens than were saved: those that the batch appends. Pages out of range are dropped. Errors: InputError
     for a sequence of another cache and, if values are known, for too few pages and for a page that another row uses too.
@@ -101,10 +102,12 @@ def restore(state: CacheState, saved: SavedSequence, batch: _Batches, sequence: 
             layers = tuple(saved.layers[place] for place in state.cache.places(group))
             state = state.with_group(group, restore(group_state, replace(saved, layers=layers), group_batch, sequence))
         return state
-    batch = _single_batch(batch)
+    batch = _single_batch(state, batch)
+    _check_same(state, saved)
+    if state.cache.has_states:
+        return restore_states(state, saved.layers, saved.length, batch, sequence)
     table, length, first, count = _row(state, batch, sequence)
     size, total = state.cache.page_size, state.pages
-    _check_same(state, saved)
     table_values, saved_length = known_values(table), known_values(saved.length)
     if table_values is not None and saved_length is not None:
         needed = _needed(table_values, int(saved_length), state, count, sequence)
@@ -114,20 +117,18 @@ def restore(state: CacheState, saved: SavedSequence, batch: _Batches, sequence: 
             raise InputError(
                 f"sequence {sequence}: kv_len is {int(known_length)}, but {int(saved_length)} tokens were saved."
             )
-    slots = min(saved.layers[0].key.shape[0], table.shape[0])
+    slots = min(row_count(saved.layers[0]), table.shape[0])
 
-    def run(stored: tuple[LayerPages, ...], saved_pages: tuple[LayerPages, ...], table: Any, length: Any) -> Any:
+    def run(stored: tuple[LayerArrays, ...], saved_pages: tuple[LayerArrays, ...], table: Any, length: Any) -> Any:
         ids = stored_ids(table[:slots], state.sequence_shards, count)
         used = (ids >= 0) & (ids < count) & (jnp.arange(slots, dtype=jnp.int32) * size < length)
         where = jnp.where(used, ids + first, total)
 
-        def bring(array: jax.Array | None, saved_array: jax.Array | None) -> jax.Array | None:
-            if array is None or saved_array is None or array.ndim < 3:
-                return array
+        def bring(array: jax.Array, saved_array: jax.Array) -> jax.Array:
             return put(array, (where,), saved_array[:slots])
 
         layers = zip(stored, saved_pages, strict=True)
-        return tuple(LayerPages(*map(bring, pages, saved_layer)) for pages, saved_layer in layers)  # type: ignore[arg-type]
+        return tuple(changed_rows(bring, pages, saved_layer) for pages, saved_layer in layers)
 
     arrays = jax.tree.map(jnp.asarray, (saved.layers, table, saved.length))
     specs = lambda: jax.tree.map(spec_of, state.layers)  # noqa: E731
@@ -139,18 +140,8 @@ def _row(state: CacheState, batch: RaggedBatch, sequence: Any) -> tuple[Any, Any
     batch.check_form()
     check_shards(state, batch)
     shards = batch.shards
-    index = sequence if isinstance(sequence, tuple) else (sequence,)
-    sizes = batch.kv_lens.shape
-    if not all(is_whole(part, numpy=True) for part in index):
-        raise InputTypeError(f"sequence={shown(sequence)}; wanted an int known while tracing, or (shard, row).")
-    if len(index) != len(sizes) or not all(0 <= part < size for part, size in zip(index, sizes, strict=True)):
-        form = (
-            f"0 to {sizes[-1] - 1}"
-            if shards is None
-            else f"(0 to {sizes[0] - 1}, 0 to {sizes[-1] - 1}), a shard and a row"
-        )
-        raise InputError(f"sequence={shown(sequence)}; wanted {form}.")
-    count = rows_by_shard(shards, state.layers[0].key, "pages").shape[0 if shards is None else 1]
+    index = row_index(tuple(batch.kv_lens.shape), sequence)
+    count = state.pages // (shards or 1)
 
     def run(batch: RaggedBatch) -> tuple[Any, Any]:
         return _tables(batch, count)[index], batch.kv_lens[index]
@@ -178,22 +169,32 @@ def _needed(table: np.ndarray, length: int, state: CacheState, count: int, seque
     return ids
 
 
-def _by_group(state: CacheState, batches: _Batches) -> list[tuple[CacheState, RaggedBatch]]:
+def _by_group(state: CacheState, batches: _Batches) -> list[tuple[CacheState, Any]]:
     """Each group's layers with its batch. Errors: InputError unless there is one batch per group, in order."""
-    count = len(state.cache.groups)
-    group_batches = [] if isinstance(batches, RaggedBatch) else list(batches)
-    if [group_batch.group for group_batch in group_batches] != list(range(count)):
-        raise InputError(f"the cache's layers are in {count} groups; wanted a list with the batch of each, in order.")
-    return [(state.group(number), group_batch) for number, group_batch in enumerate(group_batches)]
+    groups = state.cache.groups
+    listed = list(batches) if isinstance(batches, list | tuple) else []
+    if len(listed) != len(groups) or not all(map(_fits, listed, groups, range(len(groups)))):
+        states = ", a StateBatch for one of states" if state.cache.has_states else ""
+        raise InputError(
+            f"the cache's layers are in {len(groups)} groups; wanted a list with the batch of each, in order{states}."
+        )
+    return [(state.group(number), batch) for number, batch in enumerate(listed)]
 
 
-def _single_batch(batches: _Batches) -> RaggedBatch:
+def _fits(batch: Any, group: LayerGroup, number: int) -> bool:
+    """Whether a batch is one for this group of layers."""
+    return hasattr(batch, "read_slots") if group.of_states else isinstance(batch, RaggedBatch) and batch.group == number
+
+
+def _single_batch(state: CacheState, batches: _Batches) -> Any:
     """The batch of the only group."""
-    if isinstance(batches, RaggedBatch):
-        return batches
-    if len(batches) != 1:
-        raise InputError(f"{len(batches)} batches for a cache of one group of layers; wanted one.")
-    return batches[0]
+    listed = list(batches) if isinstance(batches, list | tuple) else [batches]
+    if len(listed) != 1:
+        raise InputError(f"{len(listed)} batches for a cache of one group of layers; wanted one.")
+    if not _fits(listed[0], state.cache.groups[0], listed[0].group if isinstance(listed[0], RaggedBatch) else 0):
+        wanted = "StateBatch" if state.cache.has_states else "RaggedBatch"
+        raise InputTypeError(f"batch is {a_type(listed[0])}; wanted a {wanted}.")
+    return listed[0]
 
 
 def _check_alone(table: Any, kv_lens: Any, ids: np.ndarray, sequence: Any, size: int) -> None:
@@ -212,16 +213,24 @@ def _check_same(state: CacheState, saved: SavedSequence) -> None:
     """Errors: InputError for layers, shapes, dtypes and fixed scales that differ from the cache's."""
     if len(saved.layers) != len(state.layers):
         raise InputError(f"{len(saved.layers)} layers were saved; the cache has {len(state.layers)}.")
-    for layer, (pages, saved_pages) in enumerate(zip(state.layers, saved.layers, strict=True)):
-        for name, stored, saved_array in zip(LayerPages._fields, pages, saved_pages, strict=True):
+    for layer, (arrays, saved_arrays) in enumerate(zip(state.layers, saved.layers, strict=True)):
+        own, others = (_named(x) for x in (arrays, saved_arrays))
+        if type(arrays) is not type(saved_arrays) or own.keys() != others.keys():
+            raise InputError(f"layer {layer}: saved {', '.join(others)}, but the cache has {', '.join(own)}.")
+        least = 3 if isinstance(arrays, LayerPages) else 1
+        for name, stored in own.items():
             forms = [
-                None if x is None else (x.shape[1:] if x.ndim >= 3 else x.shape, str(x.dtype))
-                for x in (stored, saved_array)
+                None if x is None else (x.shape[1:] if x.ndim >= least else x.shape, str(x.dtype))
+                for x in (stored, others[name])
             ]
             if forms[0] != forms[1]:
                 raise InputError(f"layer {layer}, {name}: saved {forms[1]}, but the cache has {forms[0]}.")
-            if stored is None or stored.ndim >= 3:
+            if stored is None or stored.ndim >= least:
                 continue
-            values = [known_values(x) for x in (stored, saved_array)]
+            values = [known_values(x) for x in (stored, others[name])]
             if values[0] is not None and values[1] is not None and not np.array_equal(values[0], values[1]):
                 raise InputError(f"layer {layer}, {name}: saved with other scales than the cache has.")
+
+
+def _named(layer: LayerArrays) -> dict[str, Any]:
+    return layer._asdict() if isinstance(layer, LayerPages) else dict(layer.arrays)

@@ -13,7 +13,7 @@ from ...scores.steps import Steps
 from ..kernels.lse import combine_by_lse, combine_over_devices
 from ..kernels.pages.paged import paged_attention
 from .batch import RaggedBatch
-from .state import LayerPages
+from .layer_arrays import LayerPages
 
 __all__ = ["Attended", "PagedCall", "PagedMethod", "PagedSizes", "on_xla"]
 

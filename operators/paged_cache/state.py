@@ -1,49 +1,31 @@
-"""CacheState: the pages of every layer as a pytree; how to make it, and where it and its batches are placed."""
+"""CacheState: the pages and states of every layer as a pytree, and how to make it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Num
+from jax.sharding import Mesh, NamedSharding
 
 from ...errors import InputError, InputTypeError, ShardingError, a_type, is_whole, shown
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
-from ...planning.paged.step_operands import token_specs
-from ...pytree_export import exported, exported_tuple
+from ...planning.cache.state_plan import StatePlan
+from ...pytree_export import exported
 from ...sharding.mesh import AnyMesh
 from .batch import RaggedBatch
+from .layer_arrays import LayerArrays, LayerPages, LayerStates, planned_layer, row_count
 
 __all__ = [
-    "CacheShardings",
     "CacheState",
-    "LayerPages",
     "abstract",
     "alone",
     "init",
     "layer_of",
-    "shardings",
-    "step_specs",
 ]
-
-
-@exported_tuple
-class LayerPages(NamedTuple):
-    """One layer's pages, in the cache's layout; the shapes here are those of layout split. If a layout joins keys and
-    values, `key` has both and `value` is None. Scales are None, [] (per tensor), [kv_heads], or [pages, page, kv_heads].
-    rope: the rotary keys beside quantised latents, which aren't quantised; `key` has the latents alone then.
-    """
-
-    key: Num[Array, "pages page kv_heads head_dim"]
-    value: Num[Array, "pages page kv_heads value_dim"] | None
-    key_scale: Float[Array, ...] | None = None
-    value_scale: Float[Array, ...] | None = None
-    rope: Float[Array, "pages kv_heads page rope_dim"] | None = None
 
 
 @exported(
@@ -53,22 +35,23 @@ class LayerPages(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CacheState:
-    """Every layer's pages, one array per layer that has its own, and the declaration that they follow. A pytree: donate it to
-    the step that writes it, and only the written pages are touched.
+    """What every layer keeps, and the declaration that it follows. A pytree: donate it to the step that writes it, and only the
+    written pages and slots are touched.
 
+    layers: the pages or states of each layer that has its own, in order; a layer with both has its pages first.
     sequence_shards: the number of devices that share each sequence's pages, from the mesh's plan; the arrays hold one such
     device's pages after another's.
     """
 
-    layers: tuple[LayerPages, ...]
+    layers: tuple[LayerArrays, ...]
     cache: KVCache = field(metadata={"static": True})
     sequence_shards: int = field(default=1, metadata={"static": True})
 
     @property
     def pages(self) -> int:
-        """Pages of an array, over all shards. Errors: InputError if the layers are in several groups."""
+        """Pages of an array, or slots of states, over all shards. Errors: InputError if the layers are in several groups."""
         self.group_number(None)
-        return self.layers[0].key.shape[0]
+        return row_count(self.layers[0])
 
     def group_number(self, group: int | None) -> int:
         """A group of layers, or the only one. Errors: InputError if it must be specified, and for one that doesn't exist."""
@@ -88,7 +71,8 @@ class CacheState:
         if len(self.cache.groups) == 1:
             return self
         layers = tuple(self.layers[place] for place in self.cache.places(group))
-        return CacheState(layers, self.cache.part(group, layers[0].key.shape[0]), self.sequence_shards)
+        shards = 1 if self.cache.groups[group].of_states else self.sequence_shards  # states are whole on each device
+        return CacheState(layers, self.cache.part(group, row_count(layers[0])), shards)
 
     def with_group(self, group: int, group_state: CacheState) -> CacheState:
         """The state with another state for one group's layers."""
@@ -101,19 +85,20 @@ class CacheState:
 
     def with_layer(self, layer: int, pages: LayerPages) -> CacheState:
         """The state with other pages for one layer, or for the one that it reads."""
-        place = self.cache.place_of(layer)
-        return replace(self, layers=(*self.layers[:place], pages, *self.layers[place + 1 :]))
+        return self._with(self.cache.place_of(layer), pages)
 
+    def states(self, layer: int) -> LayerStates:
+        """A layer's states. Errors: InputError for a layer that has none."""
+        states = self.layers[self.cache.state_place_of(layer)]
+        assert isinstance(states, LayerStates)
+        return states
 
-class CacheShardings(NamedTuple):
-    """NamedShardings of a cache's arrays: `state` and `batch` have the structure of what they place. `query`, `key` and
-    `value` are for tokens [tokens, heads, dim]. If layers are in several groups, `batch` is a tuple with one for each."""
+    def with_states(self, layer: int, states: LayerStates) -> CacheState:
+        """The state with other states for one layer. Errors: InputError for a layer that has none."""
+        return self._with(self.cache.state_place_of(layer), states)
 
-    state: CacheState
-    batch: Any
-    query: NamedSharding
-    key: NamedSharding
-    value: NamedSharding
+    def _with(self, place: int, arrays: LayerArrays) -> CacheState:
+        return replace(self, layers=(*self.layers[:place], arrays, *self.layers[place + 1 :]))
 
 
 def layer_of(state: CacheState, layer: Any) -> LayerPages:
@@ -126,10 +111,13 @@ def layer_of(state: CacheState, layer: Any) -> LayerPages:
             f"layer={shown(layer)} is {a_type(layer)}; wanted an int: each layer has its own arrays, so loop over them in "
             "a Python loop."
         )
-    count = len(state.layers) + len(state.cache.reads_layer or ())
+    cache = state.cache
+    count = cache.layer_count if cache.has_states else len(state.layers) + len(cache.reads_layer or ())
     if not 0 <= layer < count:
         raise InputError(f"layer={layer}; wanted 0 to {count - 1}: the cache has {count} layers.")
-    return state.layers[state.cache.place_of(int(layer))]
+    pages = state.layers[cache.place_of(int(layer))]
+    assert isinstance(pages, LayerPages)
+    return pages
 
 
 def alone(state: CacheState, layer: int, batch: RaggedBatch) -> CacheState:
@@ -142,7 +130,7 @@ def alone(state: CacheState, layer: int, batch: RaggedBatch) -> CacheState:
             f"layer {layer} is in group {group} of the cache's layers, but the batch was made for group {batch.group}: page ids "
             f"belong to a group; make one with RaggedBatch.make(plan.groups[{group}], ...)."
         )
-    layer_cache = cache if group is None else cache.part(group, pages.key.shape[0])
+    layer_cache = cache if group is None else cache.part(group, row_count(pages))
     return CacheState((pages,), layer_cache, state.sequence_shards)
 
 
@@ -166,10 +154,10 @@ def init(
     given = (("key", key_scale), ("value", value_scale))
     scales = {name: _fixed_scales(plan, name, scale_value) for name, scale_value in given}
 
-    def place(group_plan: CachePlan, name: str) -> Any:
+    def place(group_plan: CachePlan | StatePlan, name: str) -> Any:
         return None if mesh is None else NamedSharding(mesh, group_plan[name].fitted.spec)
 
-    def zeros(group_plan: CachePlan, name: str) -> jax.Array | None:
+    def zeros(group_plan: CachePlan | StatePlan, name: str) -> jax.Array | None:
         array = group_plan.get(name)
         return None if array is None else jnp.zeros(array.fitted.shape, array.dtype, device=place(group_plan, name))
 
@@ -177,27 +165,30 @@ def init(
         fixed, name = scales[tensor][layer], f"{tensor}_scale"
         return zeros(group_plan, name) if fixed is None else jax.device_put(fixed, place(group_plan, name))
 
-    layers = []
-    for number, layer in enumerate(cache.stored_layers):
-        of_group = plan.groups[cache.group_of(layer)]
+    numbers = {layer: number for number, layer in enumerate(cache.stored_layers)}
+
+    def arrays_of(layer: int, of_group: CachePlan | StatePlan) -> LayerArrays:
+        if isinstance(of_group, StatePlan):
+            return LayerStates({name: zeros(of_group, name) for name in of_group.states})  # type: ignore[misc]
+        number = numbers[layer]
         key = zeros(of_group, of_group.pages_array.name)
         assert key is not None
-        layers.append(
-            LayerPages(
-                key,
-                zeros(of_group, "value_pages"),
-                scale(of_group, "key", number),
-                scale(of_group, "value", number),
-                zeros(of_group, "rope_pages"),
-            )
+        return LayerPages(
+            key,
+            zeros(of_group, "value_pages"),
+            scale(of_group, "key", number),
+            scale(of_group, "value", number),
+            zeros(of_group, "rope_pages"),
         )
-    return CacheState(tuple(layers), cache, plan.sequence_shards)
+
+    layers = tuple(arrays_of(layer, plan.groups[group]) for layer, group in cache.entries)
+    return CacheState(layers, cache, plan.sequence_shards)
 
 
 def abstract(plan: CachePlan, mesh: AnyMesh | None = None, *, layers: int | None = None) -> CacheState:
     """The state as shapes, placed as planned, to lower and compile with. `layers`: fewer than all, if given."""
 
-    def of(group_plan: CachePlan, name: str) -> Any:
+    def of(group_plan: CachePlan | StatePlan, name: str) -> Any:
         array = group_plan.get(name)
         if array is None:
             return None
@@ -205,50 +196,9 @@ def abstract(plan: CachePlan, mesh: AnyMesh | None = None, *, layers: int | None
         return jax.ShapeDtypeStruct(array.fitted.shape, array.dtype, sharding=where)
 
     count = plan.cache.layer_count if layers is None else layers
-    stored = (layer for layer in plan.cache.stored_layers if layer < count)
-    plans = [plan.groups[plan.cache.group_of(layer)] for layer in stored]
-    pages = tuple(LayerPages(*(of(group_plan, name) for name in _names(group_plan))) for group_plan in plans)
-    return CacheState(pages, plan.cache, plan.sequence_shards)  # type: ignore[arg-type]
-
-
-def shardings(cache: KVCache, mesh: Mesh, *, kv_heads: Literal["replicate", "error"] = "replicate") -> CacheShardings:
-    """The placement of all arrays of a cache on a mesh, in the form that jax.device_put and jit's in_shardings take.
-
-    Heads of `query` are split like those of the pages; those of `key` and `value`, which have the declared heads, only if they
-    needn't be repeated. Errors: RefusedError if the plan refuses.
-    """
-    plan = cache.plan(mesh, kv_heads=kv_heads).require()
-    groups = [
-        jax.tree.map(lambda spec: NamedSharding(mesh, spec), step_specs(part), is_leaf=_is_spec) for part in plan.groups
-    ]
-    key = NamedSharding(mesh, token_specs(plan)[1])
-    layers = tuple(groups[cache.group_of(layer)][1] for layer in cache.stored_layers)
-    state = CacheState(layers, cache, plan.sequence_shards)
-    batches = tuple(batch for _, _, batch in groups)
-    return CacheShardings(state, batches if len(batches) > 1 else batches[0], groups[0][0], key, key)
-
-
-def step_specs(plan: CachePlan) -> tuple[PartitionSpec, LayerPages, RaggedBatch]:
-    """Specs of a query [tokens, heads, dim], of a layer's pages and of a batch, in the structure of what they place; the plan is
-    that of one group of layers."""
-
-    def of(name: str) -> Any:
-        array = plan.get(name)
-        return None if array is None else array.fitted.spec
-
-    layer = LayerPages(*map(of, _names(plan)))
-    group = 0 if plan.group is None else plan.group[0]
-    batch = RaggedBatch(of("cu_q_lens"), of("kv_lens"), of("page_table"), of("num_seqs"), group)
-    return token_specs(plan)[0], layer, batch
-
-
-def _names(plan: CachePlan) -> tuple[str, ...]:
-    """The names of a layer's arrays, in the order of LayerPages."""
-    return plan.pages_array.name, "value_pages", "key_scale", "value_scale", "rope_pages"
-
-
-def _is_spec(x: object) -> bool:
-    return isinstance(x, PartitionSpec)
+    entries = [(layer, plan.groups[group]) for layer, group in plan.cache.entries if layer < count]
+    layers_of = [planned_layer(of_group, lambda name, of_group=of_group: of(of_group, name)) for _, of_group in entries]
+    return CacheState(tuple(layers_of), plan.cache, plan.sequence_shards)
 
 
 def _fixed_scales(plan: CachePlan, tensor: str, value: Any) -> list[np.ndarray | None]:

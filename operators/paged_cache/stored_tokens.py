@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from ...errors import InputError, InputTypeError, a_type
 from ...page_layouts import LAYOUTS
 from ...planning.cache.kv_cache import KVCache
-from .state import LayerPages
+from .layer_arrays import LayerPages
 
 __all__ = ["as_stored", "check_no_values", "check_token_scale", "quantised_tokens"]
 

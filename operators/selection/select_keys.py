@@ -16,9 +16,10 @@ from ..paged_cache.attend import check_longest, check_window, check_written
 from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.by_device import by_device
 from ..paged_cache.insert import check_step, insert
+from ..paged_cache.layer_arrays import LayerPages
 from ..paged_cache.logit_arrays import LogitArrays
 from ..paged_cache.paged_call import PagedCall, PagedMethod, PagedSizes
-from ..paged_cache.state import CacheState, LayerPages, alone
+from ..paged_cache.state import CacheState, alone
 from .kernel.paged_top_k import PagedSelection, merge_selections, paged_top_k
 
 __all__ = ["SelectedKeys", "index_on_xla", "select_keys"]

@@ -45,7 +45,20 @@ def _rope(cache: Any) -> str | None:
 
 
 def _groups(cache: Any) -> str | None:
-    return groups_problem(cache.groups)
+    return groups_problem(cache.groups, cache.stateless_layers or ())
+
+
+def _heads(cache: Any) -> str | None:
+    sizes = {name: getattr(cache, name) for name in ("kv_heads", "head_dim")}
+    if not cache.has_pages:
+        given = [f"{name}={sizes[name]}, but no layer has pages; leave it out" for name in sizes if cache.is_set(name)]
+    else:
+        given = [
+            f"{name}=0: Input should be greater than or equal to 1" if cache.is_set(name) else f"{name} is missing"
+            for name in sizes
+            if not sizes[name]
+        ]
+    return "; ".join(given) or None
 
 
 def _reads(cache: Any) -> str | None:
@@ -53,15 +66,18 @@ def _reads(cache: Any) -> str | None:
 
 
 def _size(cache: Any) -> str | None:
+    if not cache.has_pages:
+        return None if cache.pages is None else f"pages={cache.pages}, but no layer has pages; leave it out"
+    with_pages = [number for number, group in enumerate(cache.groups) if not group.of_states]
     sized = [number for number, group in enumerate(cache.groups) if group.pages is not None]
     if sized and (cache.pages is not None or cache.bytes_per_device is not None):
         other = "bytes_per_device" if cache.pages is None else "pages"
         return f"layers[{sized[0]}].pages and {other} are given; wanted one of them, which sets the size of the cache"
-    if sized and len(sized) < len(cache.groups):
-        without = next(number for number in range(len(cache.groups)) if number not in sized)
+    if sized and len(sized) < len(with_pages):
+        without = next(number for number in with_pages if number not in sized)
         return f"layers[{without}] has no pages, but layers[{sized[0]}] has; wanted pages in each, or in none"
-    if cache.pages is not None and len(cache.groups) > 1:
-        return f"pages={cache.pages} for {len(cache.groups)} groups of layers; wanted pages in each of them"
+    if cache.pages is not None and len(with_pages) > 1:
+        return f"pages={cache.pages} for {len(with_pages)} groups of layers; wanted pages in each of them"
     if not sized and (cache.pages is None) == (cache.bytes_per_device is None):
         got = "neither" if cache.pages is None else "both"
         return f"{got} of pages and bytes_per_device is given; wanted one of them, which sets the size of the cache"
@@ -87,4 +103,4 @@ def _axes(cache: Any) -> str | None:
     return None
 
 
-CHECKS: tuple[Callable[[Any], str | None], ...] = (_kind, _rope, _groups, _reads, _size, _dims, _axes)
+CHECKS: tuple[Callable[[Any], str | None], ...] = (_groups, _heads, _kind, _rope, _reads, _size, _dims, _axes)

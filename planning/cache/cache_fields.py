@@ -25,6 +25,7 @@ _MAX_BYTES = 2**50
 _Cache = TypeVar("_Cache", bound="CacheFields")
 
 _Size = Annotated[int, Field(strict=True, ge=1, le=_LIMIT)]
+_SizeOfPages = Annotated[int, Field(strict=True, ge=0, le=_LIMIT)]  # 0 without pages, which a check sees to
 _Bytes = Annotated[int, Field(strict=True, ge=1, le=_MAX_BYTES)]
 
 
@@ -70,8 +71,8 @@ class CacheFields(CacheLayers):
             "head_dim is both together, value_dim the latent alone."
         ),
     ] = "kv"
-    kv_heads: _Size
-    head_dim: _Size
+    kv_heads: Annotated[_SizeOfPages, Field(description="KV heads; left out if no layer has pages.")] = 0
+    head_dim: Annotated[_SizeOfPages, Field(description="Size of a key; left out if no layer has pages.")] = 0
     value_dim: Annotated[_Size | None, Field(description="Head dimension of values; null: head_dim.")] = None
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     quantised: QuantisedPages | None = None
@@ -225,11 +226,15 @@ class CacheFields(CacheLayers):
 @functools.lru_cache(maxsize=256)
 def _part(cache: _Cache, group: int, pages: int) -> _Cache:
     numbers = list(layer_numbers(cache.groups)[group])
+    if cache.groups[group].of_states:
+        own_states = cache.groups[group].model_dump(mode="json") | {"layers": len(numbers)}
+        kept = {name: value for name, value in cache.to_dict().items() if name in _OF_STATES}
+        return type(cache).from_dict(kept | {"layers": [own_states]})
     group_fields = {"layers": len(numbers)}
     if (window := cache.groups[group].window_tokens) is not None:
         group_fields["window_tokens"] = window
     own = cache.groups[group].geometry
-    left_out = {"bytes_per_device", "pages", "reads_layer"}
+    left_out = {"bytes_per_device", "pages", "reads_layer", "stateless_layers"}
     if own.get("kind", cache.kind) != cache.kind:  # then these follow from the kind, or are the group's own
         left_out |= {"kv_heads", "layout", "value_dim"}
     if own.get("kind", cache.kind) != "latent":
@@ -240,4 +245,8 @@ def _part(cache: _Cache, group: int, pages: int) -> _Cache:
     return type(cache).from_dict(fields | own | {"layers": [group_fields], "pages": pages})
 
 
+_OF_STATES = frozenset({
+    "dtype", "page_size", "max_sequences", "max_length", "max_tokens", "pages_axis", "kv_head_axis", "page_sequence_axis",
+    "scrub_on_free",
+})  # fmt: skip
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -4,83 +4,57 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, Self
 
 from ...errors import InputError
-from ...sharding import FittedSpec, MeshAxis
-from ..capability import Reason
-from .cache_fields import CacheFields
+from ...sharding import MeshAxis
+from .cache_arrays import CacheArray, CacheArrays
+from .state_plan import StatePlan
 from .window_pages import pages_of_one, sequences_on
 
-__all__ = ["CacheArray", "CacheNumbers"]
+__all__ = ["CacheNumbers"]
+
+_PAGES = ("key_pages", "value_pages", "kv_pages", "rope_pages", "key_scale", "value_scale")
 
 
-class CacheArray(NamedTuple):
-    """An array of the cache or of a batch: its spec, the number of copies (one per layer), and bytes of one copy per device.
+@dataclass(frozen=True, kw_only=True)
+class CacheNumbers(CacheArrays):
+    """The data of a CachePlan.
 
-    The bytes include the device's padding, which those of the fitted spec don't. `group`: its group of layers, if there are
-    several.
+    pages: pages of the whole cache. sequence_shards: the devices of each shard over which the pages of one sequence are
+    distributed round-robin. kv_repeat: how many times each kv head is stored. scalar_limit, memory_limit: bytes per device, None
+    if unknown.
+
+    If the cache has several groups of layers, or layers with states, `parts` are the plans of the groups, each for a separate
+    cache, and `pages` are those of all groups.
     """
 
-    fitted: FittedSpec
-    dtype: str
-    copies: int
-    device_bytes: int
-    group: int | None = None
-
-    @property
-    def name(self) -> str:
-        return self.fitted.tensor
-
-    @property
-    def label(self) -> str:
-        """The name, with the group if there are several."""
-        return self.name if self.group is None else f"{self.name}[{self.group}]"
-
-
-@dataclass(frozen=True)
-class CacheNumbers:
-    """The data of a CachePlan. `refused` has every reason against the cache; () if it can be created.
-
-    pages: pages of the whole cache. shards: the number of parts into which `pages_axis` splits pages and batch.
-    sequence_shards: the devices of each shard over which the pages of one sequence are distributed round-robin. kv_repeat: how
-    many times each kv head is stored. scalar_limit, memory_limit: bytes per device, None if unknown.
-
-    If the cache has several groups of layers, `parts` are the plans of the groups, each for a separate cache, and `pages` are
-    those of all groups; `group` of a part is (its number, the number of groups).
-    """
-
-    cache: CacheFields
-    mesh: tuple[MeshAxis, ...]
-    platform: str
-    device_kind: str
     pages: int
-    shards: int
     sequence_shards: int
     kv_repeat: int
-    arrays: tuple[CacheArray, ...]
     scalar_limit: int | None
     memory_limit: int | None
-    refused: tuple[Reason, ...]
-    notes: tuple[str, ...]
-    parts: tuple[Self, ...] = ()
-    group: tuple[int, int] | None = None
-
-    def __getitem__(self, name: str) -> CacheArray:
-        array = self.get(name)
-        if array is None:
-            raise KeyError(name)
-        return array
+    parts: tuple[CacheArrays, ...] = ()
 
     def get(self, name: str) -> CacheArray | None:
         """An array by name, or None if there is none. Errors: InputError if each group has its own."""
         self.one_group(f"plan[{name!r}]")
-        return next((array for array in self.arrays if array.name == name), None)
+        return super().get(name)
 
     @property
-    def groups(self) -> tuple[Self, ...]:
-        """The plan of each group of layers; the plan itself if there is one group."""
+    def groups(self) -> tuple[Any, ...]:
+        """The plan of each group of layers, a StatePlan for one of states; the plan itself if there is one group."""
         return self.parts or (self,)
+
+    @property
+    def page_groups(self) -> tuple[Self, ...]:
+        """The plans of the groups with pages."""
+        return tuple(part for part in self.groups if isinstance(part, type(self)))
+
+    @property
+    def state_groups(self) -> tuple[StatePlan, ...]:
+        """The plans of the groups with states."""
+        return tuple(part for part in self.groups if isinstance(part, StatePlan))
 
     def one_group(self, what: str) -> Self:
         """Return self. Errors: InputError for a plan of several groups, as `what` needs one."""
@@ -94,7 +68,7 @@ class CacheNumbers:
     @property
     def pages_array(self) -> CacheArray:
         """The first array of pages: of keys, or of both keys and values."""
-        group = self.groups[0]
+        group = self.page_groups[0]
         return group.get("key_pages") or group["kv_pages"]
 
     @property
@@ -126,17 +100,12 @@ class CacheNumbers:
         return -(-self.cache.table_width // self.sequence_shards) * self.sequence_shards
 
     @property
-    def local_sequences(self) -> int:
-        """Rows of the batch per shard."""
-        return self.cache.max_sequences // self.shards
-
-    @property
     def token_bytes(self) -> int | None:
         """Bytes per device and layer of a step's keys and values for max_tokens tokens; None if that isn't declared."""
         if self.cache.max_tokens is None:
             return None
         if self.parts:  # layers run one after another
-            return max(size for part in self.parts if (size := part.token_bytes) is not None)
+            return max((size for part in self.page_groups if (size := part.token_bytes) is not None), default=None)
         heads = self.pages_array.fitted
         split = math.prod(axis.size for axis in self.mesh if axis.name in heads.axes(self.heads_at))
         local_heads = self.cache.kv_heads // (
@@ -153,21 +122,58 @@ class CacheNumbers:
     @property
     def sequences(self) -> int:
         """Sequences of max_length that fit."""
-        return min(
+        by_pages = (
             sequences_on(part.local_pages, part.cache, part.shards, part.sequence_shards) * part.shards
-            for part in self.groups
+            for part in self.page_groups
         )
+        return min((*by_pages, *(part.sequences for part in self.state_groups)))
 
     @property
     def tokens(self) -> int:
-        """Tokens that fit in all pages. With a window that is more, as long sequences free pages."""
+        """Tokens that fit in all pages. With a window that is more, as long sequences free pages; states hold any number."""
+        if not self.page_groups:
+            return self.sequences * self.cache.max_length
         return min(
             max(
                 part.pages * part.cache.page_size,
                 part.sequences * part.cache.max_length * (part.window_tokens is not None),
             )
-            for part in self.groups
+            for part in self.page_groups
         )
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes per device of one sequence's states, whatever its length."""
+        return sum(part.sequence_bytes for part in self.state_groups)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes per device that one more token of a sequence takes in pages, while no window is passed."""
+        return sum(
+            part.bytes_of(*_PAGES) / (part.local_pages * part.cache.page_size)
+            for part in self.page_groups
+            if part.pages
+        )
+
+    def page_bytes(self, tokens: int) -> float:
+        """Bytes per device of the pages of one sequence of so many tokens."""
+        total = 0.0
+        for part in self.page_groups:
+            pages = min(-(-tokens // part.cache.page_size), part.most_pages)
+            total += pages * part.bytes_of(*_PAGES) / part.local_pages if part.pages else 0
+        return total
+
+    @property
+    def larger_from(self) -> int | None:
+        """The length from which a sequence's pages take more bytes than its states; None if there is none up to max_length."""
+        size, pages = self.cache.page_size, -(-self.cache.max_length // self.cache.page_size)
+        if not self.page_groups or self.page_bytes(self.cache.max_length) <= self.sequence_bytes:
+            return None
+        low, high = 0, pages  # pages so many are enough
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.page_bytes(middle * size) > self.sequence_bytes else (middle, high)
+        return low * size + 1
 
     @property
     def window_tokens(self) -> int | None:
@@ -177,18 +183,9 @@ class CacheNumbers:
     @property
     def most_lost(self) -> int:
         """The maximum number of empty token slots in last pages when the cache has all sequences."""
-        return self.cache.max_sequences * (self.cache.page_size - 1)
+        return self.cache.max_sequences * (self.cache.page_size - 1) if self.cache.has_pages else 0
 
     @property
     def page_table_bytes(self) -> int:
         """Bytes per device of a page table in scalar memory. Each group of layers has one."""
-        return 4 * self.local_sequences * self.table_width // self.sequence_shards
-
-    def bytes_of(self, *names: str) -> int:
-        """Bytes per device of the arrays with these names, or of all."""
-        return sum(array.copies * array.device_bytes for array in self.arrays if not names or array.name in names)
-
-    @property
-    def bytes_per_device(self) -> int:
-        """Bytes per device of pages, scales and one batch's arrays."""
-        return self.bytes_of()
+        return 4 * self.local_sequences * self.table_width // self.sequence_shards if self.cache.has_pages else 0

@@ -12,11 +12,12 @@ from ..text import bytes_text, spec_text
 from .cache_fields import CacheFields
 from .cache_numbers import CacheNumbers
 from .layer_groups import GEOMETRY, layer_numbers
+from .state_plan import StatePlan
 
 __all__ = ["CachePlan", "array_rows", "fact_rows"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CachePlan(CacheNumbers):
     """The whole decision, with its text and JSON forms. Its fields are those of CacheNumbers."""
 
@@ -32,14 +33,17 @@ class CachePlan(CacheNumbers):
         cache = self.cache
         layout = "" if cache.layout == "split" or cache.values_in_keys else f", layout {cache.layout}"
         layers = f"{cache.layer_count} layer{'s' if cache.layer_count > 1 else ''}" + (
-            f" in {len(self.parts)} groups" if self.parts else ""
+            f" in {len(self.parts)} groups" if len(self.parts) > 1 else ""
         )
         layers += "" if cache.reads_layer is None else f", {len(cache.stored_layers)} with pages"
         if not self.parts and self.window_tokens is not None:
             layers += f" with a window of {self.window_tokens} tokens"
         which = "" if self.group is None else f"group {self.group[0]} of {self.group[1]}: "
         own = any(group.geometry for group in cache.groups)
+        if not self.page_groups:
+            return f"cache: {which}{layers} with states"
         geometry = "sizes by group" if own else _geometry_text(cache)
+        geometry += " and states" if cache.has_states else ""
         return f"cache: {which}{layers}, {geometry}, pages of {cache.page_size} tokens{layout}"
 
     def explain(self, *, arrays: bool = True) -> str:
@@ -72,7 +76,11 @@ class CachePlan(CacheNumbers):
             "bytes_per_device": self.bytes_per_device,
             "bytes_of_pages": self.bytes_of(*_PAGES),
             "bytes_of_scales": self.bytes_of("key_scale", "value_scale"),
+            "bytes_of_states": sum(part.bytes_of(*part.states) for part in self.state_groups),
             "bytes_of_batch": self.bytes_of(*_BATCH),
+            "bytes_per_sequence": self.sequence_bytes,
+            "bytes_per_token": self.bytes_per_token,
+            "pages_larger_from": self.larger_from,
             "bytes_of_tokens": self.token_bytes,
             "page_table_bytes": self.page_table_bytes,
             "scalar_limit": self.scalar_limit,
@@ -97,7 +105,7 @@ class CachePlan(CacheNumbers):
 
 _PER = {"tensor": "tensor", "head": "head", "token_head": "token and head"}
 _PAGES = ("key_pages", "value_pages", "kv_pages", "rope_pages")
-_BATCH = ("page_table", "cu_q_lens", "kv_lens", "num_seqs")
+_BATCH = ("page_table", "cu_q_lens", "kv_lens", "num_seqs", "read_slots", "write_slots")
 
 
 def _geometry_text(cache: CacheFields) -> str:
@@ -122,22 +130,23 @@ def fact_rows(plan: CachePlan) -> list[tuple[str, str]]:
         *[(f"group {number}", _group_text(plan, number)) for number in range(len(plan.parts))],
         *[("shared", text) for text in _reads_text(cache)],
         ("tokens", _fit_text(plan)) if plan.parts else ("pages", f"{_pages_text(plan)}: {_fit_text(plan)}"),
-        (
-            "bytes",
-            f"{bytes_text(plan.bytes_per_device)} per device: pages {bytes_text(plan.bytes_of(*_PAGES))}, "
-            f"scales {bytes_text(plan.bytes_of('key_scale', 'value_scale'))}, a batch {bytes_text(plan.bytes_of(*_BATCH))}",
-        ),
-        (
-            "padding",
-            f"last pages leave at most {plan.most_lost} tokens empty: {cache.max_sequences} sequences x {cache.page_size - 1}",
-        ),
-        (
-            "scalars",
-            f"page table {plan.local_sequences} x {width}: {bytes_text(plan.page_table_bytes)}"
-            + ("" if plan.scalar_limit is None else f" of {bytes_text(plan.scalar_limit)} scalar memory")
-            + (", one per group" if plan.parts else ""),
-        ),
+        *[("sequence", text) for text in _sequence_text(plan)],
+        ("bytes", _bytes_text(plan)),
     ]
+    if plan.page_groups:
+        rows += [
+            (
+                "padding",
+                f"last pages leave at most {plan.most_lost} tokens empty: {cache.max_sequences} sequences x "
+                f"{cache.page_size - 1}",
+            ),
+            (
+                "scalars",
+                f"page table {plan.local_sequences} x {width}: {bytes_text(plan.page_table_bytes)}"
+                + ("" if plan.scalar_limit is None else f" of {bytes_text(plan.scalar_limit)} scalar memory")
+                + (", one per group" if len(plan.page_groups) > 1 else ""),
+            ),
+        ]
     if plan.token_bytes is not None:
         written = "latents" if cache.values_in_keys else "keys and values"
         rows.append(
@@ -172,13 +181,41 @@ def _pages_text(plan: CachePlan, what: str = "") -> str:
 
 def _fit_text(plan: CachePlan) -> str:
     count = plan.sequences
+    if not plan.page_groups:
+        return f"any number, {count} sequence{'' if count == 1 else 's'}"
     return f"{plan.tokens} tokens, {count} sequence{'' if count == 1 else 's'} of {plan.cache.max_length} tokens"
+
+
+def _bytes_text(plan: CachePlan) -> str:
+    """The bytes per device and what they are of."""
+    states = sum(part.bytes_of(*part.states) for part in plan.state_groups)
+    kept = [f"states {bytes_text(states)}"] if plan.state_groups else []
+    if plan.page_groups:
+        scales = bytes_text(plan.bytes_of("key_scale", "value_scale"))
+        rest = ", the rest" if plan.state_groups and plan.cache.bytes_per_device is not None else ""
+        kept += [f"pages {bytes_text(plan.bytes_of(*_PAGES))}{rest}", f"scales {scales}"]
+    return f"{bytes_text(plan.bytes_per_device)} per device: {', '.join(kept)}, a batch {bytes_text(plan.bytes_of(*_BATCH))}"
+
+
+def _sequence_text(plan: CachePlan) -> list[str]:
+    """What a sequence takes on a device, if layers keep states: a fixed part, and one that grows with its length."""
+    if not plan.state_groups:
+        return []
+    fixed = f"{bytes_text(plan.sequence_bytes)} per device whatever its length"
+    if not plan.page_groups:
+        return [fixed]
+    larger = plan.larger_from
+    most = f"up to {plan.cache.max_length} tokens states are the larger part"
+    most = most if larger is None else f"from {larger} tokens on pages are the larger part"
+    return [f"{fixed}, and {bytes_text(round(plan.bytes_per_token))} per token: {most}"]
 
 
 def _group_text(plan: CachePlan, number: int) -> str:
     """The line of one of several groups."""
-    part = plan.parts[number]
+    part = plan.groups[number]
     layers = layer_numbers(plan.cache.groups)[number]
+    if isinstance(part, StatePlan):
+        return f"{len(layers)} layer{'' if len(layers) == 1 else 's'} ({_runs(layers)}), {part.describe()}"
     window = "all tokens" if part.window_tokens is None else f"a window of {part.window_tokens} tokens"
     own = any(group.geometry for group in plan.cache.groups)
     geometry = f", {_geometry_text(part.cache)}" if own else ""
@@ -204,6 +241,8 @@ def _reads_text(cache: CacheFields) -> list[str]:
 
 def _group_dict(plan: CachePlan, number: int) -> dict[str, Any]:
     part = plan.groups[number]
+    if isinstance(part, StatePlan):
+        return _states_dict(plan, part, number)
     return {
         "layers": list(layer_numbers(plan.cache.groups)[number]),
         "stored_layers": [n for n in layer_numbers(plan.cache.groups)[number] if plan.cache.layer_read(n) == n],
@@ -216,6 +255,26 @@ def _group_dict(plan: CachePlan, number: int) -> dict[str, Any]:
         "sequences": part.sequences,
         "bytes_of_pages": part.bytes_of(*_PAGES),
         "bytes_of_scales": part.bytes_of("key_scale", "value_scale"),
+    }
+
+
+def _states_dict(plan: CachePlan, part: StatePlan, number: int) -> dict[str, Any]:
+    return {
+        "layers": list(layer_numbers(plan.cache.groups)[number]),
+        "kind": "state",
+        "states": {
+            one.label: {"shape": list(one.shape), "dtype": one.dtype_in(part.cache.dtype)}
+            for one in part.declared.states or ()
+        },
+        "drafts": part.drafts,
+        "snapshot_tokens": part.snapshot_tokens,
+        "slots": part.slots,
+        "slots_per_shard": part.local_slots,
+        "slots_per_sequence": part.slots_per_sequence,
+        "snapshot_slots": part.snapshot_slots,
+        "sequences": part.sequences,
+        "bytes_of_states": part.bytes_of(*part.states),
+        "bytes_per_sequence": part.sequence_bytes,
     }
 
 

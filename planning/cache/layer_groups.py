@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ...errors import a_type, is_whole, shown
 from ..unset_fields import UnsetFieldsModel, explain_validation
+from .kept_states import KeptState, checked_states, states_problem
 
 __all__ = [
     "GEOMETRY",
@@ -17,6 +18,7 @@ __all__ = [
     "Layers",
     "ReadsLayer",
     "checked_layers",
+    "checked_numbers",
     "checked_reads",
     "groups_problem",
     "layer_groups",
@@ -33,15 +35,21 @@ _Number = Annotated[int, Field(strict=True, ge=0, lt=_LIMIT)]
 CacheKind = Literal["kv", "latent"]
 GEOMETRY = ("kind", "kv_heads", "head_dim", "value_dim", "dtype")
 """The fields of a cache that its groups of layers may have of their own."""
+_OF_PAGES = ("window_tokens", "pages", "kv_heads", "head_dim", "value_dim", "dtype")
+_OF_STATES = ("states", "drafts", "snapshots", "slots")
 
 
 class LayerGroup(UnsetFieldsModel):
-    """Layers with their own pages and page table.
+    """Layers with their own pages and page table, or, of kind 'state', with states in slots of their own.
 
     layers: their number, assigned in the order of the groups; or a list of layer numbers, from 0. window_tokens: the maximum
     number of tokens that a query sees, including itself, so that older pages can be freed; None: all. pages: pages of this
     group over all devices, unless the cache declares bytes_per_device. kind, kv_heads, head_dim, value_dim, dtype: of these
     layers; the cache's, if they aren't given.
+
+    Of kind 'state': states, the arrays that each layer keeps of a sequence, one of each in every slot; drafts, for how many of a
+    sequence's last tokens the state before each is kept too, so that they can be rejected; snapshots, at every how many pages
+    of a prefix a state may be kept for other sequences; slots, over all devices.
     """
 
     model_config = ConfigDict(title="cache.layers")
@@ -56,18 +64,59 @@ class LayerGroup(UnsetFieldsModel):
     pages: Annotated[
         _Size | None, Field(description="Pages of this group, over all devices; or use bytes_per_device.")
     ] = None
-    kind: Annotated[CacheKind | None, Field(description="What these layers store; null: the cache's kind.")] = None
+    kind: Annotated[
+        CacheKind | Literal["state"] | None, Field(description="What these layers store; null: the cache's kind.")
+    ] = None
     kv_heads: Annotated[_Size | None, Field(description="KV heads of these layers; null: the cache's.")] = None
     head_dim: Annotated[_Size | None, Field(description="Head dimension of these layers; null: the cache's.")] = None
     value_dim: Annotated[_Size | None, Field(description="That of their values; null: the cache's.")] = None
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None, Field(description="Dtype of these layers; null: the cache's.")
     ] = None
+    states: Annotated[
+        tuple[KeptState, ...] | None,
+        BeforeValidator(lambda value: None if value is None else checked_states(value)),
+        Field(description="Of kind 'state': the arrays that each layer keeps of a sequence."),
+    ] = None
+    drafts: Annotated[
+        _Number | None,
+        Field(description="Last tokens of a sequence that can be rejected: a state is kept before each; null: none."),
+    ] = None
+    snapshots: Annotated[
+        _Size | None,
+        Field(description="A prefix's state may be kept for other sequences at every so many pages; null: never."),
+    ] = None
+    slots: Annotated[
+        _Size | None,
+        Field(description="Slots over all devices; null: as max_sequences, drafts and snapshots of max_length need."),
+    ] = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        for name in _OF_PAGES if self.of_states else _OF_STATES:
+            if getattr(self, name) is not None:
+                wanted = "a group of another kind" if self.of_states else "kind 'state'"
+                raise ValueError(f"{name} in a group of kind {shown(self.kind)}; wanted {wanted}, or no {name}")
+        if self.of_states and (problem := states_problem(self.states or ())):
+            raise ValueError("states is missing" if self.states is None else problem)
+        return self
+
+    @property
+    def of_states(self) -> bool:
+        """Whether these layers keep states, not pages."""
+        return self.kind == "state"
 
     @property
     def geometry(self) -> dict[str, Any]:
-        """The fields of a cache that the group has of its own."""
-        return {name: value for name in GEOMETRY if (value := getattr(self, name)) is not None}
+        """The fields of a cache that the group has of its own; none for one of states."""
+        return (
+            {} if self.of_states else {name: value for name in GEOMETRY if (value := getattr(self, name)) is not None}
+        )
+
+    @property
+    def slots_per_sequence(self) -> int:
+        """Slots that a sequence needs: of its state, and of the state before each token that can be rejected."""
+        return 1 + (self.drafts or 0)
 
     @field_validator("layers", mode="before")
     @classmethod
@@ -85,6 +134,14 @@ class LayerGroup(UnsetFieldsModel):
 Layers = _Size | tuple[LayerGroup, ...]
 ReadsLayer = tuple[tuple[_Number, _Number], ...]
 """Pairs of a layer without pages and the layer whose keys and values it reads."""
+
+
+def checked_numbers(value: Any, name: str) -> Any:
+    """Check a list of layers' numbers, which come sorted. Errors: ValueError."""
+    right = isinstance(value, list | tuple) and value and all(is_whole(n, 0, _LIMIT) for n in value)
+    if not right or len(set(value)) < len(value):
+        raise ValueError(f"{name}={shown(value)}; wanted a list of distinct layer numbers, from 0")
+    return tuple(sorted(value))
 
 
 def checked_reads(value: Any) -> Any:
@@ -113,7 +170,10 @@ def _two(pairs: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 def reads_problem(reads: ReadsLayer, groups: Sequence[LayerGroup]) -> str:
     """What is wrong with the layers that read another's keys; '' for nothing."""
-    group_of = {layer: number for number, layers in enumerate(layer_numbers(groups)) for layer in layers}
+    with_pages = [
+        (number, layers) for number, layers in enumerate(layer_numbers(groups)) if not groups[number].of_states
+    ]
+    group_of = {layer: number for number, layers in with_pages for layer in layers}
     own = set(group_of) - {layer for layer, _ in reads}
     for number, (layer, source) in enumerate(reads):
         if layer not in group_of:
@@ -150,20 +210,35 @@ def checked_layers(value: Any) -> Any:
     return tuple(groups)
 
 
-def groups_problem(groups: Sequence[LayerGroup]) -> str:
-    """What is wrong with the groups of a cache; '' if each layer is in exactly one."""
+def groups_problem(groups: Sequence[LayerGroup], stateless: Sequence[int] = ()) -> str:
+    """What is wrong with the groups of a cache; '' if each layer is in one of pages, in one of states, in one of each, or is
+    declared to keep nothing."""
     if not groups:
         return "layers is an empty list; wanted at least one group"
-    if len({isinstance(group.layers, int) for group in groups}) > 1:
+    counted = {isinstance(group.layers, int) for group in groups}
+    if len(counted) > 1:
         return "layers: some groups have a number of layers and some a list; wanted the same for all"
-    numbers = [number for group in layer_numbers(groups) for number in group]
-    if sorted(numbers) == list(range(len(numbers))):
-        return ""
-    twice = [number for number in numbers if numbers.count(number) > 1]
-    if twice:
-        return f"layers: layer {twice[0]} is in two groups; wanted each layer in one"
-    missing = min(set(range(max(numbers))) - set(numbers))
-    return f"layers: layer {missing} of 0 to {max(numbers)} is in no group"
+    if stateless and True in counted:
+        return "stateless_layers beside a number of layers; wanted groups with lists of layers"
+    every: set[int] = set()
+    for of_states in (False, True):
+        numbers = [
+            number
+            for group, layers in zip(groups, layer_numbers(groups), strict=True)
+            if group.of_states == of_states
+            for number in layers
+        ]
+        if twice := [number for number in numbers if numbers.count(number) > 1]:
+            where = "two groups of kind 'state'" if of_states else "two groups"
+            return f"layers: layer {twice[0]} is in {where}; wanted each layer in one"
+        every.update(numbers)
+    if both := sorted(every & set(stateless)):
+        return f"stateless_layers: layer {both[0]} is in a group; wanted layers that keep nothing"
+    every.update(stateless)
+    if missing := set(range(max(every))) - every:
+        hint = "; layers that keep nothing are stateless_layers" if any(group.of_states for group in groups) else ""
+        return f"layers: layer {min(missing)} of 0 to {max(every)} is in no group{hint}"
+    return ""
 
 
 def layer_numbers(groups: Sequence[LayerGroup]) -> tuple[Sequence[int], ...]:

@@ -13,10 +13,11 @@ from ..notes import Note, note
 from ..text import bytes_text
 from .cache_checks import axis_names
 from .cache_plan import CachePlan
+from .cache_target import lanes_of
 
-__all__ = ["CacheSizes", "memory_refusal", "notes", "padded", "refusals", "without_duplicates"]
+__all__ = ["CacheSizes", "bytes_refusal", "memory_refusal", "notes", "refusals", "without_duplicates"]
 
-_LANES = 128  # XLA pads the last dimension of an array on a TPU to a multiple of this; other dimensions lose nothing
+_LANES = lanes_of(1)
 _MAX_PAGES = 2**30
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # others take a byte
 _T = TypeVar("_T")
@@ -30,11 +31,6 @@ class CacheSizes(NamedTuple):
     along: int
     repeat: int
     head_shards: int
-
-
-def padded(lanes: int) -> int:
-    """The size of a last dimension on a TPU."""
-    return -(-lanes // _LANES) * _LANES
 
 
 def refusals(plan: CachePlan, sizes: CacheSizes, policy: str) -> list[Reason]:
@@ -133,6 +129,16 @@ def memory_refusal(plan: CachePlan) -> tuple[Reason, ...]:
     return (Reason("device_memory", field, text, "Declare fewer pages, a quantised cache, or a larger mesh."),)
 
 
+def bytes_refusal(plan: CachePlan) -> tuple[Reason, ...]:
+    """The reason against states that take more than bytes_per_device, without pages that could be fewer."""
+    declared = plan.cache.bytes_per_device
+    if declared is None or plan.page_groups or plan.bytes_per_device <= declared:
+        return ()
+    text = f"states take {bytes_text(plan.bytes_per_device)} per device; {bytes_text(declared)} are declared"
+    hint = "Declare fewer max_sequences, drafts, snapshots or slots, or a larger mesh."
+    return (Reason("bytes_per_device", "bytes_per_device", text, hint),)
+
+
 def without_duplicates(groups: Iterable[Iterable[_T]]) -> tuple[_T, ...]:
     """The reasons or notes of several groups, without duplicates."""
     return tuple(dict.fromkeys(item for group in groups for item in group))
@@ -161,13 +167,13 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[Note]:
         entries.append(_rope_note(plan))
     for what, size in filter(None, rows):
         if size % _LANES:
-            lanes, layout = padded(size), cache.layout
+            lanes, layout = lanes_of(size), cache.layout
             share = 1 - size / lanes
             entries.append(note("cache.padded_row", name=what, size=size, lanes=lanes, share=share, layout=layout))
     if rows == [None] and plan.platform == "tpu":
         for name, size in (("head_dim", cache.head_dim), ("value_dim", cache.value_size)):
             if size % _LANES and (name == "head_dim" or size != cache.head_dim):
-                lanes = padded(size)
+                lanes = lanes_of(size)
                 share = 1 - size / lanes
                 entries.append(note("cache.padded_dim", name=name, size=size, lanes=lanes, share=share))
     if plan.platform == "cpu" and cache.stored_dtype not in ("float32", "int8"):
@@ -195,7 +201,7 @@ def _rope_note(plan: CachePlan) -> Note:
     cache = plan.cache
     latent, rope = (plan[name] for name in ("kv_pages", "rope_pages"))
     of_latent, of_rope = (array.fitted.shape[-1] * _ITEMSIZE.get(array.dtype, 1) for array in (latent, rope))
-    whole = padded(cache.head_dim) * _ITEMSIZE.get(cache.stored_dtype, 1)
+    whole = lanes_of(cache.head_dim) * _ITEMSIZE.get(cache.stored_dtype, 1)
     return note("cache.rope_apart", dtype=cache.rope_dtype, latent=of_latent, rope=of_rope, whole=whole)
 
 

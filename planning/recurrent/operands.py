@@ -9,8 +9,8 @@ from __future__ import annotations
 from ...sharding import Operand, OperandTable
 
 __all__ = [
-    "CHANNEL_DECAY", "CONVOLUTION", "DELTA_CHANNEL", "DELTA_HEAD", "HEAD_DECAY", "MAMBA1", "MAMBA2", "RESULTS_OF_CHANNELS",
-    "RESULTS_OF_CONVOLUTION", "RESULTS_OF_HEADS",
+    "CHANNEL_DECAY", "CONVOLUTION", "DELTA_CHANNEL", "DELTA_HEAD", "HEAD_DECAY", "MAMBA1", "MAMBA2", "OPERATIONS",
+    "RESULTS_OF_CHANNELS", "RESULTS_OF_CONVOLUTION", "RESULTS_OF_HEADS",
 ]  # fmt: skip
 
 _KEY_DIMS = ("batch", "q_len", "kv_heads", "head_dim")
@@ -99,3 +99,21 @@ RESULTS_OF_CONVOLUTION = (
     Operand("attention_outputs", _CHANNELS, "btd", split_as=_CHANNELS_SPLIT),
     Operand("state", ("batch", "history", "channels"), split_as=("batch", "", "heads")),
 )
+
+OPERATIONS: dict[str, OperandTable] = {
+    "causal_conv1d": CONVOLUTION,
+    "gated_delta_rule": DELTA_HEAD,
+    "gdr": DELTA_HEAD,
+    "gla": CHANNEL_DECAY,
+    "kda": DELTA_CHANNEL,
+    "kernel_delta_attention": DELTA_CHANNEL,
+    "lightning": HEAD_DECAY,
+    "mamba": MAMBA1,
+    "mamba1": MAMBA1,
+    "mamba2": MAMBA2,
+    "retention": HEAD_DECAY,
+    "simple_gla": HEAD_DECAY,
+    "ssm1": MAMBA1,
+    "ssm2": MAMBA2,
+}
+"""The table of each operation that ships, by name: a cache's states are declared by an operation and its sizes."""

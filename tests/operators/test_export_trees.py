@@ -52,6 +52,7 @@ from attnops.operators.paged.step_output import StepOutput
 from attnops.operators.paged_cache import (
     CacheState,
     LayerPages,
+    LayerStates,
     PagedOutput,
     RaggedBatch,
     SavedSequence,
@@ -78,9 +79,14 @@ GROUPED = KVCache(
 )  # fmt: skip
 BATCH = RaggedBatch.make(CACHE.plan(), cu_q_lens=[0, 5], kv_lens=[5], page_table=[[2, 7]])
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
+STATES = KVCache(
+    layers=[{"layers": 1, "kind": "state", "states": [{"sizes": {"n": 3}}]}], max_sequences=2, max_length=8
+)
 PAGES = init(CACHE).layers[0]
 EXAMPLES: list[Any] = [
     Full(),
+    LayerStates({"state": np.zeros((2, 3), np.float32)}),
+    CacheState((LayerStates({"state": np.zeros((2, 3), np.float32)}),), STATES),
     Causal(),
     Causal(3),
     SlidingWindow(None, 2, offset=-1),
@@ -191,8 +197,8 @@ def test_names_stay() -> None:
         "ScoreFunction", "SoftCap", "Temperature",
         "AttentionOutput", "Blocks", "CacheState", "Causal", "ChosenBlocks", "Chunked", "Dense", "Full", "LayerPages",
         "IndexOutput", "IndexStepOutput", "Lengths", "LocalOutput", "MaskFunction", "Not", "Or", "PagedOutput", "Positions",
-        "Prefix", "RaggedBatch", "RecurrentOutput", "SavedSequence", "SegmentIds", "SlidingWindow", "Slot", "StateBatch",
-        "StepOutput",
+        "LayerStates", "Prefix", "RaggedBatch", "RecurrentOutput", "SavedSequence", "SegmentIds", "SlidingWindow", "Slot",
+        "StateBatch", "StepOutput",
     }  # fmt: skip
 
 

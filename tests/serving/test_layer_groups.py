@@ -166,7 +166,7 @@ def test_a_models_groups_have_the_sizes_of_its_layers() -> None:
 
 def test_schema() -> None:
     definitions = declaration_json_schema()["$defs"]
-    own = {"kind", "kv_heads", "head_dim", "value_dim", "dtype"}
+    own = {"kind", "kv_heads", "head_dim", "value_dim", "dtype", "states", "drafts", "snapshots", "slots"}
     assert set(definitions["LayerGroup"]["properties"]) == {"layers", "window_tokens", "pages"} | own
     assert definitions["LayerGroup"]["required"] == ["layers"]
     kinds = definitions["KVCache"]["properties"]["layers"]["anyOf"]
