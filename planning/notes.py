@@ -237,7 +237,11 @@ NOTES = _kinds(
      "the mesh splits heads further than the heads of queries and keys: these are repeated for each head, then split over "
      "{axes:plus}"),
     ("recurrent.gradient_on_xla", "implementation",
-     "the kernel is of the forward pass; the gradient is made on XLA, which computes that pass again", "info"),
+     "the gradient is made on XLA, which computes the forward pass again: {kernel} would take {size:bytes} of VMEM for a chunk "
+     "of one head, and a kernel may take {limit:bytes}"),
+    ("recurrent.smaller_chunks", "chunk_size",
+     "chunks of {chunk} tokens: of twice as many {kernel} would take {size:bytes} of VMEM for one head, and a kernel may take "
+     "{limit:bytes}", "info"),
     # -- steps over pages
     ("paged.merged", "cache.page_sequence_axis",
      "each device attends to its own pages, and outputs are merged by their lse over {axes:plus}: all-reduces of {size:bytes}, "

@@ -11,10 +11,11 @@ from attnops.verify.recurrent_reference import (
     reference_convolution,
     reference_decays,
     reference_linear,
+    reference_linear_gradients,
     reference_mamba1,
 )
 
-__all__ = ["KINDS", "LINEAR", "call_of", "expected"]
+__all__ = ["KINDS", "LINEAR", "call_of", "expected", "expected_gradients"]
 
 LINEAR = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning", "retention", "mamba2")
 KINDS = (*LINEAR, "mamba1", "causal_conv1d")
@@ -93,15 +94,40 @@ def expected(kind: str, call: dict[str, Any], scale: float | None = None) -> Rec
     if kind == "mamba1":
         found = reference_mamba1(call["x"], call["dt"], call["A"], call["B"], call["C"], **rest)
         return found._replace(outputs=found.outputs + call["D"] * call["x"].astype(np.float64) * valid)
+    arrays, scale = _linear(kind, call, scale)
+    found = reference_linear(*arrays, **rest, scale=scale)
+    if kind == "mamba2":
+        found = found._replace(outputs=found.outputs + call["D"][:, None] * call["x"].astype(np.float64) * valid)
+    return found
+
+
+def _linear(kind: str, call: dict[str, Any], scale: float | None) -> tuple[tuple[Any, ...], float]:
+    """((query, key, value, log decay, beta), the scale) of a call of linear attention."""
     if kind == "mamba2":
         dt, x = call["dt"].astype(np.float64), call["x"].astype(np.float64)
-        decay = (dt * call["A"])[..., None]
-        found = reference_linear(call["C"], call["B"], dt[..., None] * x, decay, None, **rest, scale=1.0)
-        return found._replace(outputs=found.outputs + call["D"][:, None] * x * valid)
+        return (call["C"], call["B"], dt[..., None] * x, (dt * call["A"])[..., None], None), 1.0
     value = call["value"]
     decay = call.get("decay")
     if decay is None:
         decay = np.broadcast_to(reference_decays(kind, value.shape[2]), value.shape[:3])
     decay = decay[..., None] if decay.ndim == 3 else decay
     scale = call["key"].shape[3] ** -0.5 if scale is None else scale
-    return reference_linear(call["query"], call["key"], value, decay, call.get("beta"), **rest, scale=scale)
+    return (call["query"], call["key"], value, decay, call.get("beta")), scale
+
+
+def expected_gradients(
+    kind: str, call: dict[str, Any], d_outputs: np.ndarray, d_state: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The reference's gradient of each floating array of a call of linear attention."""
+    rest = {name: call[name] for name in ("initial_state", "segment_ids", "lengths") if name in call}
+    arrays, scale = _linear(kind, call, None)
+    found = reference_linear_gradients(*arrays, **rest, scale=scale, d_outputs=d_outputs, d_state=d_state)
+    if kind == "mamba2":
+        dt, x = call["dt"].astype(np.float64), call["x"].astype(np.float64)
+        d_value, d_decay = found["value"], found["decay"][..., 0]
+        ends = call.get("lengths", np.full(x.shape[0], x.shape[1]))
+        d_outputs = np.where((np.arange(x.shape[1])[None] < ends[:, None])[..., None, None], d_outputs, 0)
+        found |= {"C": found["query"], "B": found["key"]}
+        found |= {"x": dt[..., None] * d_value + call["D"][:, None] * d_outputs, "D": (x * d_outputs).sum((0, 1, 3))}
+        found |= {"dt": (x * d_value).sum(-1) + call["A"] * d_decay, "A": (dt * d_decay).sum((0, 1))}
+    return {name: found[name].reshape(x.shape) for name, x in call.items() if x.dtype == np.float32}

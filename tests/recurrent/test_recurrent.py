@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recurrent_inputs import KINDS, LINEAR, call_of, expected
+from recurrent_inputs import KINDS, LINEAR, call_of, expected, expected_gradients
 
 import attnops.operators.recurrent as recurrent
 from attnops import OperationMetadata
-from attnops.verify.recurrent_reference import reference_decays, reference_linear_gradients
 
 OPERATIONS = {
     cls.name: cls for cls in (getattr(recurrent, name) for name in recurrent.__all__) if hasattr(cls, "config")
@@ -76,8 +75,7 @@ def test_gradients(kind: str, given: str, axes: dict[str, int]) -> None:
     call = call_of(kind, tokens=72, segments=given == "all", lengths=given == "all")
     metadata = split(axes) if axes else None
     rng = np.random.default_rng(1)
-    wanted = expected(kind, call)
-    d_outputs, d_state = (rng.standard_normal(x.shape).astype(np.float32) for x in wanted)
+    d_outputs, d_state = (rng.standard_normal(x.shape).astype(np.float32) for x in expected(kind, call))
     names = [name for name, x in call.items() if x.dtype == np.float32]
 
     def loss(*arrays: jax.Array) -> jax.Array:
@@ -85,25 +83,9 @@ def test_gradients(kind: str, given: str, axes: dict[str, int]) -> None:
         return jnp.sum(output.attention_outputs * d_outputs) + jnp.sum(output.state * d_state)
 
     found = jax.jit(jax.grad(loss, argnums=tuple(range(len(names)))))(*(call[name] for name in names))
-    value = call["value"]
-    decay = call.get("decay")
-    if decay is None:
-        decay = np.broadcast_to(reference_decays(kind, value.shape[2]), value.shape[:3])
-    rest = {name: call[name] for name in ("initial_state", "segment_ids", "lengths") if name in call}
-    gradients = reference_linear_gradients(
-        call["query"],
-        call["key"],
-        value,
-        decay[..., None] if decay.ndim == 3 else decay,
-        call.get("beta"),
-        **rest,
-        scale=call["key"].shape[3] ** -0.5,
-        d_outputs=d_outputs,
-        d_state=d_state,
-    )
+    wanted = expected_gradients(kind, call, d_outputs, d_state)
     for name, gradient in zip(names, found, strict=True):
-        wanted_gradient = gradients[name]
-        close(gradient, wanted_gradient.reshape(gradient.shape), 5e-5)
+        close(gradient, wanted[name], 5e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

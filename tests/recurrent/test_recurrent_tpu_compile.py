@@ -1,4 +1,4 @@
-"""The kernel of linear attention compiled by the real TPU compiler, and its VMEM against what is counted before.
+"""The kernels of linear attention compiled by the real TPU compiler, and their VMEM against what is counted before.
 
 What compiles is not thereby numerically right: the numbers are held against the reference in Pallas' interpreter.
 """
@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnops import OperationMetadata, OperationRegistry
+from attnops.operators.recurrent.kernel.tpu_sizes import BACKWARD, FORWARD, KEEPING
 from attnops.verify.compiled import kernels
 from attnops.verify.topology import described_mesh
 
@@ -29,6 +30,7 @@ NARROW, WIDE = (128, 128), (256, 256)
             for topology in (V4, V5E, V5P, V6E, TPU7X)
             for cell in (
                 (topology, "gated_delta_rule", WIDE, "float32", {}),
+                (topology, "gated_delta_rule", NARROW, "bfloat16", {"chunk_size": 64}),
                 (topology, "kda", NARROW, "bfloat16", {}),
                 (topology, "kda", WIDE, "float32", {}),
                 (topology, "gla", (64, 128), "bfloat16", {"chunk_size": 16}),
@@ -64,13 +66,16 @@ def test_compiles_in_the_default_vmem(
     plan = operation.plan(**call)
     assert plan.method == "forward_tpu"
 
-    def run(call: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def loss(call: dict[str, jax.Array]) -> jax.Array:
         output = operation(**call)
-        return output.attention_outputs, output.state
+        return jnp.sum(output.attention_outputs.astype(jnp.float32)) + jnp.sum(output.state)
 
-    (kernel,) = kernels(jax.jit(run).lower(call).compile().as_text())
     parts = plan.runs.memory(plan.problem, plan.placement, plan.config)
-    assert list(parts) == [kernel.name]
-    assert kernel.vmem_limit is None  # the default is enough
-    counted = sum(parts[kernel.name].values())
-    assert counted / 3 <= kernel.vmem_used <= 1.25 * counted
+    assert set(parts) == {FORWARD, KEEPING, BACKWARD}
+    for function, wanted in ((loss, {FORWARD}), (jax.grad(loss), {KEEPING, BACKWARD})):
+        found = kernels(jax.jit(function).lower(call).compile().as_text())
+        assert {kernel.name for kernel in found} == wanted
+        for kernel in found:
+            assert kernel.vmem_limit is None  # the default is enough
+            counted = sum(parts[kernel.name].values())
+            assert counted / 3 <= kernel.vmem_used <= 1.25 * counted

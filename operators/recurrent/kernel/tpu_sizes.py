@@ -1,4 +1,4 @@
-"""Sizes of the TPU kernel: tokens of a chunk, heads of a step, and the VMEM that they take."""
+"""Sizes of the TPU kernels: tokens of a chunk, heads of a step, and the VMEM that they take."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["LEAST_CHUNK", "NAME", "Sizes", "chunk_tokens", "counted_vmem", "heads_per_step", "vmem_parts"]
+__all__ = [
+    "BACKWARD", "FORWARD", "KEEPING", "LEAST_CHUNK", "Schedule", "Sizes", "chunk_tokens", "counted_vmem", "kernels_of",
+    "schedule", "vmem_parts",
+]  # fmt: skip
 
-NAME = "attnops_recurrent_forward"
+FORWARD = "attnops_recurrent_forward"
+KEEPING = "attnops_recurrent_forward_keeping"  # the forward pass that keeps what the backward pass reads
+BACKWARD = "attnops_recurrent_backward"
 LEAST_CHUNK = 16  # tokens of a tile of bfloat16
 _HEADS = 4  # of a step at most: independent products fill the matrix unit
-_LANES, _WORD = 128, 4
+_LANES, _ROWS, _WORD = 128, 8, 4
 _ROOM = 1.25  # what is counted is at most so much less than what the compiler takes
 _LIMIT = 16 << 20  # the least VMEM that a kernel has by default, on any TPU
 
@@ -31,49 +36,90 @@ class Sizes(NamedTuple):
     initial: bool
 
 
+class Schedule(NamedTuple):
+    """How a kernel goes through heads. step: heads of a step of the grid, whole groups of a key head or a part of one. Of a
+    backward pass whose steps take a part of a group: parts, the steps that add to the same gradients of query and key, one after
+    the other, with the states of all their heads in VMEM; copies: of these gradients for a key head, which are added later."""
+
+    step: int
+    parts: int = 1
+    copies: int = 1
+
+    def keys(self, group: int) -> int:
+        """Key heads of a step."""
+        return max(self.step // group, 1)
+
+
+def kernels_of(trains: bool) -> tuple[str, ...]:
+    """The kernels of a call: without or with a gradient."""
+    return (KEEPING, BACKWARD) if trains else (FORWARD,)
+
+
 def chunk_tokens(tokens: int, chunk_size: int) -> int:
     """Tokens of a chunk: fewer than declared if the call has fewer."""
     return max(LEAST_CHUNK, min(chunk_size, 1 << max(tokens - 1, 0).bit_length()))
 
 
-def counted_vmem(sizes: Sizes) -> int:
-    """Bytes of VMEM with which a call compiles, with some margin."""
-    return math.ceil(_ROOM * sum(vmem_parts(sizes).values()))
+def counted_vmem(sizes: Sizes, kernel: str) -> int:
+    """Bytes of VMEM with which a kernel of a call compiles, with some margin."""
+    return _with_room(sizes, kernel, schedule(sizes, kernel))
 
 
-def heads_per_step(sizes: Sizes) -> int:
-    """How many heads a step works on: whole groups of a key head, or a part of one; as many as have room in VMEM."""
+def schedule(sizes: Sizes, kernel: str) -> Schedule:
+    """As many heads in a step as have room in VMEM, and as few copies of gradients."""
+    options = []
+    for step in range(_HEADS, 0, -1):
+        if sizes.heads % step == 0 and (step % sizes.group == 0 or sizes.group % step == 0):
+            parts = max(sizes.group // step, 1) if kernel == BACKWARD else 1
+            options += [Schedule(step, n, parts // n) for n in range(parts, 0, -1) if parts % n == 0]
+    return next((x for x in options if _with_room(sizes, kernel, x) <= _LIMIT), options[-1])
 
-    def fits(n: int) -> bool:
-        whole = sizes.heads % n == 0 and (n % sizes.group == 0 or sizes.group % n == 0)
-        return whole and math.ceil(_ROOM * sum(_parts(sizes, n).values())) <= _LIMIT
 
-    return next((n for n in range(_HEADS, 1, -1) if fits(n)), 1)
-
-
-def vmem_parts(sizes: Sizes) -> dict[str, int]:
+def vmem_parts(sizes: Sizes, kernel: str) -> dict[str, int]:
     """Bytes of VMEM, by what they hold."""
-    return _parts(sizes, heads_per_step(sizes))
+    return _parts(sizes, kernel, schedule(sizes, kernel))
 
 
-def _parts(sizes: Sizes, step: int) -> dict[str, int]:
+def _with_room(sizes: Sizes, kernel: str, how: Schedule) -> int:
+    return math.ceil(_ROOM * sum(_parts(sizes, kernel, how).values()))
+
+
+def _lanes(n: int) -> int:
+    return -(-n // _LANES) * _LANES
+
+
+def _parts(sizes: Sizes, kernel: str, how: Schedule) -> dict[str, int]:
     """Blocks count twice: one is worked on while the next one is fetched."""
-    keys, chunk, wide = max(step // sizes.group, 1), sizes.chunk, sizes.dtype.itemsize
-
-    def lanes(n: int) -> int:
-        return -(-n // _LANES) * _LANES
-
-    dim, value_dim, row = lanes(sizes.dim), lanes(sizes.value_dim), lanes(chunk)
-    state = -(-sizes.dim // 8) * 8 * value_dim * _WORD
+    step, keys, chunk, wide = how.step, how.keys(sizes.group), sizes.chunk, sizes.dtype.itemsize
+    dim, value_dim, row = _lanes(sizes.dim), _lanes(sizes.value_dim), _lanes(chunk)
+    state = -(-sizes.dim // _ROWS) * _ROWS * value_dim * _WORD
     decays = step * chunk * dim * _WORD if sizes.by_channel else 0
-    gates = step * 8 * row * _WORD if sizes.delta or not sizes.by_channel else 0
+    gates = step * _ROWS * row * _WORD if sizes.delta or not sizes.by_channel else 0
+    solved = step * chunk * (row + value_dim) * _WORD if sizes.delta else 0  # the inverse, and what no key had seen
     # Of one head: rows of queries and keys, values and updates, square matrices and a state, in float32.
     many = 3 if sizes.by_channel else 1
-    worked = chunk * (8 * many * dim + 4 * value_dim + 6 * many * row) * _WORD + state
+    if kernel != BACKWARD:
+        worked = chunk * (8 * many * dim + 4 * value_dim + 6 * many * row) * _WORD + state
+        keeping = kernel == KEEPING
+        return {
+            "query_key": 2 * 2 * keys * chunk * dim * wide,
+            "value_output": 2 * 2 * step * chunk * value_dim * wide,
+            "gates": 2 * (decays + gates),
+            "states": 2 * ((2 if sizes.initial else 1) + keeping) * step * state,
+            **({"kept": 2 * solved} if keeping and solved else {}),
+            "temporaries": worked,
+        }
+    sums = 2 * chunk * dim * _WORD if how.parts > 1 else 0
+    wide_sums = _WORD if how.copies > 1 else wide
+    worked = chunk * (15 * many * dim + 6 * value_dim + 8 * many * many * row) * _WORD + 2 * state
     return {
         "query_key": 2 * 2 * keys * chunk * dim * wide,
-        "value_output": 2 * 2 * step * chunk * value_dim * wide,
+        "value_output": 2 * (1 if sizes.delta else 2) * step * chunk * value_dim * wide,
         "gates": 2 * (decays + gates),
-        "states": 2 * (2 if sizes.initial else 1) * step * state,
+        "states": 2 * 2 * step * state,
+        **({"kept": 2 * solved} if solved else {}),
+        "gradients": 2
+        * (2 * keys * chunk * dim * wide_sums + step * (chunk * value_dim * wide + state) + decays + gates),
+        "sums": how.parts * step * state + sums,
         "temporaries": worked,
     }
