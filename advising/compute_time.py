@@ -69,7 +69,7 @@ def rate_of(machine: Machine, plan: Plan, kernel: PassSizes) -> Rate:
         d, dv = (math.ceil(n / _LANES) * _LANES for n in (d, dv))
         if is_kernel:
             share = getattr(plan.config, "heads_per_tile", None) or 1
-            moved = _moved(kernel, item, d, dv, share)
+            moved = _moved(kernel, item, d, dv, 0 if problem.values_in_key else dv, share)
             tile = _STEP_CYCLES + (_FILL_CYCLES[kernel.products] if kernel.pipelined else 0)
             return Rate(products, vector, _ROW_WEIGHTS[kernel.products] * vector, tile / clock, *moved)
         return Rate(products, vector, 0.0, 0.0, *_of_xla(plan, kernel, item))
@@ -77,7 +77,8 @@ def rate_of(machine: Machine, plan: Plan, kernel: PassSizes) -> Rate:
     products = machine.limits.roofline(flops, 0.0, problem.runtime_dtype, exact)[0]
     spec = spec_of_kind(machine.kind)
     vector = 0.0 if spec is None else 1 / (spec.cores * spec.ex2_a_cycle * spec.clock)
-    moved = _once(kernel, item, d, dv, plan.problem.group) if is_kernel else _of_xla(plan, kernel, item)
+    values = problem.token_dim - problem.head_dim
+    moved = _once(kernel, item, d, dv, values, problem.group) if is_kernel else _of_xla(plan, kernel, item)
     return Rate(products, vector, 0.0, 0.0, *moved)
 
 
@@ -112,24 +113,24 @@ def compute_time(machine: Machine, plan: Plan, kernels: tuple[PassSizes, ...]) -
     return ComputeTime(total, max(bounds, key=lambda name: bounds[name]))
 
 
-def _moved(kernel: PassSizes, item: int, d: int, dv: int, share: int) -> tuple[float, float, float]:
+def _moved(kernel: PassSizes, item: int, d: int, dv: int, values: int, share: int) -> tuple[float, float, float]:
     """HBM traffic of a kernel that fetches tiles at each step: what the fast axis holds is fetched again for every tile of the
-    slow one."""
+    slow one. values: numbers of a value that aren't a part of its key."""
     if kernel.products == "dkv":  # by keys: queries and the output's gradient are fetched with every tile
-        return (d + dv) * item / kernel.block_kv, 0.0, 2 * (d + dv) * item
-    fetched = (d + dv) * item / kernel.block_q / share
+        return (d + dv) * item / kernel.block_kv, 0.0, 2 * (d + values) * item
+    fetched = (d + values) * item / kernel.block_q / share
     if kernel.products == "forward":
         return fetched, (d + dv) * item, 0.0
-    sums = 4 * (d + dv) if kernel.products == "backward" else 0
+    sums = 4 * (d + values) if kernel.products == "backward" else 0
     return fetched, (d + dv) * item + 4 * d, float(sums)
 
 
-def _once(kernel: PassSizes, item: int, d: int, dv: int, group: int) -> tuple[float, float, float]:
+def _once(kernel: PassSizes, item: int, d: int, dv: int, values: int, group: int) -> tuple[float, float, float]:
     """HBM traffic if every array moves once: a cache is assumed to hold what is used again."""
     if kernel.products == "forward":
-        return 0.0, (d + dv) * item, (d + dv) * item / group
+        return 0.0, (d + dv) * item, (d + values) * item / group
     written = 2 if kernel.products in ("backward", "dkv") else 1
-    return 0.0, (2 * d + dv) * item, written * (d + dv) * item / group
+    return 0.0, (2 * d + dv) * item, written * (d + values) * item / group
 
 
 def _of_xla(plan: Plan, kernel: PassSizes, item: int) -> tuple[float, float, float]:
@@ -138,7 +139,7 @@ def _of_xla(plan: Plan, kernel: PassSizes, item: int) -> tuple[float, float, flo
     wide = jnp.dtype(problem.softmax_dtype).itemsize
     keys = sum(
         size * (problem.itemsize_of(name) if name in problem.quantised else item)
-        for name, size in (("key", problem.head_dim), ("value", problem.value_dim))
+        for name, size in (("key", problem.head_dim), ("value", problem.token_dim - problem.head_dim))
     )
     back = 1 if kernel.products == "forward" else 2
     rows = back * (problem.head_dim + problem.value_dim) * item

@@ -268,7 +268,7 @@ def _strategy_bytes(plan: Plan, machine: Machine, backward: bool) -> int:
     tensors; backward the gradients of these too, around a ring in float32."""
     problem, split, local = plan.problem, plan.placement.sequence, plan.placement.local
     item = sent_itemsize(problem.runtime_dtype, machine.platform == "cpu")
-    width, rows = problem.head_dim + problem.value_dim, local.batch * local.q_heads * local.q_len * split.chunks
+    width, rows = problem.token_dim, local.batch * local.q_heads * local.q_len * split.chunks
     keys = local.batch * local.kv_heads * local.kv_len * split.chunks * width
     size = 0
     if split.gathers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..operators import Operation
-from ..operators.latent import LatentPlan, choose_form, projection_needs
+from ..operators.latent import LatentPlan, choose_form, form_arguments, projection_needs
 from ..planning import Plan
 from ..planning.traffic import Need
 from ..registry import OperationRegistry
@@ -24,9 +24,8 @@ def with_form(declaration: Declaration, machine: Machine) -> Declaration:
     if latent is None or latent.form is not None:
         return declaration
     kind: Any = OperationRegistry.get(declaration.operation)
-    inside = declaration.of_form("expanded")
-    metadata = metadata_for(inside, machine, {"fsdp": 1}, {})
-    form = choose_form(latent, kind(metadata).plan(**inside.call_arguments(inside.shapes())).problem).form
+    metadata = metadata_for(declaration.of_form("expanded"), machine, {"fsdp": 1}, {})
+    form = choose_form(latent, kind(metadata).plan(**form_arguments(declaration, "expanded")).problem).form
     return declaration.model_copy(update={"latent": latent.model_copy(update={"form": form})}).checked()
 
 
@@ -34,7 +33,7 @@ def call_arguments_of(declaration: Declaration) -> dict[str, Any]:
     """The arguments of the call, or of that inside a latent attention with a form."""
     if declaration.latent is not None:
         assert declaration.latent.form is not None
-        declaration = declaration.of_form(declaration.latent.form)
+        return form_arguments(declaration, declaration.latent.form)
     return declaration.call_arguments(declaration.shapes())
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..operators import Operation
-from ..operators.latent import Choice, choose_form, form_notes
+from ..operators.latent import Choice, choose_form, form_arguments, form_notes
 from ..operators.paged.declared_step import DeclaredStep
 from ..operators.paged.step_operation import StepOperation
 from ..planning import Plan
@@ -18,7 +18,7 @@ from ..planning.selection.index_plan import IndexPlan
 from ..planning.tables.table_plan import TablePlan
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
-from ..registry.latent_dims import FORMS
+from ..registry.latent_dims import FORMS, Form
 from .call_arrays import call_shapes
 from .index_inputs import index_input_shapes
 from .step import one_layer, refuse_inputs, step_of
@@ -52,9 +52,12 @@ class Declared(ABC):
 class _Call(Declared):
     def __init__(self, declaration: Declaration, inputs: Path | None, mode: str | None) -> None:
         shapes = call_shapes(declaration, inputs)
-        self.kind: Any = OperationRegistry.get(declaration.operation)
-        self.arguments = declaration.call_arguments(shapes.arrays, mode=mode)
+        self._set(declaration, declaration.call_arguments(shapes.arrays, mode=mode))
         self.notes = shapes.notes
+
+    def _set(self, declaration: Declaration, arguments: dict[str, Any]) -> None:
+        self.kind: Any = OperationRegistry.get(declaration.operation)
+        self.arguments = arguments
 
     def plan(self, metadata: OperationMetadata) -> Plan:
         operation: Operation = self.kind(metadata)
@@ -120,6 +123,13 @@ class _Recurrence(Declared):
         )
 
 
+class _Form(_Call):
+    """The call inside a latent attention, in one form."""
+
+    def __init__(self, declaration: Declaration, form: Form, mode: str | None) -> None:
+        self._set(declaration, form_arguments(declaration, form, mode))
+
+
 class _Latent(Declared):
     """A latent attention, in the form that the devices it is planned for make cheaper. Planned and tuned is the attention inside;
     it is compiled with its projections."""
@@ -129,7 +139,7 @@ class _Latent(Declared):
             raise ConfigError(f"--inputs {inputs} beside a latent attention; all its sizes are in the declaration.")
         assert declaration.latent is not None
         self.dims = declaration.latent
-        self.forms = {form: _Call(declaration.of_form(form), None, mode) for form in FORMS}
+        self.forms = {form: _Form(declaration, form, mode) for form in FORMS}
 
     def _choice(self, metadata: OperationMetadata) -> Choice:
         return choose_form(self.dims, self.forms[self.dims.form or "expanded"].plan(metadata).problem)

@@ -92,7 +92,7 @@ def outer_axis(products: str) -> str:
 
 def dequantised_copy(problem: AttentionProblem, placement: Placement) -> dict[str, Any]:
     """The values of a note on a dequantised copy of keys and values: their names, the dtype, its bytes and those given."""
-    local, dims = placement.local, {"key": problem.head_dim, "value": problem.value_dim}
+    local, dims = placement.local, {"key": problem.head_dim, "value": problem.token_dim - problem.head_dim}
     stored_bytes = local.batch * local.kv_heads * local.kv_len * sum(dims[name] for name in problem.quantised)
     size = stored_bytes * jnp.dtype(problem.runtime_dtype).itemsize
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.sharding import PartitionSpec
 
-from ..sharding import ATTENTION, RESULTS, Operand
+from ..sharding import RESULTS, Operand
 from .problem import AttentionProblem
 
 __all__ = ["run_specs", "split_specs"]
@@ -27,7 +27,7 @@ def run_specs(
     def broadcastable(shape: tuple[int, ...], dims: tuple[str, ...]) -> PartitionSpec:
         return PartitionSpec(*(None if n == 1 else split.get(d) for n, d in zip(shape, dims, strict=True)))
 
-    specs = {row.name: inside(row) for row in ATTENTION.required}
+    specs = {row.name: inside(row) for row in problem.required}
     specs |= {name: inside(row) for name, row in RESULTS.items()}
     specs |= {"query_offset": PartitionSpec(split["batch"]), "dropout_seed": PartitionSpec()}
     for x in problem.operands:
@@ -47,7 +47,7 @@ def split_specs(
     """The specs of tensors that stay split along the sequence; they replace the earlier ones."""
     split = {"batch": _entry(batch), **dict.fromkeys(("heads", "kv_heads"), _entry(heads))}
     split |= dict.fromkeys(("q_len", "kv_len"), _entry(sequence))
-    rows = (*ATTENTION.required, *(x.operand for x in problem.operands), *RESULTS.values())
+    rows = (*problem.required, *(x.operand for x in problem.operands), *RESULTS.values())
     return tuple(
         (row.name, PartitionSpec(*map(split.get, row.dims_inside(problem.kernel_layout)))) for row in rows if row.moves
     )

@@ -30,5 +30,6 @@ def named_shardings(
         )
     # The fitted shape of a tensor with repeated heads has more heads; the call's array isn't split there yet.
     shapes = {fitted.tensor: fitted.shape for fitted in placement.fitted.specs if fitted.tensor != "query3d"}
-    shapes |= {name: problem.shape_of(name) for name in ("query", "key", "value", "output")} | dict(problem.scales)
+    names = (*(row.name for row in problem.required), "output")
+    shapes |= {name: problem.shape_of(name) for name in names} | dict(problem.scales)
     return {name: NamedSharding(mesh, placement.call_spec(name, shape)) for name, shape in shapes.items()}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..sharding import ATTENTION, axes_at
+from ..sharding import axes_at
 from .placement import Placement
 from .problem import AttentionProblem
 
@@ -59,7 +59,7 @@ def placed_tensors(problem: AttentionProblem, placement: Placement) -> Iterator[
     cpu = problem.platform == "cpu"
     kv_heads = placement.fitted["key"].shape[problem.layout.index("h")]
     sizes = problem.sizes | {"kv_heads": kv_heads}
-    for row in (*ATTENTION.required, *(operand.operand for operand in problem.operands)):
+    for row in (*problem.required, *(operand.operand for operand in problem.operands)):
         operand, dtype = problem.operand(row.name), problem.dtype_inside(row)
         if operand is None:
             outer_shape, shape = problem.shape_of(row.name), row.shape(sizes, problem.kernel_layout)

@@ -130,7 +130,7 @@ def place_problem(
     run = run_specs(problem, batch_axes, q_axes, head_axes, kv_axes)
     if split.ring_axes or split.head_axes or split.gathers:
         run = (*run, *split_specs(problem, batch_axes, split.axes, outer_heads))
-    moved = ("key", "value", *problem.scales)
+    moved = (*(row.name for row in problem.required if row.moves == "keys"), *problem.scales)
     changes = (
         *_query_changes(query, at, sizes),
         *split.changes(),
@@ -152,7 +152,7 @@ def _named(*axes: tuple[str, ...]) -> zip[tuple[str, tuple[str, ...]]]:
 
 
 def _shapes(problem: AttentionProblem) -> dict[str, TensorShape]:
-    tensors = ("query3d", "query", "key", "value", "output")
+    tensors = ("query3d", *(row.name for row in problem.required), "output")
     shapes = {t: TensorShape(problem.shape_of(t), problem.itemsize_of(t)) for t in tensors}
     for operand in problem.operands:
         if operand.name not in AttnShardingRules._fields:
@@ -175,7 +175,7 @@ def _scale_specs(problem: AttentionProblem, fitted: FittedRules) -> tuple[Fitted
     """A scale is split like its tensor, except along dimensions of 1, which are broadcast."""
     specs = []
     for name, shape in problem.scales.items():
-        tensor = fitted[name.removesuffix("_scale")]
+        tensor = fitted["key" if problem.values_in_key else name.removesuffix("_scale")]
         alone = [n == 1 for n in shape]
         spec = PartitionSpec(
             *(None if broadcast else entry for broadcast, entry in zip(alone, tensor.spec, strict=True))

@@ -131,7 +131,8 @@ class AttentionProblem(KeyedProblem):
     if it is known only at run time or nothing depends on it. `declared_axes`: the mesh axes that the rules name not only by
     default. `manual_sequence`: the Manual axes over which the caller
     has split (queries, keys), if the strategy uses them; lengths are then the total ones. `batch`, `q_len` and `kv_len` may be
-    symbolic dimensions of jax.export; see `symbolic`. values_in_key: values are the first numbers of their keys.
+    symbolic dimensions of jax.export; see `symbolic`. values_in_key: values are the first numbers of their keys, and no array of
+    the call.
     """
 
     batch: int
@@ -155,6 +156,21 @@ class AttentionProblem(KeyedProblem):
     def group(self) -> int:
         """Query heads per kv head."""
         return self.q_heads // self.kv_heads
+
+    @property
+    def required(self) -> tuple[Operand, ...]:
+        """The rows of query, key and, where it is an array of the call, value."""
+        return tuple(row for row in ATTENTION.required if not (self.values_in_key and row.name == "value"))
+
+    @property
+    def value_columns(self) -> int | None:
+        """How many of a key's numbers, read as they are, are its value; None where kernels need an array of values."""
+        return self.value_dim if self.values_in_key and not self.quantised else None
+
+    @property
+    def token_dim(self) -> int:
+        """The numbers of a key and its value, which counts once if it is a part of the key."""
+        return self.head_dim + (0 if self.values_in_key else self.value_dim)
 
     @property
     def kernel_layout(self) -> str:

@@ -60,7 +60,8 @@ def tune_key(method: str, problem: AttentionProblem, placement: Placement) -> di
     """All that a measured choice depends on, as JSON values: device, dtypes, one device's shapes, mask, config, versions."""
     local, bias = placement.local, problem.operand("bias")
     further = [[x.name, x.dtype, [n == 1 for n in x.shape]] for x in problem.operands if x.name not in ATTENTION]
-    return ({"operands": further} if further else {}) | {
+    own = ({"operands": further} if further else {}) | ({"values_in_key": True} if problem.values_in_key else {})
+    return own | {
         "operation": problem.operation,
         "method": method,
         "device": problem.device,

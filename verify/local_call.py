@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from ..errors import ConfigError
 from ..operators import Operation
+from ..operators.call.key_columns import KeyColumns
 from ..planning import AttentionProblem, Placement
 from ..registry import OperationMetadata, OperationRegistry
-from ..sharding import ATTENTION
 from ..sharding.mesh import AnyMesh
 from .static_clock import Region, TileCycles, tile_cycles
 from .with_gradient import outputs, outputs_and_gradients
@@ -54,8 +54,9 @@ class LocalProblem:
                 row.name: jax.ShapeDtypeStruct(
                     row.shape(sizes, problem.kernel_layout), problem.quantised.get(row.name, dtype)
                 )
-                for row in ATTENTION.required
+                for row in problem.required
             },
+            **({"value": KeyColumns(problem.value_dim)} if problem.values_in_key else {}),
             "mask": problem.mask.merge(leaves),
             "query_offset": problem.query_offset,
             "softmax_scale": problem.softmax_scale,

@@ -42,4 +42,6 @@ def operands_of(operation: Operation, arguments: Mapping[str, Any]) -> OperandTa
 
 def is_differentiable(name: str, x: Any, table: OperandTable) -> bool:
     """Whether an argument is an array that has a gradient, by the operation's table of operands."""
-    return name in table and table[name].gradient and x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    if name not in table or not hasattr(x, "dtype"):
+        return False
+    return table[name].gradient and jnp.issubdtype(x.dtype, jnp.floating)

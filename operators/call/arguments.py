@@ -32,8 +32,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 class Options(NamedTuple):
     """Everything static in a call, with its defaults. `mask` is a structure whose arrays are in Arrays.mask_leaves.
-    `score` is one whose arrays are operands; a soft cap that it begins with is in `logits_soft_cap`. values_in_key: see
-    KeyColumns."""
+    `score` is one whose arrays are operands; a soft cap that it begins with is in `logits_soft_cap`. value_columns: the count
+    of KeyColumns; the call then has no array of values."""
 
     mask: Mask | None = None
     score: Score | None = None
@@ -49,11 +49,10 @@ class Options(NamedTuple):
     return_lse: bool = False
     mode: str | None = None
     layout: str = "bthd"
-    values_in_key: bool = False
+    value_columns: int | None = None
 
 
 _DEFAULTS = Options()
-_IN_KEY = Options(values_in_key=True)
 _KNOWN = frozenset(CALL_ARGUMENTS)
 _STATIC_OR_ARRAY = "query_offset"
 
@@ -82,17 +81,20 @@ def split_arguments(
     query: Any, key: Any, value: Any, call: Mapping[str, Any], table: OperandTable = ATTENTION
 ) -> tuple[Arrays, Options]:
     """Sort the arguments of a call into arrays and options. Cheap: checks only the types that decide the sorting."""
-    in_key = isinstance(value, KeyColumns)
-    arrays: dict[str, Any] = {"query": query, "key": key, "value": value.of(key) if in_key else value}
+    arrays: dict[str, Any] = {"query": query, "key": key}
+    options: dict[str, Any] = {}
+    if isinstance(value, KeyColumns):
+        options["value_columns"] = value.of(key).count
+    else:
+        arrays["value"] = value
     if not call:  # most calls
-        return Arrays(arrays), _IN_KEY if in_key else _DEFAULTS
+        return Arrays(arrays), Options(**options) if options else _DEFAULTS
     score: Score | None = None
     captured: dict[str, Any] = {}
     if call.get("score") is not None:
         layout = call.get("layout", _DEFAULTS.layout)
         score, captured = read_score(call["score"], query, layout if isinstance(layout, str) else "", call)
     check_names(call, (*table.names, *captured))
-    options: dict[str, Any] = {"values_in_key": True} if in_key else {}
     leaves: tuple[Any, ...] = ()
     for name, argument in call.items():
         if name == "score" or name in captured:

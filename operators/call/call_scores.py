@@ -15,7 +15,7 @@ from ...planning.score_operands import captured_names
 from ...scores import ALiBi, Score, SoftCap
 from ...scores.node import Chain
 from ...scores.steps import Lowering, Steps
-from ...sharding import ATTENTION, OperandTable
+from ...sharding import OperandTable
 from ..kernels.local_mask import LocalMask, score_positions
 from ..kernels.varying import vary, varying
 from .arrays import Arrays, is_array
@@ -92,6 +92,6 @@ def lowered(
         dtype=jnp.dtype(problem.softmax_dtype),
     )
     # As varying as the tensors from here on: their gradients are summed over devices in their own shapes.
-    axes = varying(tuple(operands[row.name] for row in ATTENTION.required))
+    axes = varying(tuple(operands[row.name] for row in problem.required))
     problem.score.lower([vary(operands[name], axes) for name in captured_names(problem.score)], lowering)
     return lowering.result()

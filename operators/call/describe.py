@@ -62,6 +62,9 @@ def describe(
     hint."""
     layout = canonical_layout(options.layout)
     shapes = Arrays({name: shaped(name, x) for name, x in arrays.by_name.items()}, arrays.mask_leaves)
+    if options.value_columns is not None:
+        key = shapes.key
+        shapes = shapes.changed(value=jax.ShapeDtypeStruct((*key.shape[:-1], options.value_columns), key.dtype))
     sizes = sizes_of(shapes, layout)
     mode = _mode(options.mode, sizes["q_len"], sizes["kv_len"])
     axes, strategy = axes_of(mesh), declared_strategy(operation, metadata.policy.sequence_parallel)
@@ -169,7 +172,7 @@ def describe(
         device_kind=kind,
         platform_source=source,
         vma=vma,
-        values_in_key=options.values_in_key,
+        values_in_key=options.value_columns is not None,
         manual_sequence=by_caller if any(by_caller) else None,
         notes=(
             *config_notes,

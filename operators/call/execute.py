@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from ...masks import And, Blocks, Mask, SegmentIds, Slot
 from ...masks.seen_keys import certainly_seen
 from ...planning import AttentionProblem, Placement, Plan
-from ...sharding import ATTENTION, Operand, pin
+from ...sharding import Operand, pin
 from ...sharding.mesh import AnyMesh
 from ..choices.block_choices import is_choice, of_query_heads
 from ..kernels.local_mask import Dropout, LocalMask, dropout_seed
@@ -111,11 +111,11 @@ def _prepare(
         x = jnp.asarray(x) if name in problem.quantised else jnp.asarray(x, dtype)
         return x[None] if problem.layout == "thd" else x
 
-    operands = {row.name: tensor(row.name, arrays.by_name[row.name]) for row in ATTENTION.required}
+    operands = {row.name: tensor(row.name, arrays.by_name[row.name]) for row in problem.required}
     if placement.kv_repeat > 1:
         # On Explicit axes a split dimension can't be repeated: its heads are gathered first.
         whole_heads = PartitionSpec(*(None if i == heads_at else axes for i, axes in enumerate(placement.spec("key"))))
-        for name in ("key", "value"):
+        for name in operands.keys() - {"query"}:
             operands[name] = jnp.repeat(pin(operands[name], whole_heads, mesh), placement.kv_repeat, axis=heads_at)
     for operand in problem.operands:
         array = arrays.by_name[operand.name]
@@ -273,7 +273,7 @@ def _local_call(plan: Plan, options: Options, local: ShardedOperands, hides_keys
     return LocalCall(
         query=operands["query"],
         key=operands["key"],
-        value=operands["value"],
+        value=operands["key"][..., : problem.value_dim] if problem.values_in_key else operands["value"],
         bias=operands.get("bias"),
         sinks=operands.get("softmax_aux"),
         key_scale=operands.get("key_scale"),

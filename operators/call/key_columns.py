@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from ...errors import InputError, a_type, is_whole, shown
 from .arrays import is_array
 
@@ -17,20 +15,18 @@ __all__ = ["KeyColumns"]
 class KeyColumns:
     """The value of a call whose values are the first `count` numbers of their keys, as in the absorbed form of latent attention.
 
-    A kernel that can loads each of them once; the others get these columns as an array of their own. The gradient of a value is
-    a part of its key's.
+    The call has no array of values: nothing is stored or sent for them, and their gradient is a part of their keys'. A kernel
+    that can loads each of them once; the others get these columns as an array of their own.
     """
 
     count: int
 
-    def of(self, key: Any) -> Any:
-        """The values. Errors: InputError for more columns than the key has, and for a key that isn't an array."""
+    def of(self, key: Any) -> KeyColumns:
+        """Itself, of this key. Errors: InputError for more columns than the key has, and for a key that isn't an array."""
         if not is_array(key) or not key.shape:
             raise InputError(f"key is {a_type(key)} with values that are a part of it; wanted an array.")
         if not is_whole(self.count, 1, key.shape[-1]):
             raise InputError(
                 f"KeyColumns({shown(self.count)}) of a key of {key.shape[-1]} numbers; wanted 1 to {key.shape[-1]}."
             )
-        if isinstance(key, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct((*key.shape[:-1], self.count), key.dtype)
-        return key[..., : self.count]
+        return self

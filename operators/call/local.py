@@ -53,7 +53,8 @@ class LocalCall:
     """One device's part of a call. Arrays are in `layout` (bthd or bhtd) and in the run-time dtype.
 
     A quantised key or value is unchanged; the attention uses it times its scale. A method that doesn't do that
-    itself works on `dequantised()`.
+    itself works on `dequantised()`. Where values are a part of their keys, `value` is an array of these columns: a kernel that
+    reads them where they are, as `problem.value_columns` says, leaves it alone, and it is never made.
     """
 
     query: jax.Array
@@ -118,4 +119,6 @@ class LocalCall:
         )
         assert key is not None
         assert value is not None
+        if self.problem.value_columns is not None:
+            value = key[..., : self.problem.value_columns]
         return replace(self, key=key, value=value, key_scale=key_scale, value_scale=value_scale)

@@ -25,7 +25,7 @@ class FlashAttention2Config(OperationConfig):
     holds. num_warps: warps that share a tile, 1, 2, 4, 8 or 16. num_stages: tiles of keys being loaded from memory at once.
     *_dkv: for the gradients of key and value, *_dq: for that of the query. kv_splits: parts of the keys that the forward pass
     works on separately, so that few queries fill the device; their outputs are merged by lse. fold: the query heads that share a
-    kv head are rows of one tile, which must then hold all queries. residual_checkpoint_name: the name of the output and its
+    kv head are rows of the same tiles. residual_checkpoint_name: the name of the output and its
     log-sum-exp for jax.checkpoint policies. interpret: run the kernels in Pallas' interpreter, on any platform; for tests.
     """
 

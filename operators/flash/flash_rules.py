@@ -9,7 +9,7 @@ from .flash_config import FlashAttention2Config
 __all__ = ["FLASH_FEATURES", "FLASH_RULES", "ON_ROCM"]
 
 FLASH_FEATURES = ALL_FEATURES - {"return_weights"}
-_MAX_DIM = 256
+_MAX_DIM, _MAX_IN_KEY = 256, 640
 # Prefixes of the device kinds of GPUs with a compute capability below 8.0, from NVIDIA's table.
 _BEFORE_AMPERE = (
     "Tesla", "NVIDIA T4", "NVIDIA P", "NVIDIA TITAN", "NVIDIA GeForce RTX 20", "NVIDIA GeForce GTX", "Quadro", "NVIDIA Quadro",
@@ -34,8 +34,9 @@ FLASH_RULES = (
     Rule(
         "flash.head_dim",
         "head_dim",
-        lambda p, c: max(p.head_dim, p.value_dim) <= _MAX_DIM,
-        f"head_dim={{p.head_dim}}, value dim {{p.value_dim}}: a tile's sums are held in registers, up to a dim of {_MAX_DIM}",
+        lambda p, c: max(p.head_dim, p.value_dim) <= (_MAX_DIM if p.value_columns is None else _MAX_IN_KEY),
+        f"head_dim={{p.head_dim}}, value dim {{p.value_dim}}: a tile's sums are held in registers, up to a dim of {_MAX_DIM}, or "
+        f"of {_MAX_IN_KEY} where values are the first numbers of their keys",
         "Use 'vanilla'.",
     ),
     Rule(

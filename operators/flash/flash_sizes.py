@@ -58,6 +58,23 @@ _WIDE = {
     128: (TileSizes(32, 32, 4, 1), TileSizes(32, 32, 4, 1), TileSizes(32, 32, 4, 1)),
     256: (TileSizes(16, 32, 4, 1), TileSizes(16, 16, 4, 1), TileSizes(16, 16, 4, 1)),
 }
+# Of latents, which are keys and values at once: head dims above 256, up to 512 and up to 1024. Chosen from compiled programs,
+# for few spills and for tiles that fit into shared memory.
+_LATENT_SMALL = TileSizes(16, 32, 4, 1), TileSizes(16, 16, 4, 1), TileSizes(16, 16, 4, 1)
+_LATENT_AMPERE = TileSizes(32, 32, 4, 1), TileSizes(32, 16, 4, 1), TileSizes(16, 32, 4, 1)
+_LATENTS = {
+    "hopper": {
+        512: (TileSizes(64, 32, 8, 2), TileSizes(32, 64, 8, 1), TileSizes(64, 32, 8, 1)),
+        1024: (TileSizes(64, 32, 8, 2), TileSizes(32, 32, 8, 1), TileSizes(32, 32, 8, 1)),
+    },
+    "blackwell": {
+        512: (TileSizes(64, 64, 8, 1), TileSizes(32, 32, 4, 1), TileSizes(32, 32, 4, 1)),
+        1024: (TileSizes(64, 32, 8, 1), TileSizes(32, 16, 4, 1), TileSizes(16, 32, 4, 1)),
+    },
+    "ampere": {512: _LATENT_AMPERE, 1024: _LATENT_AMPERE},
+    None: {512: _LATENT_SMALL, 1024: (TileSizes(16, 16, 4, 1), *_LATENT_SMALL[1:])},
+}
+_LATENT_WIDE = (TileSizes(16, 16, 4, 1),) * 3  # of float32
 # Steps of a tile of the forward pass, by the same power of two; chosen likewise. On Hopper tensor cores run by themselves, so a
 # product starts as soon as its share of the weights is known, and the exponentials of the next share run beside it. On Blackwell
 # each product would take tensor memory, and at 256 registers.
@@ -66,6 +83,9 @@ _STEPS = {64: TileSteps(2, 1, 8), 128: TileSteps(2, 1, 1), 256: TileSteps()}
 _MIN_SOFTMAX, _MIN_PRODUCT = 32, 16  # keys
 _ROWS_OF_WARP = 16
 _FOLDED_ROWS = 64  # the most queries, over all heads that share a kv head, that become the rows of one tile
+_FOLDED_TOKENS = (
+    8  # of latents, whose key is that of all heads: the most queries of a head that share tiles with other heads'
+)
 _MIN_TILE = 32
 _PLACES = 2**31
 _SPLIT_KEYS = 256  # the fewest keys per part
@@ -84,7 +104,8 @@ def resolve_flash(
     sizes: dict[str, object] = {}
     fold = config.fold
     if fold is None:
-        fold = group * q_len <= min(config.block_q or _table(problem)[0].block_q, _FOLDED_ROWS)
+        few = group * q_len <= min(config.block_q or _table(problem)[0].block_q, _FOLDED_ROWS)
+        fold = few or (problem.values_in_key and group > 1 and q_len <= _FOLDED_TOKENS)
     rows = group * q_len if fold else q_len
     for pass_, default in _defaults(problem, rows if fold else None, q_len, kv_len).items():
         for name, size in zip(FIELDS[pass_], default, strict=True):
@@ -92,11 +113,6 @@ def resolve_flash(
             sizes[name] = size if declared is None else declared
     block_q = sizes["block_q"]
     assert isinstance(block_q, int)
-    if fold and group * q_len > block_q:
-        raise ConfigError(
-            f"FlashAttention2Config: fold=True with block_q={block_q}; wanted a tile that holds the {q_len} queries of {group} "
-            f"heads, {_power(group * q_len)} rows."
-        )
     programs = local.batch * (local.kv_heads if fold else local.q_heads) * math.ceil(rows / block_q)
     sizes["fold"] = fold
     sizes["kv_splits"] = config.kv_splits or _splits(problem, placement, programs)
@@ -124,7 +140,7 @@ def _splits(problem: AttentionProblem, placement: Placement, programs: int) -> i
 
 def _check_places(problem: AttentionProblem, placement: Placement) -> None:
     """Triton uses 32-bit offsets for arrays of up to 2**32 bytes. Errors: ConfigError for larger counts of one-byte numbers."""
-    local, dims = placement.local, {"key": problem.head_dim, "value": problem.value_dim}
+    local, dims = placement.local, {"key": problem.head_dim, "value": problem.token_dim - problem.head_dim}
     sizes = {name: local.batch * local.kv_heads * local.kv_len * dims[name] for name in problem.quantised}
     for leaf in problem.leaves:
         if "kv" in leaf.dims[2:]:
@@ -142,7 +158,7 @@ def min_shared_bytes(problem: AttentionProblem, config: FlashAttention2Config) -
     These are the tiles that the loop runs over: keys and values, or queries and their gradients. On Ampere it is one tile fewer
     than stages, because the last one is consumed from registers. Compiled kernels take this or more (docs/gpu.md).
     """
-    row = problem.head_dim + problem.value_dim
+    row = problem.token_dim
     size = {"float32": 4}.get(problem.runtime_dtype, 2)
     fewer = _architecture(problem) == "ampere"
     sizes = sizes_of(config)
@@ -175,6 +191,8 @@ def _architecture(problem: AttentionProblem) -> str | None:
 
 def _table(problem: AttentionProblem) -> tuple[TileSizes, TileSizes, TileSizes]:
     dim = max(_DIMS[0], _power(max(problem.head_dim, problem.value_dim)))
+    if dim > _DIMS[-1]:
+        return _LATENT_WIDE if problem.runtime_dtype == "float32" else _LATENTS[_architecture(problem)][dim]
     if problem.runtime_dtype == "float32":
         return _WIDE[dim]
     architecture = _architecture(problem)
@@ -229,10 +247,12 @@ def steps_of(problem: AttentionProblem, config: FlashAttention2Config) -> TileSt
     # With fewer rows, Triton distributes a tile's columns among the warps, and a part of the columns isn't where it is needed.
     rows = max(_ROWS_OF_WARP * size.num_warps, 0 if hopper else dim)
     # Converting quantised keys and values takes the registers of further parts.
-    if size.block_q < rows or problem.quantised or _architecture(problem) == "blackwell":
+    if dim > _DIMS[-1] or size.block_q < rows or problem.quantised or _architecture(problem) == "blackwell":
         return TileSteps()
     softmaxes, products, lanes = (_HOPPER_STEPS if hopper else _STEPS)[dim]
     softmaxes = max(1, min(softmaxes, size.block_kv // _MIN_SOFTMAX))
+    if problem.value_columns is not None:  # a part of the keys that were loaded for the logits
+        products = 1
     return TileSteps(softmaxes, min(products, size.block_kv // softmaxes // _MIN_PRODUCT), lanes)
 
 

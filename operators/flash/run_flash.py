@@ -26,5 +26,6 @@ def run_flash(call: LocalCall, config: FlashAttention2Config) -> tuple[jax.Array
         call.problem.platform,
         config.interpret,
         config.residual_checkpoint_name,
+        call.problem.value_columns,
     )
     return attend_call(call, kernel, call.query, call.key, call.value)

@@ -31,7 +31,8 @@ class KeyChunks:
 
 @dataclass(frozen=True)
 class BlockwiseMethod:
-    """How both passes are computed; the forward pass in chunks of keys for few queries."""
+    """How both passes are computed; the forward pass in chunks of keys for few queries. value_columns: values are the first so
+    many numbers of their keys, and their gradient is a part of these."""
 
     layout: str
     scale: float
@@ -40,3 +41,4 @@ class BlockwiseMethod:
     platform: str
     forward: Blocking | KeyChunks
     backward: Blocking
+    value_columns: int | None = None

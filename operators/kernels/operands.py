@@ -21,7 +21,7 @@ class Operands(NamedTuple):
 
     query: jax.Array
     key: jax.Array
-    value: Any  # an array; None where it is a part of the key, which the kernel knows
+    value: Any  # an array; None where it is a part of the key, as the kernel's `value_columns` says
     bias: jax.Array | None
     sinks: jax.Array | None
     key_scale: jax.Array | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .form_arguments import form_arguments
 from .latent_attention import LatentAttention
 from .latent_operands import LATENT, dim_sizes, names_of
 from .latent_plan import LatentPlan
@@ -16,6 +17,7 @@ __all__ = [
     "LatentPlan",
     "choose_form",
     "dim_sizes",
+    "form_arguments",
     "form_note",
     "form_notes",
     "names_of",

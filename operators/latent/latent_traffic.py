@@ -36,7 +36,8 @@ def form_notes(dims: LatentDims, choice: Choice, plan: Plan) -> tuple[str, ...]:
         columns = {}
         for form in FORMS:
             heads, head_dim, value_dim = dims.inner(form)
-            columns[form] = (plan.placement.local.q_heads if heads > 1 else 1) * (head_dim + value_dim)
+            token = head_dim + value_dim if form == "expanded" else head_dim
+            columns[form] = (plan.placement.local.q_heads if heads > 1 else 1) * token
         other_sent = round(sent * columns[choice.other] / columns[choice.form])
         form, other = choice.form, choice.other
         notes.append(note("latent.sent_keys", form=form, sent=round(sent), other=other, other_sent=other_sent))

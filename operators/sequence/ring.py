@@ -12,6 +12,7 @@ Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinit
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -32,8 +33,7 @@ from ..kernels.partial_attention import PartialAttention, attend_partial, differ
 
 __all__ = ["ring_attention"]
 
-
-_Keys = tuple[jax.Array, jax.Array]
+_Keys = tuple[jax.Array, jax.Array | None]  # keys, and values that aren't a part of them
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _backward(
     d_output = d_output.astype(output.dtype)
 
     def add_pairs(gradients: Any, pairs: tuple[_Pair, ...], keys: _Keys, distance: Any) -> Any:
-        d_query, d_key, d_value, d_captures = gradients
+        d_query, d_keys, d_captures = gradients
         for pair in pairs:
             static_args, here = _seen(ring_kernel, whole, dynamic, pair, distance)
             start = _start(here)
@@ -162,28 +162,28 @@ def _backward(
             results = Results(*(_chunk(x, pair.query, ring, axis) for x, axis in of_rows))
             share = differentiate_partial(ring_kernel.kernel, static_args, part, here, results)
             d_query = _add_chunk(d_query, share.query, pair.query, ring, rows)
-            d_key = _add_chunk(d_key, share.key, pair.keys, ring, rows)
-            d_value = _add_chunk(d_value, share.value, pair.keys, ring, rows)
+            to_keys = functools.partial(_add_chunk, chunk=pair.keys, ring=ring, axis=rows)
+            d_keys = jax.tree.map(to_keys, d_keys, (share.key, share.value))
             d_captures = tuple(
                 _add_cut(x, d, dims, start, pair.query)
                 for x, d, dims in zip(d_captures, share.captures, ring_kernel.captured, strict=True)
             )
-        return d_query, d_key, d_value, d_captures
+        return d_query, d_keys, d_captures
 
     def step_pairs(keys: _Keys, gradients: Any, distance: Any, by: int) -> Any:
-        d_query, d_key, d_value, d_captures = gradients
-        d_key, d_value = _permuted((d_key, d_value), ring, by)
-        return add_pairs((d_query, d_key, d_value, d_captures), _pairs(ring, distance), keys, distance)
+        d_query, d_keys, d_captures = gradients
+        return add_pairs((d_query, _permuted(d_keys, ring, by), d_captures), _pairs(ring, distance), keys, distance)
 
     # The keys wait for the gradient, and travel the other way: otherwise XLA reuses the forward pass's steps,
     # and keeps every part for them. (XLA:CPU ignores the barrier.)
-    key, value, d_output = lax.optimization_barrier((operands.key, operands.value, d_output))
-    sums = [jnp.zeros(x.shape, wider(x.dtype, jnp.float32)) for x in (operands.query, key, value)]
+    keys, d_output = lax.optimization_barrier(((operands.key, operands.value), d_output))
+    sums = jax.tree.map(lambda x: jnp.zeros(x.shape, wider(x.dtype, jnp.float32)), (operands.query, keys))
     wide = (*sums, tuple(jnp.zeros_like(x) for x in operands.captures))
-    gradients = add_pairs(wide, _first_pairs(ring), (key, value), 0)
+    gradients = add_pairs(wide, _first_pairs(ring), keys, 0)
     steps = (0, *reversed(ring.steps[1:]))
-    d_query, d_key, d_value, d_captures = _fold_steps(ring, steps, step_pairs, (key, value), gradients)
-    d_key, d_value = _permuted((d_key.astype(key.dtype), d_value.astype(value.dtype)), ring, -steps[-1])  # back home
+    d_query, d_keys, d_captures = _fold_steps(ring, steps, step_pairs, keys, gradients)
+    d_keys = jax.tree.map(lambda d, x: d.astype(x.dtype), d_keys, keys)
+    d_key, d_value = _permuted(d_keys, ring, -steps[-1])  # back home
     return Operands(d_query.astype(operands.query.dtype), d_key, d_value, None, None, captures=d_captures)
 
 
@@ -217,7 +217,7 @@ def _of_pair(
     return operands._replace(
         query=_chunk(operands.query, pair.query, ring, rows),
         key=_chunk(keys[0], pair.keys, ring, rows),
-        value=_chunk(keys[1], pair.keys, ring, rows),
+        value=None if keys[1] is None else _chunk(keys[1], pair.keys, ring, rows),
         captures=tuple(
             _cut(x, dims, start, kv_len, pair.query, ring)
             for x, dims in zip(operands.captures, ring_kernel.captured, strict=True)

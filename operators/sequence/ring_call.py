@@ -19,25 +19,25 @@ __all__ = ["attend_call"]
 
 
 def attend_call(
-    call: LocalCall, kernel: PartialAttention, query: jax.Array, key: jax.Array, value: jax.Array | None
+    call: LocalCall, kernel: PartialAttention, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(output, lse) of this device's queries and the call's keys; tensors in the kernel's layout, the output as well. value: None
-    where it is a part of the key, which the kernel knows."""
+    """(output, lse) of this device's queries and the call's keys; tensors in the kernel's layout, the output as well. The kernel
+    gets no values where they are a part of the keys, as its `value_columns` says."""
+    values = None if call.problem.value_columns is not None else value
     if call.ring is not None:
-        assert value is not None
-        return _attend_ring(call.ring, call, kernel, query, key, value)
-    operands = Operands(query, key, value, call.bias, call.sinks, call.key_scale, call.value_scale, call.captures)
+        return _attend_ring(call.ring, call, kernel, query, key, values)
+    operands = Operands(query, key, values, call.bias, call.sinks, call.key_scale, call.value_scale, call.captures)
     return differentiable(kernel, operands, call.mask, call.dropout, call.score)
 
 
 def _attend_ring(
-    ring: Ring, call: LocalCall, kernel: PartialAttention, query: jax.Array, key: jax.Array, value: jax.Array
+    ring: Ring, call: LocalCall, kernel: PartialAttention, query: jax.Array, key: jax.Array, value: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Of the keys of all devices."""
     call, mask = _with_bias_in_score(call), call.mask
     rows = kernel.layout.index("t")
     if ring.zigzag:
-        query, key, value = (zigzag(x, ring, rows) for x in (query, key, value))
+        query, key, value = jax.tree.map(lambda x: zigzag(x, ring, rows), (query, key, value))
         mask = replace(mask, mask=_rows_in_zigzag(mask.mask, ring))
     operands = Operands(query, key, value, None, None, captures=_captures_in_zigzag(call, ring))
     output, lse = ring_attention(kernel, ring, operands, mask, call.dropout, call.score)

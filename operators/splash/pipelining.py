@@ -161,7 +161,9 @@ def layout_note(problem: AttentionProblem, placement: Placement, config: SplashC
         "query": (local.q_len * local.q_heads, problem.head_dim),
         "key": (local.kv_len * local.kv_heads, problem.head_dim),
     }
-    rows |= {"value": (rows["key"][0], problem.value_dim), "output": (rows["query"][0], problem.value_dim)}
+    if not problem.values_in_key:
+        rows["value"] = (rows["key"][0], problem.value_dim)
+    rows["output"] = rows["query"][0], problem.value_dim
     layouts = {"query": config.q_layout, "key": config.k_layout, "value": config.v_layout}
     copied = {
         name: local.batch * math.prod(sizes) * (problem.itemsize_of(name) if name in problem.quantised else size)

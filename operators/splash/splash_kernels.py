@@ -34,7 +34,7 @@ from .kernel.splash_blocks import ExternalBlocks, SplashBlocks
 from .passes import blocks_of, splash_passes
 from .pipelining import layout_note, tile_note, writes_tokens_first
 from .splash_config import LANES, SplashConfig
-from .vmem_count import too_much_vmem, value_columns, vmem_parts
+from .vmem_count import too_much_vmem, vmem_parts
 
 __all__ = ["SPLASH", "ExternalSplash", "SplashKernels"]
 
@@ -234,7 +234,7 @@ def _run_attnops(
 ) -> tuple[jax.Array, jax.Array]:
     from .kernel.splash_attention import PartialSplash  # imports Pallas, so only where the kernel runs
 
-    blocks, columns = blocks_of(config, SplashBlocks), value_columns(call.problem, call.placement)
+    blocks, columns = blocks_of(config, SplashBlocks), call.problem.value_columns
     if columns is not None:
         blocks = replace(blocks, v_layout=blocks.k_layout)
     kernel = PartialSplash(
@@ -247,4 +247,4 @@ def _run_attnops(
         tokens_first=call.ring is None and writes_tokens_first(call.problem, config),
         value_columns=columns,
     )
-    return attend_call(call, kernel, query, key, None if columns is not None else value)
+    return attend_call(call, kernel, query, key, value)

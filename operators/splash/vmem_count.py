@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...scores import Score
     from .kernel.vmem import ScoreShape, Shape
 
-__all__ = ["ROOM", "counted_vmem", "fits", "too_much_vmem", "value_columns", "vmem_need", "vmem_parts", "vmem_room"]
+__all__ = ["ROOM", "counted_vmem", "fits", "too_much_vmem", "vmem_need", "vmem_parts", "vmem_room"]
 
 # What is counted is at most so much less than what the compiler takes (tools/vmem_counts.py).
 ROOM = 1.25
@@ -103,17 +103,9 @@ def _shape(problem: AttentionProblem, placement: Placement, config: SplashConfig
         key,
         value,
         problem.device_kind,
-        value_columns(problem, placement) is not None,
+        problem.value_columns is not None,
         None if problem.score is None else _score_shape(problem, problem.score, local.q_len + local.kv_len),
     )
-
-
-def value_columns(problem: AttentionProblem, placement: Placement) -> int | None:
-    """How many numbers of a key are its value, which then isn't loaded by itself; None where it is. Not where keys come from
-    other devices, which send values too."""
-    split = placement.sequence
-    moved = split.gathers or split.ring_axes or split.head_axes
-    return problem.value_dim if problem.values_in_key and not problem.quantised and not moved else None
 
 
 def _score_shape(problem: AttentionProblem, score: Score, lengths: int) -> ScoreShape:

@@ -120,7 +120,7 @@ def _in_place(problem: AttentionProblem, local: LocalShape, kv_len: int, product
         and not surely(lambda: rows * _NUMBERS_A_LOGIT <= problem.head_dim)
     ):
         return False
-    row = local.kv_heads * kv_len * (problem.head_dim + problem.value_dim)
+    row = local.kv_heads * kv_len * problem.token_dim
     large = row >= _ROW_NUMBERS and surely(lambda: row * local.batch >= _CACHE_NUMBERS)
     return large or (products and not isinstance(problem.mask, Full))
 

@@ -206,6 +206,7 @@ def _in_parts(call: LocalCall, route: NativeRoute) -> LocalOutput:
         call.problem.platform,
         forward=KeyChunks(block_kv, route.name == "decode_rows") if route.name in _FEW_QUERIES else blocks,
         backward=Blocking(block_q_backward, block_kv_backward, heads),
+        value_columns=call.problem.value_columns,
     )
     output, lse = attend_call(call, kernel, call.query, call.key, call.value)
     return LocalOutput(output, None, lse if call.return_lse else None)

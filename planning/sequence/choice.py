@@ -94,6 +94,7 @@ def _sent(problem: AttentionProblem, merged: Placement) -> tuple[float, float]:
     merging = 2 * rows * (problem.value_dim + 2) * wide * (shards - 1) / shards
     if merged.sequence.gathered_queries:
         merging += rows * problem.head_dim * item * (shards - 1) / shards
-    of_key, of_value = (problem.itemsize_of(n) if n in problem.quantised else item for n in ("key", "value"))
-    width = problem.head_dim * of_key + problem.value_dim * of_value + 4 * len(problem.scales)
+    dims = {"key": problem.head_dim, "value": problem.token_dim - problem.head_dim}
+    width = sum(dim * (problem.itemsize_of(n) if n in problem.quantised else item) for n, dim in dims.items())
+    width += 4 * len(problem.scales)
     return merging, local.batch * local.kv_heads * local.kv_len * width * (shards - 1)

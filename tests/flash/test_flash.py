@@ -206,7 +206,6 @@ def test_one_query_fills_the_device() -> None:
     ("fields", "config", "code"),
     [
         ({"runtime_softmax_dtype": "bfloat16"}, {}, "flash.softmax_dtype"),
-        ({}, {"fold": True, "block_q": 64}, "config"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused(fields: dict, config: dict, code: str) -> None:

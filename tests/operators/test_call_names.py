@@ -110,7 +110,7 @@ def test_every_argument_has_a_place():
     """Each is kept as an array, an option, or (query_offset) either; a file's option has the default of a call's."""
     arrays, options = (
         set(ATTENTION.names),
-        set(Options._fields) - {"mask_is_array", "values_in_key"},
+        set(Options._fields) - {"mask_is_array", "value_columns"},
     )  # how mask and value were given
     assert arrays | options == set(CALL_ARGUMENTS)
     assert arrays & options == {"query_offset"}

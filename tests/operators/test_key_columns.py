@@ -1,4 +1,4 @@
-"""Values that are the first numbers of their keys: splash loads them once and sums one gradient; others get them as an array."""
+"""Values that are the first numbers of their keys: no array of the call; kernels load them once and sum one gradient."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ def _draw(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
 
 
-def _formula(arrays: dict[str, Any], seen: np.ndarray, cap: float | None = None) -> Any:
+def _formula(arrays: dict[str, Any], seen: np.ndarray, cap: float | None = None, value: int = VALUE) -> Any:
     """Output [batch, q, heads, value] by the definition; values are columns of keys [batch, kv, 1, dim]."""
+    heads = arrays["query"].shape[2]
     key = arrays["key"][:, :, 0]
     x = jnp.einsum("bqhd,bkd->bhqk", arrays["query"], key) * 0.2
     x = x if cap is None else cap * jnp.tanh(x / cap)
     x = jnp.where(seen, x + arrays.get("bias", 0), -1e30)
     sinks = jnp.broadcast_to(
-        arrays.get("softmax_aux", jnp.full((HEADS,), -jnp.inf))[None, :, None, None], (*x.shape[:3], 1)
+        arrays.get("softmax_aux", jnp.full((heads,), -jnp.inf))[None, :, None, None], (*x.shape[:3], 1)
     )
     p = jax.nn.softmax(jnp.concatenate([x, sinks], -1), -1)[..., :-1]
-    return jnp.einsum("bhqk,bkd->bqhd", jnp.where(seen, p, 0), key[..., :VALUE])
+    return jnp.einsum("bhqk,bkd->bqhd", jnp.where(seen, p, 0), key[..., :value])
 
 
 CAUSAL = (np.arange(Q)[:, None] + KV - Q >= np.arange(KV))[None, None]
@@ -136,13 +137,131 @@ def test_a_nan_in_a_hidden_key_reaches_nothing() -> None:
     assert not np.asarray(gradients[1])[:, 30:].any()
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("vanilla", None), ("ring", {"sp": 2}), ("vanilla", {"sp": 2})])
-def test_others_get_an_array(name: str, mesh: Any) -> None:
-    query, key = _draw(2, Q, HEADS, DIM), _draw(2, Q, 1, DIM)
-    attend = Attention(name, softmax_scale=0.2, **({} if mesh is None else {"mesh": mesh}))
-    output = attend(query, key, KeyColumns(VALUE)).attention_outputs
+NATIVE = {
+    "plain": {"path": "plain"},
+    "blockwise": {"path": "blockwise", "block_q": 16, "block_kv": 64},
+    "one_stage": {"path": "blockwise"},
+    "decode": {"path": "decode", "block_kv": 96},
+    "decode_rows": {"path": "decode_rows", "block_kv": 40},
+}
+FLASH = {
+    "flash": {},
+    "flash_small": {"block_q": 16, "block_kv": 32, "block_kv_dq": 16},
+    "fold": {"fold": True, "block_q": 32},
+}
+CALLS = ("causal", "segments", "lengths", "dropped")
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    [x if x in ("blockwise", "flash_small") else pytest.param(x, marks=pytest.mark.slow) for x in NATIVE | FLASH],
+)
+def test_native_and_gpu_kernels_sum_one_gradient(name: str, call: str) -> None:
+    """Masks, sinks, a bias, a soft cap, lengths with hidden NaNs, packed heads and a key that is wider than its parts."""
+    dim, value = (44, 24) if call == "lengths" else (DIM, VALUE)  # 24 is 16 and half of 16; 20 more are 16 and 4
+    arrays: dict[str, Any] = {"query": _draw(2, Q, HEADS, dim), "key": _draw(2, KV, 1, dim)}
+    options: dict[str, Any] = {"causal": True, "query_offset": KV - Q}
+    seen, cap = np.broadcast_to(CAUSAL, (2, 1, Q, KV)), None
+    if call == "segments":
+        arrays |= {"bias": _draw(2, HEADS, Q, KV), "softmax_aux": _draw(HEADS)}
+        both = [np.repeat(x, 2, axis=0) for x in SEGMENTS]
+        options = {"causal": False, "q_segment_ids": both[0], "kv_segment_ids": both[1], "logits_soft_cap": 3.0}
+        seen, cap = np.broadcast_to(SAME, (2, 1, Q, KV)), 3.0
+    elif call == "lengths":
+        lengths = np.asarray([30, 111], np.int32)
+        options = {"causal": False, "kv_lengths": lengths}
+        seen = np.broadcast_to((np.arange(KV) < lengths[:, None])[:, None, None], (2, 1, Q, KV))
+    elif call == "dropped":
+        options |= {"dropout_prob": 0.25, "deterministic": False, "dropout_rng": jax.random.key(3)}
+    flash = {"platform": "cuda", "interpret": True}
+    attend = (
+        Attention("vanilla", softmax_scale=0.2, **NATIVE[name])
+        if name in NATIVE
+        else Attention("flash_attn2", softmax_scale=0.2, **flash, **FLASH[name])
+    )
+    direction = _draw(2, Q, HEADS, value)
+
+    def run(arrays: Any, values: Any = None) -> Any:
+        further = {n: x for n, x in arrays.items() if n not in ("query", "key")}
+        values = KeyColumns(value) if values is None else values
+        output = attend(arrays["query"], arrays["key"], values, **further, **options).attention_outputs
+        return (output * direction).sum(), output
+
+    if call == "lengths":
+        for row, length in enumerate(options["kv_lengths"]):
+            arrays["key"][row, length:] = np.nan
+    gradients, output = jax.jit(jax.grad(run, has_aux=True))(arrays)
+    if call == "dropped":  # which weights are dropped is the array's call's, by the same counters
+        split = lambda arrays: run(arrays, arrays["key"][..., :value])  # noqa: E731
+        exact, wanted = jax.jit(jax.grad(split, has_aux=True))(arrays)
+    else:
+        with jax.enable_x64(True):
+            wide = jax.tree.map(lambda x: jnp.asarray(np.nan_to_num(x), jnp.float64), arrays)
+            wanted = _formula(wide, seen, cap, value)
+            exact = jax.grad(lambda arrays: (_formula(arrays, seen, cap, value) * direction.astype(np.float64)).sum())(
+                wide
+            )
+    np.testing.assert_allclose(output, wanted, rtol=0, atol=1e-5)
+    for n, x in exact.items():
+        np.testing.assert_allclose(gradients[n], x, rtol=0, atol=3e-5 * float(np.abs(x).max()), err_msg=n)
+
+
+@pytest.mark.parametrize(
+    ("dim", "value"),
+    [pytest.param(576, 512, marks=pytest.mark.slow), pytest.param(320, 256, marks=pytest.mark.slow), (288, 256)],
+)
+def test_wide_latents_in_the_gpu_kernels(dim: int, value: int) -> None:
+    """Two queries of 24 heads are 48 rows of tiles of 16: heads share tiles."""
+    q_len, kv_len, heads = 2, 40, 24
+    arrays = {"query": _draw(1, q_len, heads, dim), "key": _draw(1, kv_len, 1, dim) / 5}
+    attend = Attention("flash_attn2", platform="cuda", interpret=True, softmax_scale=0.2)
+    options = {"causal": True, "query_offset": kv_len - q_len}
+    plan = attend.plan(arrays["query"], arrays["key"], KeyColumns(value), **options)
+    assert (plan.kind, plan.config.fold, plan.config.block_q) == ("platform", True, 16)
+    refused = attend.plan(arrays["query"], arrays["key"], arrays["key"][..., :value], **options)
+    assert "flash.head_dim" in {reason.code for one in refused.rejected for reason in one.reasons}
+    run = lambda q, k: attend(q, k, KeyColumns(value), **options).attention_outputs  # noqa: E731
+    output = jax.jit(run)(arrays["query"], arrays["key"])
+    seen = (np.arange(q_len)[:, None] + kv_len - q_len >= np.arange(kv_len))[None, None]
+    np.testing.assert_allclose(output, _formula(arrays, seen, value=value), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "mesh"),
+    [
+        ("vanilla", {}, {"sp": 2}),
+        ("vanilla", {}, {"dp": 2, "tp": 2}),
+        ("ring", {}, {"sp": 4}),
+        ("ring", {"ring_order": "zigzag"}, {"sp": 2}),
+        ("ulysses", {}, {"sp": 2}),
+    ],
+)
+def test_on_meshes(name: str, config: Any, mesh: Any) -> None:
+    """Keys are gathered, sent around a ring or exchanged by heads, and nothing is sent for values; kv heads are repeated."""
+    kv_heads = 2 if name == "ulysses" else 1
+    query, key = _draw(2, Q, HEADS, DIM), _draw(2, Q, kv_heads, DIM)
+    attend = Attention(name, softmax_scale=0.2, **config, **({} if mesh is None else {"mesh": mesh}))
+    direction = _draw(2, Q, HEADS, VALUE)
+    plan = attend.plan(query, key, KeyColumns(VALUE), mode="train")
+    assert plan.placement.fitted.get("value") is None
+    run = lambda q, k: (attend(q, k, KeyColumns(VALUE), mode="train").attention_outputs * direction).sum()  # noqa: E731
+    found = jax.jit(jax.value_and_grad(run, (0, 1)))(query, key)
     seen = np.tri(Q, dtype=bool)[None, None]
-    np.testing.assert_allclose(output, _formula({"query": query, "key": key}, seen), rtol=0, atol=1e-4)
+
+    def wanted(query: Any, key: Any) -> Any:
+        groups = HEADS // kv_heads
+        parts = [
+            _formula({"query": query[:, :, h * groups : (h + 1) * groups], "key": key[:, :, h : h + 1]}, seen)
+            for h in range(kv_heads)
+        ]
+        return (jnp.concatenate(parts, 2) * direction.astype(np.float64)).sum()
+
+    with jax.enable_x64(True):
+        exact = jax.value_and_grad(wanted, (0, 1))(*(jnp.asarray(x, jnp.float64) for x in (query, key)))
+    np.testing.assert_allclose(found[0], exact[0], rtol=1e-3, atol=1e-3)
+    for x, y in zip(found[1], exact[1], strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=5e-5 * float(np.abs(y).max()))
 
 
 def test_vmem_counts_values_once() -> None:
@@ -154,15 +273,15 @@ def test_vmem_counts_values_once() -> None:
     for mesh in (
         None,
         jax.sharding.AbstractMesh((2,), ("sp",)),
-    ):  # on the second, keys are gathered, and values with them
+    ):  # on the second, keys are gathered
         served = LatentAttention(
             "splash", **sizes, backend="tpu", block_kv=256, **({} if mesh is None else {"mesh": mesh})
         )
         plan = served.plan(*arrays, causal=True, mode="prefill").inner
         parts[mesh is None] = plan.runs.memory(plan.problem, plan.placement, plan.config)["attnops_splash_forward"]
-    assert parts[True]["key (block_kv)"] == 2 * 256 * 640 * 2
-    assert "value (block_kv)" not in parts[True]
-    assert parts[False]["value (block_kv)"] == 2 * 256 * 512 * 2
+    for found in parts.values():
+        assert found["key (block_kv)"] == 2 * 256 * 640 * 2
+        assert "value (block_kv)" not in found
 
 
 @pytest.mark.slow

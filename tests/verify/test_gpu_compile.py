@@ -30,6 +30,7 @@ from attnops import (
 )
 from attnops.devices import gpu_specs
 from attnops.errors import ConfigError
+from attnops.operators.call.key_columns import KeyColumns
 from attnops.operators.flash.flash_sizes import min_shared_bytes
 from attnops.verify.call import verify_call
 from attnops.verify.call_program import call_program
@@ -122,6 +123,21 @@ def test_scores_compile_with_gradients(gpu: str, score: str, dim: int) -> None:
     report = _report(gpu, shape=(1, 1024, 4, 2, dim), mode="train", call={"score": made, **given})
     assert report.passed, [one.failure for one in report.passes]
     assert len(report.passes) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "value"), [(576, 512), (320, 256), (288, 256)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_latents_compile_with_gradients(gpu: str, dtype: str, dim: int, value: int) -> None:
+    """128 heads over one key, whose first columns are its value, with sizes by the rule."""
+    query, key = (jax.ShapeDtypeStruct((1, 256, heads, dim), dtype) for heads in (128, 1))
+    report = _report(gpu, dtype=dtype, mode="train", call={"query": query, "key": key, "value": KeyColumns(value)})
+    assert report.passed, [one.failure for one in report.passes]
+    assert {kernel.name for kernel in _kernels(report)} == {
+        f"attnops_flash_{name}" for name in ("forward", "dkv", "dq")
+    }
+    assert report.passes[0].argument_bytes == 256 * 129 * dim * np.dtype(jax.numpy.dtype(dtype)).itemsize
 
 
 @needs_disassembler

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from ....compat import varying_as
 from ...kernels.derivatives import once
 from ...kernels.varying import vary, varying
-from .flash_sizes import DimPart, TileSizes, dim_parts
+from .flash_sizes import DimPart, TileSizes
 
 __all__ = ["KERNELS", "Along", "Arrays", "index"]
 
@@ -73,12 +73,11 @@ class Arrays:
 
     # -- into the kernel ---------------------------------------------------------------------------------------------
 
-    def add(self, name: str, x: jax.Array, along: dict[int, int], dim: int | None = None) -> None:
-        """An array whose axes `along` are split into blocks; `dim`: the axis of a head's numbers."""
+    def add(self, name: str, x: jax.Array, along: dict[int, int], parts: tuple[DimPart, ...] = ()) -> None:
+        """An array whose axes `along` are split into blocks; `parts`: of its last axis, that of a head's numbers."""
         if self.interpret:
             short = [-n % along.get(axis, 1) for axis, n in enumerate(x.shape)]
-            if dim is not None:
-                short[dim] = _beyond(x.shape[dim])
+            short[-1] += _beyond(parts)
             if any(short):
                 x = jnp.pad(x, [(0, n) for n in short], constant_values=_noticed(x.dtype))
         self.inputs[name] = x
@@ -88,23 +87,21 @@ class Arrays:
         sizes = {2: self.sizes.block_q, 3: self.sizes.block_kv}
         self.add(name, x, {axis: size for axis, size in sizes.items() if x.shape[axis] > 1})
 
-    def rows_of_heads(self, name: str, x: jax.Array, block: int) -> None:
+    def rows_of_heads(self, name: str, x: jax.Array, block: int, parts: tuple[DimPart, ...]) -> None:
         """[batch, time, heads, dim], or in the layout's order."""
-        self.add(name, x, {self.layout.index("t"): block}, dim=3)
+        self.add(name, x, {self.layout.index("t"): block}, parts)
 
     def row_numbers(self, name: str, x: jax.Array, block: int) -> None:
         """[batch, heads, time]."""
         self.add(name, x, {2: block})
 
     def output(
-        self, name: str, shape: tuple[int, ...], dtype: Any, along: dict[int, int], dim: int | None = None
+        self, name: str, shape: tuple[int, ...], dtype: Any, along: dict[int, int], parts: tuple[DimPart, ...] = ()
     ) -> None:
         """An array that the kernel writes."""
         if self.interpret:
-            shape = tuple(
-                -(-n // along.get(axis, 1)) * along.get(axis, 1) + (_beyond(n) if axis == dim else 0)
-                for axis, n in enumerate(shape)
-            )
+            whole = [-(-n // along.get(axis, 1)) * along.get(axis, 1) for axis, n in enumerate(shape)]
+            shape = (*whole[:-1], whole[-1] + _beyond(parts))
         self.outputs[name] = (shape, dtype)
 
     def run(self, name: str, kernel: Callable[[dict[str, Any]], None], grid: tuple[int, ...]) -> dict[str, jax.Array]:
@@ -134,7 +131,7 @@ class Arrays:
         batch: Any,
         head: Any,
         along: Along,
-        dim: int,
+        parts: tuple[DimPart, ...],
         bounded: bool = True,
         keep: jax.Array | None = None,
     ) -> list[jax.Array]:
@@ -142,11 +139,13 @@ class Arrays:
 
         bounded: some rows may be beyond.
         """
-        return [self._load(ref, batch, head, along, part, bounded, keep) for part in dim_parts(dim)]
+        return [self._load(ref, batch, head, along, part, bounded, keep) for part in parts]
 
-    def put_tile(self, ref: Any, batch: Any, head: Any, along: Along, dim: int, values: list[jax.Array]) -> None:
+    def put_tile(
+        self, ref: Any, batch: Any, head: Any, along: Along, parts: tuple[DimPart, ...], values: list[jax.Array]
+    ) -> None:
         """Write what `tile` would read."""
-        for part, value in zip(dim_parts(dim), values, strict=True):
+        for part, value in zip(parts, values, strict=True):
             inside = self._inside(along, part, True)
             plgpu.store(ref.at[self._place(batch, head, along, part)], value.astype(ref.dtype), mask=inside)
 
@@ -197,9 +196,8 @@ class Arrays:
         plgpu.store(ref.at[(*map(index, place), pl.ds(along.start, along.count))], values, mask=inside)
 
 
-def _beyond(dim: int) -> int:
-    last = dim_parts(dim)[-1]
-    return last.width - last.inside
+def _beyond(parts: tuple[DimPart, ...]) -> int:
+    return parts[-1].width - parts[-1].inside if parts else 0
 
 
 def _noticed(dtype: Any) -> Any:

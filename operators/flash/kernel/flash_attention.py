@@ -21,7 +21,7 @@ from ...kernels.seen_keys import Seen, seen_keys
 from ...vanilla.kernel.blockwise import blockwise_gradients
 from .arrays import KERNELS, Arrays
 from .backward import KeyGradients, QueryGradient
-from .flash_sizes import FlashSizes, TileSizes
+from .flash_sizes import FlashSizes, HeadParts, TileSizes
 from .forward import ForwardKernel
 from .fp8 import as_bits
 from .score_tile import add_captures
@@ -37,8 +37,9 @@ class PartialFlash:
 
     query [batch, q, heads, dim], key [batch, kv, kv_heads, dim], value [batch, kv, kv_heads, value_dim] in bthd, of any
     lengths; bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, unscaled or
-    with scales, float32 [batch, kv_heads, kv]; the output has the query's dtype. Fully masked rows give output 0, lse -inf (or
-    that of the sink) and zero gradients.
+    with scales, float32 [batch, kv_heads, kv]; the output has the query's dtype. value_columns: values are the first so many
+    numbers of their keys, which aren't quantised; `value` is None, and its gradient a part of the key's. Fully masked rows give
+    output 0, lse -inf (or that of the sink) and zero gradients.
     """
 
     layout: str
@@ -48,6 +49,7 @@ class PartialFlash:
     platform: str
     interpret: bool
     residual_checkpoint_name: str | None
+    value_columns: int | None = None
     title: ClassVar[str] = KERNELS
 
     @property
@@ -59,7 +61,7 @@ class PartialFlash:
         """See PartialAttention."""
         mask, _ = join_static(static_args, dynamic)
         sizes = self.sizes.forward
-        if self.sizes.fold:  # all queries are one block, whatever their head
+        if self.sizes.fold:  # to the mask all queries are one block, whatever their head
             return self._attend_folded(static_args, operands, dynamic)
         tables = _tables(mask, operands.query.shape[self.layout.index("h")])
         table = tile_schedule(mask, sizes.block_q, sizes.block_kv, "q", tables)
@@ -73,7 +75,8 @@ class PartialFlash:
         output, lse, d_output, d_lse = results
         declared, dtype = operands, operands.query.dtype
         key = dequantised(declared.key, declared.key_scale, self.layout, dtype)
-        value = dequantised(declared.value, declared.value_scale, self.layout, dtype)
+        value = declared.value
+        value = None if value is None else dequantised(value, declared.value_scale, self.layout, dtype)
         operands = declared._replace(key=key, value=value, key_scale=None, value_scale=None)
         product = output.astype(jnp.float32) * d_output.astype(jnp.float32)
         delta = product.sum(-1)
@@ -82,13 +85,10 @@ class PartialFlash:
         shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
         backward = _Backward(self, static_args, operands, dynamic, d_output.astype(dtype), shift, delta)
         d_key, d_value = backward.of_keys()
-        (d_key, d_key_scale), (d_value, d_value_scale) = (
-            self._of_quantised(x, scale, gradient)
-            for x, scale, gradient in (
-                (declared.key, declared.key_scale, d_key),
-                (declared.value, declared.value_scale, d_value),
-            )
-        )
+        d_key, d_key_scale = self._of_quantised(declared.key, declared.key_scale, d_key)
+        d_value_scale = None
+        if d_value is not None:
+            d_value, d_value_scale = self._of_quantised(declared.value, declared.value_scale, d_value)
         d_sinks = d_bias = None
         if operands.sinks is not None:
             d_sinks = -(jnp.exp(operands.sinks[None, :, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse)) * delta).sum(
@@ -115,7 +115,7 @@ class PartialFlash:
             operands = operands._replace(
                 query=operands.query.swapaxes(1, 2),
                 key=operands.key.swapaxes(1, 2),
-                value=operands.value.swapaxes(1, 2),
+                value=None if operands.value is None else operands.value.swapaxes(1, 2),
             )
             results = results._replace(output=results.output.swapaxes(1, 2), d_output=results.d_output.swapaxes(1, 2))
         return blockwise_gradients(
@@ -127,6 +127,7 @@ class PartialFlash:
             soft_cap=self.soft_cap,
             platform=self.platform,
             blocking=Blocking(min(512, static_args.q_len), min(512, static_args.kv_len), 1),
+            value_columns=self.value_columns,
         )
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -146,7 +147,8 @@ class PartialFlash:
         mask, dropout = join_static(static_args, dynamic)
         query, (time, head) = operands.query, (self.layout.index("t"), self.layout.index("h"))
         batch, heads, rows = query.shape[0], query.shape[head], query.shape[time]
-        dim, value_dim = query.shape[3], operands.value.shape[3]
+        parts_of_head = _head_parts(self, operands)
+        value_dim = self.value_columns or operands.value.shape[3]
         group = heads // operands.key.shape[head] if period is None else rows // period
         arrays = _arrays(self, sizes, operands, mask, words, seen, dropout, static_args.score)
         arrays.inputs["schedule"] = table.table
@@ -156,7 +158,7 @@ class PartialFlash:
         shape = [parts[0], 0, 0, value_dim]
         shape[time], shape[head] = rows, heads
         dtype = query.dtype if splits == 1 else jnp.float32
-        arrays.output("output", tuple(shape), dtype, {time: sizes.block_q}, dim=3)
+        arrays.output("output", tuple(shape), dtype, {time: sizes.block_q}, parts_of_head.value)
         arrays.output("lse", tuple(parts), jnp.float32, {2: sizes.block_q})
         q_blocks = -(-rows // sizes.block_q)
         kernel = ForwardKernel(
@@ -167,8 +169,8 @@ class PartialFlash:
             rows,
             group,
             splits,
-            (dim, value_dim),
-            (operands.key.dtype.name, operands.value.dtype.name),
+            parts_of_head,
+            (operands.key.dtype.name, (operands.key if self.value_columns else operands.value).dtype.name),
             period,
             self.sizes.steps,
         )
@@ -255,9 +257,11 @@ def _arrays(
 ) -> Arrays:
     """The arrays that every pass reads."""
     arrays = Arrays(sizes, part.layout, part.interpret)
-    arrays.rows_of_heads("query", operands.query, sizes.block_q)
-    arrays.rows_of_heads("key", as_bits(operands.key), sizes.block_kv)
-    arrays.rows_of_heads("value", as_bits(operands.value), sizes.block_kv)
+    parts = _head_parts(part, operands)
+    arrays.rows_of_heads("query", operands.query, sizes.block_q, parts.key)
+    arrays.rows_of_heads("key", as_bits(operands.key), sizes.block_kv, parts.key)
+    if operands.value is not None:
+        arrays.rows_of_heads("value", as_bits(operands.value), sizes.block_kv, parts.value)
     for name, scale in (("key_scale", operands.key_scale), ("value_scale", operands.value_scale)):
         if scale is not None:
             arrays.row_numbers(name, scale.astype(jnp.float32), sizes.block_kv)
@@ -265,6 +269,11 @@ def _arrays(
     if score is not None:
         add_captures(arrays, score, operands.captures)
     return arrays
+
+
+def _head_parts(part: PartialFlash, operands: Operands) -> HeadParts:
+    columns = part.value_columns
+    return HeadParts.of(operands.query.shape[3], columns or operands.value.shape[3], columns is not None)
 
 
 def _seen(part: PartialFlash, operands: Operands, mask: LocalMask) -> Seen | None:
@@ -294,21 +303,25 @@ class _Backward:
         sizes, query = self.part.sizes.dq, self.operands.query
         arrays, rest = self._prepare(sizes, "q")
         time, head = (self.part.layout.index(dim) for dim in "th")
-        arrays.output("d_query", query.shape, query.dtype, {time: sizes.block_q}, dim=3)
+        parts = _head_parts(self.part, self.operands)
+        arrays.output("d_query", query.shape, query.dtype, {time: sizes.block_q}, parts.key)
         grid = (-(-query.shape[time] // sizes.block_q), query.shape[head], query.shape[0])
         outputs = arrays.run("attnops_flash_dq", QueryGradient(arrays, *rest), grid)
         return _first(outputs["d_query"], query.shape)
 
-    def of_keys(self) -> tuple[jax.Array, jax.Array]:
-        """The gradients of key and value."""
+    def of_keys(self) -> tuple[jax.Array, jax.Array | None]:
+        """The gradients of key and value; None where that is a part of the key's."""
         sizes, key, value = self.part.sizes.dkv, self.operands.key, self.operands.value
+        parts = _head_parts(self.part, self.operands)
         arrays, rest = self._prepare(sizes, "kv")
         time, head = (self.part.layout.index(dim) for dim in "th")
-        for name, x in (("d_key", key), ("d_value", value)):
-            arrays.output(name, x.shape, x.dtype, {time: sizes.block_kv}, dim=3)
+        for name, x, of_head in (("d_key", key, parts.key), ("d_value", value, parts.value)):
+            if x is not None:
+                arrays.output(name, x.shape, x.dtype, {time: sizes.block_kv}, of_head)
         grid = (-(-key.shape[time] // sizes.block_kv), key.shape[head], key.shape[0])
         outputs = arrays.run("attnops_flash_dkv", KeyGradients(arrays, *rest), grid)
-        return _first(outputs["d_key"], key.shape), _first(outputs["d_value"], value.shape)
+        d_value = None if value is None else _first(outputs["d_value"], value.shape)
+        return _first(outputs["d_key"], key.shape), d_value
 
     def _prepare(self, sizes: TileSizes, slow: str) -> tuple[Arrays, tuple[Any, ...]]:
         part, operands = self.part, self.operands
@@ -317,7 +330,8 @@ class _Backward:
         words = block_words(mask, sizes.block_q, sizes.block_kv, mask.q_len, tables)
         seen, score = _seen(part, operands, mask), self.static_args.score
         arrays = _arrays(part, sizes, operands, mask, words, seen, dropout, score)
-        arrays.rows_of_heads("d_output", self.d_output, sizes.block_q)
+        parts = _head_parts(part, operands)
+        arrays.rows_of_heads("d_output", self.d_output, sizes.block_q, parts.value)
         arrays.row_numbers("lse", self.shift, sizes.block_q)
         arrays.row_numbers("delta", self.delta, sizes.block_q)
         table = tile_schedule(mask, sizes.block_q, sizes.block_kv, slow, tables)
@@ -325,4 +339,4 @@ class _Backward:
         head = part.layout.index("h")
         group = operands.query.shape[head] // operands.key.shape[head]
         logits = Logits(part.scale, part.soft_cap, self.static_args, part.interpret)
-        return arrays, (logits, table, group, (operands.query.shape[3], operands.value.shape[3]))
+        return arrays, (logits, table, group, parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["DIM_STEP", "DimPart", "FlashSizes", "TileSizes", "TileSteps", "dim_parts"]
+__all__ = ["DIM_STEP", "DimPart", "FlashSizes", "HeadParts", "TileSizes", "TileSteps", "dim_parts"]
 
 DIM_STEP = 16  # the least width of a product on tensor cores
 
@@ -38,7 +38,7 @@ class FlashSizes:
     """Sizes of the forward pass, of the gradients of key and value, and of that of the query.
 
     kv_splits: parts of the keys that the forward pass works on separately, merged by their lse. fold: the query heads of a kv
-    head are rows of one tile, which then holds all queries.
+    head are rows of the same tiles.
     """
 
     forward: TileSizes
@@ -58,10 +58,23 @@ class DimPart:
     inside: int
 
 
-def dim_parts(dim: int) -> tuple[DimPart, ...]:
-    """A head dim as powers of two, as Triton's tiles require: 80 is 64 and 16."""
+class HeadParts(NamedTuple):
+    """The parts of a query or key, and of a value. in_key: the value's are the first ones of the key."""
+
+    key: tuple[DimPart, ...]
+    value: tuple[DimPart, ...]
+    in_key: bool
+
+    @classmethod
+    def of(cls, dim: int, value_dim: int, in_key: bool) -> HeadParts:
+        """For these dims."""
+        value = dim_parts(value_dim)
+        return cls((*value, *dim_parts(dim, value_dim)) if in_key else dim_parts(dim), value, in_key)
+
+
+def dim_parts(dim: int, start: int = 0) -> tuple[DimPart, ...]:
+    """A head dim, from a column on, as powers of two, as Triton's tiles require: 80 is 64 and 16."""
     parts: list[DimPart] = []
-    start = 0
     while start < dim:
         left = dim - start
         width = max(DIM_STEP, 1 << (left.bit_length() - 1))

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from ...kernels.lse import LN2, LOG2E
 from .arrays import Along, Arrays
-from .flash_sizes import TileSteps, dim_parts
+from .flash_sizes import HeadParts, TileSteps
 from .fp8 import from_bits
 from .tile import Logits, Tile, product, seen_rows, zeroing
 from .tile_schedule import TileSchedule
@@ -40,14 +40,13 @@ class ForwardKernel:
     q_rows: int  # in a head, or, folded, in all heads of a kv head
     group: int
     splits: int
-    dims: tuple[int, int]
+    parts: HeadParts
     stored: tuple[str, str]  # dtypes of key and value
     period: int | None
     steps: TileSteps
 
     def __call__(self, refs: dict[str, Any]) -> None:
         arrays, logits, sizes = self.arrays, self.logits, self.arrays.sizes
-        dim, value_dim = self.dims
         place, head, batch = (pl.program_id(axis) for axis in range(3))
         split, q_block = (0, place) if self.splits == 1 else (place % self.splits, place // self.splits)
         q_block = (
@@ -56,16 +55,18 @@ class ForwardKernel:
         kv_head = head if self.period is not None else lax.div(head, self.group) if self.group > 1 else head
         first_head = head * self.group if self.period is not None else head
         rows = Along(q_block * sizes.block_q, sizes.block_q, self.q_rows)
-        query = arrays.tile(refs["query"], batch, head, rows, dim)
+        query = arrays.tile(refs["query"], batch, head, rows, self.parts.key)
 
-        def product_of(keys: Along, masked: bool) -> jax.Array:
-            key = arrays.tile(refs["key"], batch, kv_head, keys, dim, masked)
-            return product(query, self._stored(key, self.stored[0], query[0].dtype), 1, 1)
+        def key_of(keys: Along, masked: bool, zero: bool) -> list[jax.Array]:
+            hides = self.parts.in_key and masked and zero
+            seen = seen_rows(refs, batch, kv_head, keys) if hides else None
+            key = arrays.tile(refs["key"], batch, kv_head, keys, self.parts.key, masked, seen)
+            return self._stored(key, self.stored[0], query[0].dtype)
 
         def value_of(keys: Along, masked: bool, zero: bool) -> list[jax.Array]:
             # The weights of hidden keys are 0, whatever the keys hold; the values would be multiplied by these.
             seen = seen_rows(refs, batch, kv_head, keys) if masked and zero else None
-            value = arrays.tile(refs["value"], batch, kv_head, keys, value_dim, masked, seen)
+            value = arrays.tile(refs["value"], batch, kv_head, keys, self.parts.value, masked, seen)
             value = self._stored(value, self.stored[1], query[0].dtype)
             if "value_scale" not in refs:
                 return value
@@ -73,7 +74,7 @@ class ForwardKernel:
             scale = scale if seen is None else jnp.where(seen[:, None], scale, 0.0)
             return [(x.astype(jnp.float32) * scale).astype(query[0].dtype) for x in value]
 
-        def add(keys: Along, raw: jax.Array, carry: Any, masked: bool, zero: bool) -> Any:
+        def add(keys: Along, key: list[jax.Array], raw: jax.Array, carry: Any, masked: bool, zero: bool) -> Any:
             sums, peak, total = carry
             tile = Tile(logits, refs, batch, first_head, kv_head, rows, keys, period=self.period)
             x, factor, _ = weigh(tile, raw, masked)
@@ -90,19 +91,18 @@ class ForwardKernel:
             for some, weights, left in zip(parts, _columns(p, len(parts)), keep_parts, strict=True):
                 total = total + self._summed(weights)
                 weights = tile.dropped(weights, left).astype(query[0].dtype)
-                sums = tuple(
-                    acc + product([weights], [part], 1, 0)
-                    for acc, part in zip(sums, value_of(some, masked, zero), strict=True)
-                )
+                value = key[: len(sums)] if self.parts.in_key else value_of(some, masked, zero)
+                sums = tuple(acc + product([weights], [part], 1, 0) for acc, part in zip(sums, value, strict=True))
             return sums, new_peak, total
 
         def visit(kv_block: Any, carry: Any, masked: bool, zero: bool) -> Any:
             keys = Along(kv_block * sizes.block_kv, sizes.block_kv, logits.static_args.kv_len)
             parts = keys.parts(self.steps.softmaxes)
-            products = (product_of(part, masked) for part in parts)
+            tiles = (key_of(part, masked, zero) for part in parts)
+            products = ((key, product(query, key, 1, 1)) for key in tiles)
             # Where there are fewest stalls: with a mask all of them come first, else each right before its softmax.
-            for part, x in zip(parts, list(products) if masked else products, strict=True):
-                carry = add(part, x, carry, masked, zero)
+            for part, (key, x) in zip(parts, list(products) if masked else products, strict=True):
+                carry = add(part, key, x, carry, masked, zero)
             return carry
 
         usual, instead = zeroing(refs, visit)
@@ -120,7 +120,7 @@ class ForwardKernel:
         nothing, part = jnp.minimum(refs["schedule"][0, 0, 0, 1], 0), (1.0 / safe)[:, None]
         rows, head = Along(rows.start + nothing, rows.count, rows.length), head + nothing
         row = batch if self.splits == 1 else split * pl.num_programs(2) + batch
-        arrays.put_tile(refs["output"], row, head, rows, value_dim, [acc * part for acc in sums])
+        arrays.put_tile(refs["output"], row, head, rows, self.parts.value, [acc * part for acc in sums])
         arrays.put_numbers(refs["lse"], (row, head), rows, lse)
 
     def _start(self, refs: dict[str, Any], first_head: Any, rows: Along, split: Any) -> Any:
@@ -129,7 +129,7 @@ class ForwardKernel:
         total: [rows, lanes], added up after the loops.
         """
         count = rows.count
-        sums = tuple(jnp.zeros((count, part.width), jnp.float32) for part in dim_parts(self.dims[1]))
+        sums = tuple(jnp.zeros((count, part.width), jnp.float32) for part in self.parts.value)
         if "sinks" not in refs:
             return sums, jnp.full((count,), -jnp.inf, jnp.float32), jnp.zeros((count, self.steps.lanes), jnp.float32)
         if self.period is None:

@@ -332,12 +332,10 @@ def _in_xla(
     part: PartialSplash, logits: Logits, operands: Operands, dynamic: DynamicArgs, results: Results
 ) -> Operands:
     """All gradients by the blockwise pass, for those that no kernel sums. The compiler drops the others."""
-    if part.value_columns is not None:
-        operands = operands._replace(value=operands.key[..., : part.value_columns])
     blocking = Blocking(min(512, logits.static_args.q_len), min(512, logits.static_args.kv_len), 1)
     return blockwise_gradients(
         logits.static_args, operands, dynamic, results, scale=logits.scale, soft_cap=logits.soft_cap,
-        platform=part.platform, blocking=blocking,
+        platform=part.platform, blocking=blocking, value_columns=part.value_columns,
     )  # fmt: skip
 
 

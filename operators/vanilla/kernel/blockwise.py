@@ -11,7 +11,7 @@ that recomputes the weights from the lse is that of Dao et al., "FlashAttention"
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -41,15 +41,15 @@ __all__ = ["PartialBlockwise", "blockwise_gradients"]
 class _BlockwiseStatic(BlockwiseMethod):
     """Everything known at trace time."""
 
-    static_args: StaticArgs
+    static_args: StaticArgs = field(kw_only=True)
 
 
 @dataclass(frozen=True)
 class PartialBlockwise(BlockwiseMethod):
     """Blockwise attention as a PartialAttention.
 
-    Query, key, value in `layout` (bthd or bhtd); bias broadcasts to [batch, heads, q, kv]; sinks [heads], in the softmax dtype,
-    as the lse. Fully masked rows give output 0, lse -inf (or that of the sink) and zero gradients.
+    Query, key, value in `layout` (bthd or bhtd), value None with `value_columns`; bias broadcasts to [batch, heads, q, kv]; sinks
+    [heads], in the softmax dtype, as the lse. Fully masked rows give output 0, lse -inf (or that of the sink) and zero gradients.
     """
 
     title: ClassVar[str] = "vanilla's blockwise path"
@@ -83,12 +83,14 @@ def blockwise_gradients(
     soft_cap: float | None,
     platform: str,
     blocking: Blocking,
+    value_columns: int | None = None,
 ) -> Operands:
     """All gradients, for a kernel that doesn't compute some of them, those of the bias or of a score's arrays. All arrays bhtd.
 
     The compiler drops those that aren't used.
     """
-    static = _BlockwiseStatic("bhtd", scale, soft_cap, np.dtype(np.float32), platform, blocking, blocking, static_args)
+    method = BlockwiseMethod("bhtd", scale, soft_cap, np.dtype(np.float32), platform, blocking, blocking, value_columns)
+    static = _BlockwiseStatic(**vars(method), static_args=static_args)
     return _backward(static, operands, dynamic, results)
 
 
@@ -129,7 +131,8 @@ class _BlockPass:
         self.batch = query.shape[0]
         self.heads, self.kv_heads = query.shape[self.head], key.shape[self.head]
         self.group = self.heads // self.kv_heads
-        self.dim, self.value_dim = query.shape[-1], value.shape[-1]
+        self.columns = static.value_columns
+        self.dim, self.value_dim = query.shape[-1], self.columns or value.shape[-1]
         self.groups = self.kv_heads // blocking.heads
         self.tile_heads = blocking.heads * self.group
         self.rows = self.group * blocking.block_q  # per kv head
@@ -139,7 +142,8 @@ class _BlockPass:
         self.kv_padded = self.kv_blocks * blocking.block_kv
         self.dtype = np.dtype(static.softmax_dtype)
         self.compute = compute_dtype(query.dtype, self.dtype, static.platform)
-        staged = self.batch * self.kv_heads * self.kv_padded * (self.dim + self.value_dim)
+        staged_dim = self.dim + (0 if self.columns else self.value_dim)
+        staged = self.batch * self.kv_heads * self.kv_padded * staged_dim
         row_bytes = self.compute.itemsize + sums * self.dtype.itemsize
         all_staged = surely(lambda: staged * row_bytes <= _STAGED_TOGETHER)
         self.stages, self.slots = (1, self.batch * self.groups) if all_staged else (self.batch * self.groups, 1)
@@ -238,6 +242,12 @@ class _BlockPass:
         size = self.blocking.block_kv
         part = cut(x, (at.slot, 0, kv_block * size, 0), (1, x.shape[1], size, x.shape[-1]))
         return from_bits(lax.squeeze(part, (0,)), self.compute)
+
+    def values(self, key: jax.Array, value: jax.Array | None, at: QueryBlock, kv_block: Any) -> jax.Array:
+        """The values of a tile, which may be a part of its keys."""
+        if value is not None:
+            return self.keys(value, at, kv_block)
+        return lax.slice_in_dim(self.keys(key, at, kv_block), 0, self.value_dim, axis=2)
 
     def padded_queries(self, x: jax.Array) -> jax.Array:
         """Pad the queries to whole blocks."""
@@ -344,10 +354,8 @@ def _forward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs)
 
     def of_stage(stage: Any, outputs: tuple[jax.Array, jax.Array]) -> Any:
         # Hidden keys have weights of 0 whatever they hold; hidden values would be multiplied by these.
-        key, value = (
-            block_pass.take(operands.key, stage, clean=False),
-            block_pass.take(operands.value, stage, clean=True),
-        )
+        key = block_pass.take(operands.key, stage, clean=block_pass.columns is not None)
+        value = None if block_pass.columns is not None else block_pass.take(operands.value, stage, clean=True)
 
         def of_q_block(at: QueryBlock, outputs: tuple[jax.Array, jax.Array]) -> Any:
             q = block_pass.queries(query, at)
@@ -362,7 +370,7 @@ def _forward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs)
                 shrink = jnp.exp2(peak - shift)
                 total = total * shrink + p.sum(axis=-1)
                 p = block_pass.dropped(p, block_pass.source.keep(tile)).astype(block_pass.compute)
-                step = dot(p, block_pass.keys(value, at, kv_block), 1, block_pass.dtype)
+                step = dot(p, block_pass.values(key, value, at, kv_block), 1, block_pass.dtype)
                 return acc * shrink[..., None] + step, new_peak, total
 
             carry = (
@@ -429,7 +437,8 @@ def _backward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs
     d_sinks = None if operands.sinks is None else jnp.zeros_like(operands.sinks)
 
     def of_stage(stage: Any, gradients: Any) -> Any:
-        key, value = (block_pass.take(x, stage, clean=True) for x in operands[1:3])
+        key, value = (None if x is None else block_pass.take(x, stage, clean=True) for x in operands[1:3])
+        assert key is not None
 
         def of_q_block(at: QueryBlock, carry: Any) -> Any:
             d_key, d_value, d_query, d_bias, d_sinks, d_captures = carry
@@ -443,7 +452,7 @@ def _backward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs
             def of_tile(kv_block: Any, carry: Any, masked: bool) -> Any:
                 d_q, d_key, d_value, d_bias, d_captures = carry
                 tile = block_pass.tile(at, kv_block)
-                k, v = block_pass.keys(key, at, kv_block), block_pass.keys(value, at, kv_block)
+                k, v = block_pass.keys(key, at, kv_block), block_pass.values(key, value, at, kv_block)
                 x, factor, capped, scored = block_pass.logits(q, k, tile, masked)
                 x = without_padded_rows(static.static_args.score, x, shift[..., None])
                 p = block_pass.exp2(x * factor - shift[..., None])
@@ -461,8 +470,12 @@ def _backward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs
                     d_x = d_x * (1 - capped * capped)
                 p, d_x = block_pass.dropped(p, keep).astype(block_pass.compute), d_x.astype(block_pass.compute)
                 d_q = d_q + dot(d_x, k, 1, block_pass.dtype)
-                d_value = _add_block(d_value, dot(d_out_across, p, 1, block_pass.dtype), at, kv_block)
-                d_key = _add_block(d_key, dot(q_across, d_x, 1, block_pass.dtype), at, kv_block)
+                of_value, of_key = dot(d_out_across, p, 1, block_pass.dtype), dot(q_across, d_x, 1, block_pass.dtype)
+                if d_value is None:  # a part of the key's, and without its scale
+                    d_key = _add_block(_add_block(d_key, of_key * static.scale, at, kv_block), of_value, at, kv_block)
+                else:
+                    d_value = _add_block(d_value, of_value, at, kv_block)
+                    d_key = _add_block(d_key, of_key, at, kv_block)
                 return d_q, d_key, d_value, d_bias, d_captures
 
             start = block_pass.full((heads, block_pass.rows, block_pass.dim), 0, block_pass.dtype)
@@ -475,15 +488,15 @@ def _backward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs
 
         d_query, d_key, d_value, d_bias, d_sinks, d_captures = gradients
         start = (
-            block_pass.full((block_pass.slots, blocks, heads, block_pass.dim, size), 0, block_pass.dtype),
-            block_pass.full((block_pass.slots, blocks, heads, block_pass.value_dim, size), 0, block_pass.dtype),
+            None if d is None else block_pass.full((block_pass.slots, blocks, heads, n, size), 0, block_pass.dtype)
+            for d, n in ((d_key, block_pass.dim), (d_value, block_pass.value_dim))
         )
         carry = block_pass.fold_q_blocks(stage, of_q_block, (*start, d_query, d_bias, d_sinks, d_captures))
         of_key, of_value, d_query, d_bias, d_sinks, d_captures = carry
         return (
             d_query,
-            put_keys(d_key, of_key * static.scale, stage),
-            put_keys(d_value, of_value, stage),
+            put_keys(d_key, of_key if of_value is None else of_key * static.scale, stage),
+            None if of_value is None else put_keys(d_value, of_value, stage),
             d_bias,
             d_sinks,
             d_captures,
@@ -507,7 +520,7 @@ def _backward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs
     d_bias = None if block_pass.bias is None else block_pass.full(block_pass.bias.shape, 0, block_pass.dtype)
     gradients = (
         *(
-            as_bits(block_pass.full(x.shape, 0, x.dtype), static.platform)
+            None if x is None else as_bits(block_pass.full(x.shape, 0, x.dtype), static.platform)
             for x in (query, operands.key, operands.value)
         ),
         d_bias,
@@ -520,7 +533,8 @@ def _backward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs
     d_query, d_key, d_value, d_bias, d_sinks, d_captures = block_pass.fold_stages(of_stage, gradients)
     d_query = _first(d_query, static.static_args.q_len, time)
     d_query, d_key, d_value = (
-        from_bits(bits, x.dtype) for bits, x in zip((d_query, d_key, d_value), operands[:3], strict=True)
+        None if x is None else from_bits(bits, x.dtype)
+        for bits, x in zip((d_query, d_key, d_value), operands[:3], strict=True)
     )
     if operands.bias is not None:
         d_bias = d_bias[tuple(slice(n) for n in operands.bias.shape)].astype(operands.bias.dtype)

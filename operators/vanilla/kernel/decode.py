@@ -68,6 +68,9 @@ def decode_forward(
         p = p.reshape(batch, kv_heads, group * q_len, -1)
         return product("bhns,bhsx->bhnx", p, values, softmax_dtype).reshape(batch, heads * q_len, -1)
 
+    # Of values that are a part of their keys, the product is with all columns: a slice of the keys would be copied.
+    wide = method.value_columns is not None
+
     kinds = mask.kinds(q_len, block_kv)
     visible = None
     if isinstance(kinds, np.ndarray):
@@ -75,7 +78,7 @@ def decode_forward(
     else:
         chunks = [(i * block_kv, min((i + 1) * block_kv, kv_len)) for i in range(kinds.shape[-1])]
         visible = (kinds > 0).any(axis=(0, 1))
-    width = value.shape[-1] * (kv_heads if flat else 1)
+    width = (key if wide else value).shape[-1] * (kv_heads if flat else 1)
     carry = _start((batch, heads, q_len), width, sinks, softmax_dtype, varying((query, key, value, sinks)))
     for index, (first, last) in enumerate(chunks):
 
@@ -111,7 +114,7 @@ def decode_forward(
             if dropout is not None:
                 keep = dropout.keep_all(batch, heads, q_len, slice(first, last))
                 p = where(keep, p, 0) / (1.0 - dropout.probability)
-            values = lax.slice_in_dim(value, first, last, axis=time).astype(compute)
+            values = keys if wide else lax.slice_in_dim(value, first, last, axis=time).astype(compute)
             if seen_keys is not None:
                 values = where(seen_keys, values, 0)
             acc = acc * shrink.reshape(batch, -1, 1) + values_of(p.astype(compute), values)
@@ -126,7 +129,9 @@ def decode_forward(
             lax.slice_in_dim(lax.slice_in_dim(acc, h, h + 1, axis=1), h, h + 1, axis=3) for h in range(kv_heads)
         ]
         acc = lax.concatenate(own_parts, 1)
-    output = (acc.reshape(batch, heads, q_len, -1) / safe[..., None]).astype(query.dtype)
+    acc = acc.reshape(batch, heads, q_len, -1)
+    acc = lax.slice_in_dim(acc, 0, method.value_columns, axis=3) if wide else acc
+    output = (acc / safe[..., None]).astype(query.dtype)
     return output if at == 1 else output.swapaxes(1, 2), lse
 
 

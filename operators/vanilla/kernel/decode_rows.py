@@ -64,7 +64,8 @@ def decode_rows_forward(
     softmax_dtype, platform = method.softmax_dtype, method.platform
     head, time = layout.index("h"), layout.index("t") - 1  # time: within a batch row
     batch, heads, kv_heads = query.shape[0], query.shape[head], key.shape[head]
-    q_len, group, dim, value_dim = mask.q_len, heads // kv_heads, query.shape[-1], value.shape[-1]
+    q_len, group, dim = mask.q_len, heads // kv_heads, query.shape[-1]
+    value_dim = method.value_columns or value.shape[-1]
     rows = group * q_len
     eighths = _EIGHTHS if block_kv % _EIGHTHS == 0 else 1
     compute = max(softmax_dtype, key.dtype, key=lambda dtype: dtype.itemsize)
@@ -144,11 +145,12 @@ def decode_rows_forward(
         if dropout is not None and (keep := source.keep(tile)) is not None:
             p = where(spread(keep), p, 0) / (1.0 - dropout.probability)
         p = p.astype(compute).reshape(*of_tokens(block_kv), rows)
-        values, eighth, terms = held_in_loop(value, row, first, platform), block_kv // eighths, []
+        eighth, terms = block_kv // eighths, []
+        values = held_in_loop(key if value is None else value, row, first, platform)
         alive = seen.any((2, 3))[..., None] if seen is not None and hides else None
         for i in range(eighths):
             weights = lax.slice_in_dim(p, i * eighth, (i + 1) * eighth, axis=time)
-            part = tokens(values, row, first + i * eighth, eighth)
+            part = tokens(values, row, first + i * eighth, eighth, 0, value_dim)
             if alive is not None:  # 0 times NaN is NaN
                 part = where(lax.slice_in_dim(alive, i * eighth, (i + 1) * eighth, axis=time), part, 0)
             terms.append(weights[..., None] * jnp.expand_dims(part, 2))
