@@ -68,6 +68,8 @@ ATTENTION: dict[str, str] = {
     "use_relative_position_bias": "true: `call.score` has a bias by the distances in the grid (beit)",
     "use_shared_relative_position_bias": "true: and one that all layers share (beit)",
     "kv_lora_rank": "`latent.latent_dim` (MLA)",
+    "q_lora_rank": "`latent.query_latent_dim`; null: queries have one projection",
+    "rope_interleave": "false: `latent.rope_pairs` is `halves`",
     "index_topk": "how many keys an indexer leaves to each query: `indexer.top_k` (deepseek_v32, glm_moe_dsa)",
     "index_n_heads": "`indexer.heads`",
     "index_head_dim": "`indexer.head_dim`",
@@ -135,13 +137,13 @@ SYNONYMS = {"torch_dtype": "dtype", "_sliding_window_pattern": "sliding_window_p
 OTHER: dict[str, tuple[str, ...]] = {
     "position embeddings: applied to the query and key before attention": (
         "rope_theta", "rope_local_base_freq", "local_rope_theta", "global_rope_theta", "partial_rotary_factor",
-        "rope_interleave", "original_max_position_embeddings", "learned_pos_emb", "attn_rotary_emb",
+        "original_max_position_embeddings", "learned_pos_emb", "attn_rotary_emb",
         "rotary_dim", "swa_rope_theta", "indexer_rope_interleave",
         "initial_context_length", "type_vocab_size", "sinusoidal_pos_embds", "rope_scaling_factor", "rope_ntk_alpha",
     ),
     "projections and norms around attention": (
         "attention_bias", "attention_out_bias", "bias", "qkv_bias", "use_qkv_bias", "use_bias", "use_qk_norm", "qk_layernorm",
-        "q_lora_rank", "clip_qkv", "norm_bias", "norm_eps", "rms_norm_eps", "layer_norm_eps",
+        "clip_qkv", "norm_bias", "norm_eps", "rms_norm_eps", "layer_norm_eps",
         "mla_scale_q_lora", "mla_scale_kv_lora", "attention_value_scale", "use_gemma_norm", "qk_norm_type", "layernorm_epsilon",
         "layer_norm_epsilon", "norm_epsilon", "use_parallel_residual", "residual_multiplier", "attention_in_bias",
         "attn_output_gate", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "mla_use_nope",

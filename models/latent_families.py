@@ -20,6 +20,8 @@ _MLA: dict[str, Any] = {
     "qk_head_dim": None,
     "v_head_dim": 128,
     "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "rope_interleave": True,
     "rope_parameters": None,
     "rope_scaling": None,
 }
@@ -107,7 +109,7 @@ LATENT_FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": Family(
         sizes(6144, 78, 64, 64, 202752)
         | _MLA
-        | {"qk_nope_head_dim": 192, "v_head_dim": 256}
+        | {"qk_nope_head_dim": 192, "v_head_dim": 256, "q_lora_rank": 2048}
         | _INDEXER
         | {"index_n_heads": 32}
         | _SHARED,
@@ -120,7 +122,7 @@ LATENT_FAMILIES: dict[str, Family] = {
     "mistral4": Family(
         sizes(4096, 36, 32, 32, 1048576)
         | _MLA
-        | {"qk_nope_head_dim": 64, "kv_lora_rank": 256, "rope_parameters": _MISTRAL4_ROPE},
+        | {"qk_nope_head_dim": 64, "kv_lora_rank": 256, "q_lora_rank": 1024, "rope_parameters": _MISTRAL4_ROPE},
         prepare=_mistral4,
     ),
 }

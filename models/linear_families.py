@@ -134,7 +134,7 @@ LINEAR_FAMILIES: dict[str, Family] = {
     "kimi_linear": Family(
         sizes(2304, 27, 32, 32, 1048576)
         | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": None, "v_head_dim": 128, "kv_lora_rank": 512,
-           "rope_parameters": None, "rope_scaling": None}
+           "q_lora_rank": None, "rope_parameters": None, "rope_scaling": None}
         | TYPES
         | ACT
         | {"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4},

@@ -47,7 +47,7 @@ class ModelAttention:
     cross: bool
     layers: tuple[LayerAttention, ...]
     notes: tuple[Note, ...]
-    latent: tuple[tuple[str, int], ...] = ()
+    latent: tuple[tuple[str, int | str], ...] = ()
     indexer: tuple[tuple[str, int], ...] = ()
 
 
@@ -93,12 +93,19 @@ def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
     )
 
 
-def _latent(config: ModelConfig, heads: int, value_dim: int) -> tuple[tuple[str, int], ...]:
+def _latent(config: ModelConfig, heads: int, value_dim: int) -> tuple[tuple[str, int | str], ...]:
     if config.fields.get("kv_lora_rank") is None:
         return ()
     read = {"nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim", "latent_dim": "kv_lora_rank"}
     sizes = {name: whole(config, key) for name, key in read.items()}
-    return tuple({"heads": heads, "value_dim": value_dim, **sizes}.items())
+    latent: dict[str, int | str] = {"heads": heads, "value_dim": value_dim, **sizes}
+    if config.fields.get("q_lora_rank") is not None:
+        interleaved = config.fields.get("rope_interleave", True)
+        if not isinstance(interleaved, bool):
+            raise config.error(f"rope_interleave={shown(interleaved)}; wanted true or false.")
+        latent["query_latent_dim"] = whole(config, "q_lora_rank")
+        latent["rope_pairs"] = "interleaved" if interleaved else "halves"
+    return tuple(latent.items())
 
 
 def _dims(config: ModelConfig, q_heads: int, kv_heads: int) -> tuple[int, int]:

@@ -71,6 +71,8 @@ def test_deepseek_v3(scaling: dict[str, Any] | None, form: str | None) -> None:
     assert layer.latent is not None
     assert layer.latent.latent is not None
     file_fields = layer.latent.to_dict()
+    made = {name: file_fields["latent"].pop(name) for name in ("query_latent_dim", "rope_pairs")}
+    assert made == {"query_latent_dim": 24, "rope_pairs": "interleaved"}
     file_fields["latent"] |= {} if form is None else {"form": form}
     attend = LatentAttention(file_fields)
     q_nope, q_rope, latent, rope_key, w_uk, w_uv = _parts(module, file, config, x, cos, sin)
@@ -118,7 +120,7 @@ def test_deepseek_v32_with_the_selection_of_its_indexer(form: str) -> None:
     assert dict(layer.indexer) == {"heads": 2, "head_dim": 16, "top_k": 5}
     assert layer.latent is not None
     declared = layer.latent.to_dict()
-    declared["latent"]["form"] = form
+    declared["latent"] |= {"form": form, "query_latent_dim": None, "rope_pairs": None}
     attended = LatentAttention(declared)(*_parts(module, file, config, x, cos, sin), mask=selection)
     heads = np.array(attended.attention_outputs).reshape(BATCH, LENGTH, HEADS * VALUE)
     found = module.o_proj(torch.from_numpy(heads)).detach().numpy()

@@ -61,11 +61,11 @@ def test_published_models(name: str) -> None:
 @pytest.mark.parametrize(
     ("file", "sizes"),
     [
-        ("deepseek-v3.2", (128, 128, 64, 128, 512)),
-        ("glm-5.2", (64, 192, 64, 256, 512)),
-        ("kimi-k2.5", (64, 128, 64, 128, 512)),
-        ("longcat-flash-chat", (64, 128, 64, 128, 512)),
-        ("mistral-small-4", (32, 64, 64, 128, 256)),
+        ("deepseek-v3.2", (128, 128, 64, 128, 512, 1536)),
+        ("glm-5.2", (64, 192, 64, 256, 512, 2048)),
+        ("kimi-k2.5", (64, 128, 64, 128, 512, 1536)),
+        ("longcat-flash-chat", (64, 128, 64, 128, 512, 1536)),
+        ("mistral-small-4", (32, 64, 64, 128, 256, 1024)),
     ],
 )
 def test_latent_sizes(file: str, sizes: tuple[int, ...]) -> None:
@@ -73,7 +73,16 @@ def test_latent_sizes(file: str, sizes: tuple[int, ...]) -> None:
         assert layer.latent is not None
         latent = layer.latent.latent
         assert latent is not None
-        assert (latent.heads, latent.nope_dim, latent.rope_dim, latent.value_dim, latent.latent_dim) == sizes
+        assert latent.rope_pairs == "interleaved"
+        found = (
+            latent.heads,
+            latent.nope_dim,
+            latent.rope_dim,
+            latent.value_dim,
+            latent.latent_dim,
+            latent.query_latent_dim,
+        )
+        assert found == sizes
 
 
 # -- indexers ----------------------------------------------------------------------------------------------------------
@@ -106,7 +115,9 @@ def test_the_selection_is_a_mask_array_of_the_call() -> None:
     chosen = np.zeros((1, 1, 9, 9), bool)
     np.put_along_axis(chosen[0, 0], np.argsort(-scores, axis=-1)[:, :3], True, axis=-1)
     assert layer.latent is not None
-    found = LatentAttention(layer.latent)(*arrays, mask=chosen).attention_outputs
+    declared = layer.latent.to_dict()
+    declared["latent"] |= {"query_latent_dim": None, "rope_pairs": None}  # queries are given
+    found = LatentAttention(declared)(*arrays, mask=chosen).attention_outputs
     q_nope, q_rope, latent, rope, w_uk, w_uv = (np.asarray(array, np.float64) for array in arrays)
     keys = np.einsum("btl,lhd->bthd", latent, w_uk)
     logits = np.einsum("bqhd,bkhd->bhqk", q_nope, keys) + np.einsum("bqhd,bkd->bhqk", q_rope, rope)

@@ -707,9 +707,13 @@ def test_latent_attention_is_declared_beside_a_key_for_each_head(file: str, head
         128,
         512,
     )
+    assert (sizes.query_latent_dim, sizes.rope_pairs) == (1536, "interleaved")
     attend = LatentAttention(layer.latent)
-    shapes = ((1, 64, heads, 128), (1, 64, heads, 64), (1, 64, 512), (1, 64, 64), (512, heads, 128), (512, heads, 128))
-    plan = attend.plan(*(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)).inner
+    shapes = ((1, 64, 512), (1, 64, 64), (512, heads, 128), (512, heads, 128))
+    made = {"query_latent": (1, 64, 1536), "w_uq": (1536, heads, 192), "q_cos": (1, 64, 32), "q_sin": (1, 64, 32)}
+    given = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in made.items()}
+    arrays = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)
+    plan = attend.plan(None, None, *arrays, **given).inner
     assert plan.problem.softmax_scale == pytest.approx(scale, rel=1e-12)
     assert plan.problem.mask == Causal(offset=0)
     assert layer.declaration.latent is None

@@ -35,10 +35,7 @@ class Decoder:
         if self.minimax:  # as published: the text part of a model that also sees images
             fields = {"model_type": "minimax_m3_vl", "text_config": fields}
         read = ModelDeclaration.from_config(fields, operation="vanilla")
-        rank = self.config.get("q_lora_rank")
-        made: Any = (
-            {"query_latent_dim": rank, "rope_pairs": "interleaved", "fold_query": fold} if fold is not None else {}
-        )
+        made: Any = {"fold_query": fold} if fold is not None else {"query_latent_dim": None, "rope_pairs": None}
         form_of = {} if form is None else {"form": form}
         self.makes = fold is not None
         self.cache: Any = PagedCache(read, mesh, made) if paged else DenseCache(read, mesh, made | form_of)
