@@ -210,6 +210,7 @@ def _over_devices(problem: AttentionProblem) -> Reason:
 
 def _hint(feature: str) -> str:
     return {
+        "value_dim": "Use 'vanilla'.",
         "return_weights": "Leave return_weights out, or use 'vanilla'.",
         "quantized_kv": "Dequantise key and value before the call, or use 'vanilla'.",
         "dense_mask": "Declare the structure (Causal, SlidingWindow, segment ids, kv_lengths) instead, or use 'vanilla'.",

@@ -69,6 +69,8 @@ def _sizes(call: CallDeclaration, table: OperandTable) -> dict[str, int]:
     for dim, same in (("kv_heads", "heads"), ("value_dim", "head_dim")):
         given[dim] = given[same] if given[dim] is None else given[dim]
     if "width" in given:
+        if given["width"] < 2:
+            raise ConfigError(f"call.dims.width={given['width']}; wanted at least 2 tokens, as in a call.")
         given["history"] = given["width"] - 1
     if missing := sorted(dim for dim in every if given.get(dim) is None):
         fields = [f"call.{_FIELDS.get(dim, dim)}" if dim in _OF_CALL else f"call.dims.{dim}" for dim in missing]

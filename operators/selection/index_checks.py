@@ -29,7 +29,7 @@ def call_sizes(shapes: Mapping[str, Any]) -> dict[str, int]:
 
 def selected_count(given: Any, declared: int | None) -> int:
     """How many keys each query selects. Errors: InputError for none and for no whole number, ConfigError for two."""
-    if given is not None and not is_whole(given, 1):
+    if given is not None and not is_whole(given, 1, numpy=True):
         raise InputError(f"top_k={shown(given)}; wanted a whole number from 1 on.")
     if given is not None and declared is not None and given != declared:
         raise ConfigError(f"top_k={given}, but the config declares {declared}; leave one of them out.")

@@ -30,15 +30,16 @@ _STRATEGIES = ("auto", "gather", "state")
 
 
 def sent_bytes(operation: Any, placement: TablePlacement, devices: int) -> int:
-    """What each device receives if states are passed on: the maps of the others or, of a convolution, its neighbour's last
-    tokens."""
+    """What each device sends if states are passed on: the maps of the others or, of a convolution, its last tokens to its
+    neighbour, and in an all-reduce the last tokens of all."""
     state = next(x for x in placement.tensors if x.tensor == "state")
     size = dict(zip(state.dims, state.local_shape, strict=True))
     numbers: int = operation.passed_numbers(size, devices)
     if "history" not in size:
         return 4 * numbers  # maps are float32
     tokens = next(x for x in placement.tensors if x.tensor == "x")
-    return numbers * (tokens.local_bytes // math.prod(tokens.local_shape))
+    kept = numbers * (tokens.local_bytes // math.prod(tokens.local_shape))
+    return kept + 2 * kept * (devices - 1) // devices
 
 
 def gathered_bytes(placement: TablePlacement, devices: int) -> int:

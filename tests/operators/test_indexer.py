@@ -121,7 +121,7 @@ def test_on_a_mesh(mesh: str, call: str) -> None:
     )
     found = jax.jit(lambda *x: operation(*x, top_k=K, **options))(*arrays)
     np.testing.assert_array_equal(found.positions, _wanted(arrays, seen))
-    plan = operation.plan(*arrays, top_k=K, **options)
+    plan = operation.plan(*arrays, top_k=np.int32(K), **options)
     specs = {x.tensor: x.local_shape for x in plan.tensors}
     batch, queries = B // axes.get("dp", 1), Q // axes.get("sp", 1)
     assert specs["index_query"] == (batch, queries, HEADS, DIM)

@@ -108,9 +108,12 @@ def test_a_convolutions_tokens_are_sent_in_their_own_dtype(dtype: Any) -> None:
     call = {name: x.astype(dtype) for name, x in call_of("causal_conv1d", tokens=64).items()}
     split = of("causal_conv1d", mesh=mesh(sp=4), sequence_parallel="state")
     (made,) = (x for x in split.plan(**call).notes if x.field == "sequence_parallel")
-    text = jax.jit(lambda call: split(**call).attention_outputs).lower(call).as_text()
+    run = jax.jit(lambda call: ((found := split(**call)).attention_outputs, found.state))
+    text = run.lower(call).as_text()
     (sent,) = re.findall(r"collective_permute.*: \(tensor<(\d+)x(\d+)x(\d+)x", text)
-    assert made.values["size"] == np.prod([int(n) for n in sent]) * jnp.dtype(dtype).itemsize
+    kept = np.prod([int(n) for n in sent]) * jnp.dtype(dtype).itemsize
+    assert text.count("stablehlo.all_reduce") == 1  # of the state, as many numbers: a device of 4 sends 2 x 3 / 4 of it
+    assert made.values["size"] == kept + 2 * kept * 3 // 4
 
 
 def test_few_tokens_are_gathered() -> None:
@@ -210,6 +213,10 @@ def test_wrong_calls_are_refused(kind: str, change: dict[str, Any], error: type[
         ({"call": {**FILE["call"], "operands": {"bias": True}}}, "call.operands has 'bias'"),  # type: ignore[dict-item]
         ({"call": {"q_len": 32, "q_heads": 4}}, "call.head_dim"),
         ({"operation": "mamba1", "call": {"q_len": 32}}, "call.dims.channels, call.dims.state_dim"),
+        (
+            {"operation": "causal_conv1d", "call": {"q_len": 32, "dims": {"channels": 8, "width": 1}}},
+            "call.dims.width=1",
+        ),
         (
             {"operation": "splash", "call": {"q_len": 32, "q_heads": 4, "head_dim": 8, "dims": {"width": 4}}},
             "call.dims",
