@@ -101,7 +101,7 @@ def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], ragged: 
     query = np.asarray(jnp.asarray(arrays["query"], problem.runtime_dtype), np.float64)
     got, lse = np.asarray(output.attention_outputs), np.asarray(output.lse)
     worst = {"output": Worst(problem.runtime_dtype), "lse": Worst("float32")}
-    rows = plan.cache.local_pages
+    rows, of_rows = plan.cache.local_pages, plan.cache.local_sequences
     for n in range(plan.cache.shards):
         shard = slice(n * rows, (n + 1) * rows)
         tokens = slice(n * problem.local_tokens, (n + 1) * problem.local_tokens)
@@ -123,7 +123,7 @@ def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], ragged: 
             chunk_size=mask.chunk,
             logits_soft_cap=problem.logits_soft_cap,
             sinks=arrays["softmax_aux"],
-            selected=None if (chosen := arrays["selected"]) is None else chosen[tokens],
+            **_of_tokens(arrays, tokens, slice(n * of_rows, (n + 1) * of_rows)),
             score=problem.score,
             captures=held_captures(problem.score, problem.q_heads),
             **scales,
@@ -132,6 +132,13 @@ def _check(plan: PagedPlan, output: StepOutput, arrays: dict[str, Any], ragged: 
         worst["lse"].add(lse[tokens], want.lse, lse_size(want.lse))
     against = "float64 reference over the pages"
     return [difference.compared(name, against, tolerance_of(plan)) for name, difference in worst.items()]
+
+
+def _of_tokens(arrays: dict[str, Any], tokens: slice, rows: slice) -> dict[str, Any]:
+    """What a shard's tokens and rows see besides the mask."""
+    by_token, by_row = ("selected", "spans", "q_positions"), ("prefix_lengths", "draft_tree")
+    parts = {**dict.fromkeys(by_token, tokens), **dict.fromkeys(by_row, rows)}
+    return {name: None if arrays[name] is None else arrays[name][part] for name, part in parts.items()}
 
 
 def _stored_table(batch: RaggedBatch, pages: int) -> np.ndarray:

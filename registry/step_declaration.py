@@ -25,6 +25,9 @@ _Count = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
+_LISTS = ("q_lens", "kv_lens", "prefix_lengths")
+
+
 class StepDeclaration(UnsetFieldsModel):
     """The step: the numbers of queries and keys of each sequence. Keys include those that the step writes.
 
@@ -66,11 +69,26 @@ class StepDeclaration(UnsetFieldsModel):
         _Size | None,
         Field(description="Number of keys that each token attends to, chosen for each; null: all that it sees."),
     ] = None
+    q_positions: Annotated[
+        StrictBool, Field(description="Whether each query has a position of its own, for a score by position.")
+    ] = False
+    spans: Annotated[
+        _Size | None,
+        Field(description="Length of the spans, of tokens that see one another, that each sequence's tokens form."),
+    ] = None
+    prefix_lengths: Annotated[
+        _Count | tuple[_Count, ...] | None,
+        Field(description="Number of first tokens of each sequence that see one another."),
+    ] = None
+    draft_tree: Annotated[
+        _Size | None,
+        Field(description="Drafts of the largest tree; the tokens of a sequence with no more of them are a tree."),
+    ] = None
     return_lse: StrictBool = False
 
     def rows(self, cache: KVCache) -> tuple[tuple[int, int], ...]:
         """(queries, keys) of each sequence. Errors: ConfigError for lists of different lengths and numbers that don't fit."""
-        lists = {name: len(x) for name in ("q_lens", "kv_lens") if isinstance(x := getattr(self, name), tuple)}
+        lists = {name: len(x) for name in _LISTS if isinstance(x := getattr(self, name), tuple)}
         counts = {**lists, **({} if self.sequences is None else {"sequences": self.sequences})}
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{name} of {count}" for name, count in counts.items())

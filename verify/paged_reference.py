@@ -46,12 +46,14 @@ def paged_reference(
     draft_tree: np.ndarray | None = None,
     spans: np.ndarray | None = None,
     prefix_lengths: np.ndarray | None = None,
+    q_positions: np.ndarray | None = None,
 ) -> PagedReference:
     """Attend sequence by sequence. Shapes and meaning as in `operators.kernels.pages.paged.paged_attention`.
 
     Only pages with a key inside the window and the chunk of the sequence's first query are read; an out-of-range id among them
     raises IndexError. A token of a tree of drafts attends as the last token of the sequence that its path is.
-    Tokens of one span, and those of a prefix, see one another whatever the mask.
+    Tokens of one span, and those of a prefix, see one another whatever the mask. q_positions: of queries, for a score that reads
+    no others; default: their places.
     """
     tokens, heads, _ = query.shape
     output = np.zeros((tokens, heads, value_pages.shape[-1]))
@@ -87,21 +89,25 @@ def paged_reference(
             visible |= ((slots >= of_rows[..., :1]) & (slots < of_rows[..., 1:])).any(axis=1)
             if selected is not None:
                 visible &= np.stack([np.isin(slots, chosen) for chosen in selected[own]])
-            result = reference_attention(
-                query[None, own],
-                key[None],
-                value[None],
-                scale=softmax_scale,
-                mask=visible,
-                soft_cap=logits_soft_cap,
-                sinks=sinks,
-                score=score,
-                captures=captures,
-                query_offset=end - (own.stop - own.start),
-                key_offset=begin,
-            )
-            output[own], lse[own] = result.output[0], result.lse[0].T
-            sizes[own] = output_size(result.weights, value[None])[0]
+            parts = [(own, end - (own.stop - own.start))]
+            if q_positions is not None:  # a score has one offset for all rows that follow one another
+                parts = [(slice(n, n + 1), int(q_positions[n])) for n in range(own.start, own.stop)]
+            for part, position in parts:
+                result = reference_attention(
+                    query[None, part],
+                    key[None],
+                    value[None],
+                    scale=softmax_scale,
+                    mask=visible[part.start - own.start : part.stop - own.start],
+                    soft_cap=logits_soft_cap,
+                    sinks=sinks,
+                    score=score,
+                    captures=captures,
+                    query_offset=position,
+                    key_offset=begin,
+                )
+                output[part], lse[part] = result.output[0], result.lse[0].T
+                sizes[part] = output_size(result.weights, value[None])[0]
     return PagedReference(output, lse, sizes)
 
 

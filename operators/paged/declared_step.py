@@ -16,45 +16,40 @@ from ...planning.score_operands import captured_names, held_captures
 from ...registry import OperationRegistry
 from ...registry.declaration import Declaration
 from ..paged_cache.batch import RaggedBatch
+from .drawn_arrays import drawn_positions, drawn_selection, drawn_tree, spans_of_tokens
 
 __all__ = ["DeclaredStep", "declared_step"]
 
 
 class DeclaredStep(NamedTuple):
-    """The arrays of the operation's call, by argument, as shapes; the batch on the host, with pages handed out in order, as far
-    as the window of the layer's group keeps them; options of the call."""
+    """The arrays of the operation's call, by argument, as shapes, or as they are where the file says what they hold; the batch on
+    the host, with pages handed out in order, as far as the window of the layer's group keeps them; options of the call."""
 
     cache: KVCache
     layer: int
-    arrays: dict[str, jax.ShapeDtypeStruct | None]
+    arrays: dict[str, jax.ShapeDtypeStruct | np.ndarray | None]
     batch: RaggedBatch
     options: dict[str, Any]
 
     def draw(self, seed: int) -> dict[str, Any]:
-        """Normal numbers in the shapes' dtypes, and for `selected` some of the keys up to each token; None for absent ones."""
+        """Normal numbers in the shapes' dtypes; some of the keys up to each token as `selected`, trees of drafts, and positions
+        near the tokens' places; None for absent ones."""
         random = np.random.default_rng(seed)
         arrays: dict[str, Any] = {}
         for name, shape in self.arrays.items():
-            if shape is None:
-                arrays[name] = None
+            if shape is None or isinstance(shape, np.ndarray):
+                arrays[name] = shape
             elif name == "selected":
-                arrays[name] = _drawn_positions(random, shape.shape, self.batch)
+                arrays[name] = drawn_selection(random, shape.shape, self.batch)
+            elif name == "q_positions":
+                arrays[name] = drawn_positions(random, shape.shape, self.batch)
+            elif name == "draft_tree":
+                query = self.arrays["query"]
+                assert query is not None
+                arrays[name] = drawn_tree(random, shape.shape, self.batch, query.shape[0])
             else:
                 arrays[name] = random.standard_normal(shape.shape, np.float32).astype(shape.dtype)
         return arrays
-
-
-def _drawn_positions(random: np.random.Generator, shape: tuple[int, ...], batch: RaggedBatch) -> np.ndarray:
-    """int32 [tokens, n]: positions of each token's sequence up to its own, each once, then -1."""
-    positions, parts = np.full(shape, -1, np.int32), batch.shards or 1
-    rows = (np.asarray(x).reshape(parts, -1) for x in (batch.cu_q_lens, batch.kv_lens, batch.num_seqs))
-    for shard, (starts, lengths, count) in enumerate(zip(*rows, strict=True)):
-        for row in range(int(count[0])):
-            for token in range(int(starts[row]), int(starts[row + 1])):
-                seen = int(lengths[row] - starts[row + 1]) + token + 1
-                chosen = random.choice(seen, min(seen, shape[1]), replace=False)
-                positions[shard * (shape[0] // parts) + token, : len(chosen)] = chosen
-    return positions
 
 
 def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: str | None = None) -> DeclaredStep:
@@ -85,9 +80,11 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
     plan = plan.groups[step.group(cache)]
     rows = step.rows(cache)
     per_shard = plan.local_sequences
-    shards = [rows[n * per_shard : (n + 1) * per_shard] for n in range(plan.shards)]
+    every = list(range(len(rows)))
+    numbers = [every[n * per_shard : (n + 1) * per_shard] for n in range(plan.shards)]
     if len(rows) <= plan.shards * per_shard and plan.shards > 1:
-        shards = [rows[n :: plan.shards] for n in range(plan.shards)]
+        numbers = [every[n :: plan.shards] for n in range(plan.shards)]
+    shards = [tuple(rows[n] for n in of_shard) for of_shard in numbers]
     tokens = max(1, *(sum(q for q, _ in shard_rows) for shard_rows in shards))
     if step.tokens is not None:
         if step.tokens % plan.shards or step.tokens // plan.shards < tokens:
@@ -104,7 +101,8 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
     def shape(*sizes: int, dtype: Any = own.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count, *sizes), jnp.dtype(dtype))
 
-    arrays: dict[str, jax.ShapeDtypeStruct | None]
+    whole = batches[0] if plan.cache.pages_axis is None else RaggedBatch.stack(batches)
+    arrays: dict[str, jax.ShapeDtypeStruct | np.ndarray | None]
     if attends:
         arrays = {
             "query": shape(step.q_heads, own.head_dim, dtype=dtype),
@@ -112,7 +110,14 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
             "value": shape(own.kv_heads, own.value_size) if writes and not own.values_in_keys else None,
             "softmax_aux": jax.ShapeDtypeStruct((step.q_heads,), jnp.float32) if step.softmax_aux else None,
             "selected": None if step.selected is None else shape(step.selected, dtype=jnp.int32),
+            "q_positions": shape(dtype=jnp.int32) if step.q_positions else None,
+            "spans": None if step.spans is None else spans_of_tokens((count, 2), whole, step.spans),
+            "prefix_lengths": _prefixes(step.prefix_lengths, numbers, whole),
+            "draft_tree": None,
         }
+        if step.draft_tree is not None:
+            tree = (whole.kv_lens.size, step.draft_tree, step.draft_tree)
+            arrays["draft_tree"] = jax.ShapeDtypeStruct(tree, jnp.bool_)
     else:
         options = {name: x for name, x in options.items() if name not in _ATTENTION_ONLY}
         selects = options["mode"] != "insert"
@@ -121,11 +126,24 @@ def declared_step(declaration: Declaration, plan: CachePlan, update: str, mode: 
             "index_key": shape(own.head_dim) if writes else None,
             "index_weights": shape(step.q_heads, dtype=jnp.float32) if selects else None,
         }
-    whole = batches[0] if plan.cache.pages_axis is None else RaggedBatch.stack(batches)
     return DeclaredStep(cache, step.layer, arrays, whole, options)
 
 
-_ATTENTION_ONLY = ("logits_soft_cap", "score", "softmax_aux", "selected", "return_lse")
+_ATTENTION_ONLY = (
+    "logits_soft_cap", "score", "softmax_aux", "selected", "q_positions", "spans", "prefix_lengths", "draft_tree", "return_lse",
+)  # fmt: skip
+
+
+def _prefixes(
+    declared: int | tuple[int, ...] | None, numbers: list[list[int]], batch: RaggedBatch
+) -> np.ndarray | None:
+    """int32 [rows of all shards]; numbers: the sequences of each shard, by their places in the file."""
+    if declared is None:
+        return None
+    lengths = np.zeros(np.shape(batch.kv_lens), np.int32).reshape(len(numbers), -1)
+    for shard, sequences in enumerate(numbers):
+        lengths[shard, : len(sequences)] = [declared if isinstance(declared, int) else declared[n] for n in sequences]
+    return lengths.reshape(-1)
 
 
 def _batch(plan: CachePlan, rows: tuple[tuple[int, int], ...], tokens: int) -> RaggedBatch:
