@@ -9,6 +9,7 @@ from ..planning.notes import note
 from .call.base import Operation
 from .choices.mask_blocks import has_blocks
 from .flash import FLASH, NO_ROCM
+from .hopper import HOPPER
 from .splash.splash_kernels import SPLASH
 from .vanilla.operation import NATIVE, VanillaConfig
 
@@ -30,6 +31,7 @@ class BlockSparse(Operation):
     name = "blocksparse"
     config = BlockSparseConfig
     forward_tpu = SPLASH
+    forward_hopper = HOPPER
     forward_cuda = FLASH
     forward_rocm = NO_ROCM
     forward_native = NATIVE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .call.base import Operation
 from .flash import FLASH, NO_ROCM, FlashAttention2Config
+from .hopper import HOPPER
 from .splash.splash_kernels import SPLASH
 from .vanilla.operation import NATIVE
 
@@ -16,6 +17,7 @@ class FlashAttention2(Operation):
     name = "flash_attn2"
     config = FlashAttention2Config
     forward_tpu = SPLASH
+    forward_hopper = HOPPER
     forward_cuda = FLASH
     forward_rocm = NO_ROCM
     forward_native = NATIVE

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from .call.base import Operation
 from .flash import FLASH, NO_ROCM
+from .hopper import HOPPER
 from .splash.splash_config import SplashConfig
 from .splash.splash_kernels import SPLASH
 from .vanilla.operation import NATIVE
@@ -33,6 +34,7 @@ class RingAttention(Operation):
     sequence_parallel: ClassVar[str | None] = "ring"
     backend_operation: ClassVar[str | None] = "splash"
     forward_tpu = SPLASH
+    forward_hopper = HOPPER
     forward_cuda = FLASH
     forward_rocm = NO_ROCM
     forward_native = NATIVE
@@ -46,6 +48,7 @@ class UlyssesAttention(Operation):
     sequence_parallel: ClassVar[str | None] = "ulysses"
     backend_operation: ClassVar[str | None] = "splash"
     forward_tpu = SPLASH
+    forward_hopper = HOPPER
     forward_cuda = FLASH
     forward_rocm = NO_ROCM
     forward_native = NATIVE

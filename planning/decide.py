@@ -58,7 +58,11 @@ def _decide(
     planner = operation.planner
     place = planner.placements(operation, problem, policy)
     platform = operation.kernel_platform(problem)
-    methods = tuple(m for m in METHODS.get(platform, ()) if operation.implements(m))
+    methods = tuple(
+        m
+        for m in METHODS.get(platform, ())
+        if operation.implements(m) and operation.implementation(m, problem.config).serves(problem)
+    )
     placement = place(methods[0] if methods else "forward_native")
     notes = list(problem.notes)
     if platform != problem.platform:

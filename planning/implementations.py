@@ -39,7 +39,7 @@ class PassSizes(NamedTuple):
 
     products: what it makes, 'forward', 'backward' (all gradients at once), 'dkv' or 'dq'. kernel: its name in a compiled program,
     if its schedule can be read there. compute_q, compute_kv: the parts of a tile that it can leave out; None if it can't.
-    pipelined: products run ahead of exponentials.
+    pipelined: products run ahead of exponentials. warps: those of a GPU that compute, where others only load; None: all.
     """
 
     products: str
@@ -49,6 +49,7 @@ class PassSizes(NamedTuple):
     compute_q: int | None = None
     compute_kv: int | None = None
     pipelined: bool = False
+    warps: int | None = None
 
     @property
     def head_dims(self) -> int:
@@ -107,17 +108,24 @@ class Implementation(Generic[C]):
     """Stateless: one object serves every operation that runs it, as the value of `forward_tpu`, `forward_cuda`, ...
 
     operation: the name of the operation under which it is listed. config: the class of the configs that it reads, None if it
-    reads none. exact_products: whether float32 products keep full precision.
+    reads none. exact_products: whether float32 products keep full precision. devices: the only devices of its platform that it
+    was written for, in words; None: all.
     """
 
     operation: ClassVar[str | None] = None
     config: ClassVar[type[OperationConfig] | None] = None
     capability: Capability
     exact_products: ClassVar[bool] = False
+    devices: ClassVar[str | None] = None
 
     def __call__(self, call: Any) -> Any:
         """Run one device's part of a call: a LocalCall, and a LocalOutput is returned."""
         raise NotImplementedError
+
+    def serves(self, problem: Any) -> bool:
+        """Whether it was written for the problem's device. If not, a plan doesn't consider it. Default: yes."""
+        del problem
+        return True
 
     def variant(self, config: OperationConfig) -> Implementation[Any]:
         """The implementation that a config chooses, if it has a choice. Default: this one."""

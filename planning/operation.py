@@ -19,7 +19,7 @@ __all__ = ["METHODS", "PlannedOperation"]
 # A platform's own methods, best first; forward_native is the last choice on all of them.
 METHODS: dict[str, tuple[str, ...]] = {
     "tpu": ("forward_tpu",),
-    "cuda": ("forward_cuda", "forward_gpu"),
+    "cuda": ("forward_hopper", "forward_cuda", "forward_gpu"),
     "rocm": ("forward_rocm", "forward_gpu"),
     "gpu": ("forward_gpu",),
     "cpu": ("forward_cpu",),
@@ -65,8 +65,11 @@ class PlannedOperation:
 
     @classmethod
     def running_methods(cls) -> dict[str, str]:
-        """For each platform, the first method that can run there. A method without a published tolerance only refuses."""
-        written = [m for m in cls.declared_methods() if cls.capability(m).tolerance]
+        """For each platform, the first method that can run on all of its devices. A method without a published tolerance only
+        refuses."""
+        written = [
+            m for m in cls.declared_methods() if cls.capability(m).tolerance and cls.implementation(m).devices is None
+        ]
         return {
             platform: next((m for m in methods if m in written), "forward_native")
             for platform, methods in METHODS.items()

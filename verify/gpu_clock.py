@@ -17,7 +17,7 @@ from ..devices import spec_of_kind
 from ..distribution import with_extras
 from ..errors import ConfigError
 from ..masks import Mask
-from ..planning import AttentionProblem, OperationConfig, Placement
+from ..planning import AttentionProblem, OperationConfig, PassSizes, Placement
 from .devices import lowered_for, tracing_on
 from .gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from .gpu.gpu_mesh import described_gpus
@@ -26,11 +26,6 @@ from .local_call import LocalProblem
 __all__ = ["GpuCost", "compiled_kernels", "gpu_cost", "loop_tiles", "same_splits"]
 
 _WARP = 32
-# The kernels of each part: the suffix of their sizes, and the axis that they go along.
-_KERNELS = {
-    "forward": {"attnops_flash_forward": ("", "q")},
-    "backward": {"attnops_flash_dkv": ("_dkv", "kv"), "attnops_flash_dq": ("_dq", "q")},
-}
 
 
 class GpuCost(NamedTuple):
@@ -49,16 +44,19 @@ def gpu_cost(
     problem: AttentionProblem,
     placement: Placement,
     config: OperationConfig,
-    part: str,
+    passes: tuple[PassSizes, ...],
     kernels: tuple[GpuKernelUse, ...],
 ) -> GpuCost:
-    """The cost of a part's compiled kernels. Errors: ConfigError if a kernel's loops can't be read or told apart."""
+    """The cost of a pass's compiled kernels, with the sizes that they run with. Errors: ConfigError if a kernel's loops can't be
+    read or told apart.
+    """
     sizes: Any = config
     local, spec = placement.local, spec_of_kind(problem.device_kind)
     assert spec is not None
     stalls, registers, shared = 0.0, 0, 0
     spills: list[str] = []
-    for name, (suffix, slow) in _KERNELS[part].items():
+    for size in passes:
+        name = size.kernel
         kernel = next((use for use in kernels if use.name == name), None)
         if kernel is None or kernel.loops is None or kernel.registers is None:
             raise ConfigError(
@@ -66,18 +64,16 @@ def gpu_cost(
             )
         if kernel.stack_bytes:
             spills.append(f"{name} spills {kernel.stack_bytes} bytes of registers per thread")
-        folded = part == "forward" and bool(sizes.fold)
-        block_q = local.q_len if folded else getattr(sizes, f"block_q{suffix}")
+        folded = size.products == "forward" and bool(sizes.fold)
+        block = (local.q_len if folded else size.block_q), size.block_kv
         offset = None if problem.dynamic_query_offset else problem.query_offset or 0
         heads = local.kv_heads if folded else local.q_heads
-        tiles = loop_tiles(
-            problem.mask, (block_q, getattr(sizes, f"block_kv{suffix}")), slow, local.q_len, local.kv_len, offset, heads
-        )
+        tiles = loop_tiles(problem.mask, block, size.outer, local.q_len, local.kv_len, offset, heads)
         if len(kernel.loops) == len(tiles) + 1:  # the last one is for keys, values or scales that aren't finite
             tiles = (*tiles, 0.0)
         if len(kernel.loops) != len(tiles):
             raise ConfigError(f"{name} has {len(kernel.loops)} loops where {len(tiles)} are known")
-        warps = (kernel.threads or 0) // _WARP
+        warps = (kernel.threads or 0) // _WARP if size.warps is None else size.warps
         by_head = sum(loop.loop.stall_cycles * count for loop, count in zip(kernel.loops, tiles, strict=True))
         stalls += by_head * warps * heads * local.batch
         registers, shared = max(registers, kernel.registers), max(shared, kernel.shared_bytes or 0)

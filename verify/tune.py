@@ -73,9 +73,9 @@ class _CallSearch(Search):
         """The GPU kernels of each candidate, compiled and read. One that spills is refused, as is one that doesn't compile."""
         for part, fields in todo:
             try:
-                config, _ = self._kernels(part, fields)
+                config, passes = self._kernels(part, fields)
                 kernels = compiled_kernels(self.device_kind, self.local, part, fields)
-                cost = gpu_cost(self.problem, self.placement, config, part, kernels)
+                cost = gpu_cost(self.problem, self.placement, config, tuple(size for _, size in passes), kernels)
             except AttnOpsError as error:
                 yield Measured(part, fields, "static", None, str(error))
             except Exception as error:  # raised by the compiler

@@ -6,7 +6,7 @@ from ...errors import shown
 from ...masks import MaskFunction
 from ...planning import AttentionProblem, Rule
 
-__all__ = ["MOSAIC", "TRITON", "function_rules"]
+__all__ = ["MOSAIC", "MOSAIC_GPU", "TRITON", "function_rules"]
 
 _HINT = (
     "Compute it from position and key by arithmetic and comparisons (a small table entry by entry, as Python numbers), pass "
@@ -24,6 +24,13 @@ _OPERATIONS = frozenset((
 # What jax adds to a derivative.
 _ADDED = frozenset({"add_any", "copy", "one_minus_square", "reshape", "transpose", "mul"})
 MOSAIC = _OPERATIONS | {"cond", "erf", "reduce_or", "round"}
+# Those of Mosaic GPU on a tile of a warpgroup.
+MOSAIC_GPU = frozenset((
+    "abs", "add", "and", "broadcast_in_dim", "clamp", "convert_element_type", "div", "eq", "exp", "exp2", "ge", "gt",
+    "integer_pow", "jit", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pjit", "rem", "rsqrt", "select_n",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sqrt", "square", "stop_gradient", "sub", "tanh",
+    "xor",
+))  # fmt: skip
 TRITON = _OPERATIONS | {"cbrt", "expm1"}
 
 

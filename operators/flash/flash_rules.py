@@ -46,6 +46,13 @@ FLASH_RULES = (
         "device {p.device}: Triton compiles for Ampere (compute capability 8.0) and later",
         "Use 'vanilla', which is plain XLA.",
     ),
+    Rule(
+        "flash.kernel",
+        "kernel",
+        lambda p, c: not (isinstance(c, FlashAttention2Config) and c.kernel == "mosaic"),
+        "kernel='mosaic' is declared, and these kernels are written in Triton",
+        "Leave kernel out, or declare 'triton'.",
+    ),
     *function_rules("flash", TRITON),
     Rule(
         "flash.interpret.check_vma",

@@ -7,6 +7,7 @@ from typing import ClassVar
 from ...planning import OperationConfig
 from ..call.base import Operation
 from ..flash import FLASH, NO_ROCM
+from ..hopper import HOPPER
 from ..vanilla.operation import NATIVE
 from .splash_config import SplashConfig
 from .splash_kernels import SPLASH
@@ -20,6 +21,7 @@ class Splash(Operation):
     name = "splash"
     config: ClassVar[type[OperationConfig]] = SplashConfig
     forward_tpu = SPLASH
+    forward_hopper = HOPPER
     forward_cuda = FLASH
     forward_rocm = NO_ROCM
     forward_native = NATIVE

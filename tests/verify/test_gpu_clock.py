@@ -20,10 +20,11 @@ from attnops.planning import Plan
 from attnops.verify import tune as searches
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse, GpuLoop
 from attnops.verify.gpu.sass import TileLoop
-from attnops.verify.gpu_clock import gpu_cost, loop_tiles, same_splits
+from attnops.verify.gpu_clock import GpuCost, gpu_cost, loop_tiles, same_splits
 from attnops.verify.tune import measured_by
 
 Q_LEN, KV_LEN, HEADS, KV_HEADS, BATCH = 200, 330, 6, 2, 3
+TRITON = {"flash_attn2": {"kernel": "triton"}}
 LAYOUT = np.random.default_rng(0).random((HEADS, 4, 6)) < 0.4
 MASKS: dict[str, Mask] = {
     "full": Full(),
@@ -36,7 +37,9 @@ MASKS: dict[str, Mask] = {
 
 def _plan(kind: str = "NVIDIA H100 80GB HBM3", q_len: int = Q_LEN, platform: str = "gpu", **call: Any) -> Plan:
     mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(kind, 1, platform))
-    attend = OperationRegistry.create("flash_attn2", OperationMetadata(mesh=mesh, tuning="off"))
+    attend = OperationRegistry.create(
+        "flash_attn2", OperationMetadata(mesh=mesh, tuning="off", operation_configs=TRITON)
+    )
     q = jax.ShapeDtypeStruct((BATCH, q_len, HEADS, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((BATCH, KV_LEN, KV_HEADS, 64), jnp.bfloat16)
     return attend.plan(q, k, k, **({"mask": Causal(), "query_offset": 0} | call))
@@ -76,12 +79,21 @@ def _kernel(name: str, *stalls: int, stack: int = 0, warps: int = 4) -> GpuKerne
     return GpuKernelUse(name, 200, stack, 1024, 32 * warps, 1, None, loops)
 
 
+def _cost(decided: Plan, config: Any, backward: bool, kernels: tuple[GpuKernelUse, ...]) -> GpuCost:
+    assert decided.runs is not None
+    return gpu_cost(decided.problem, decided.placement, config, decided.runs.passes(config, backward), kernels)
+
+
 def test_cost_is_stalls_times_warps_tiles_and_heads() -> None:
     decided = _plan()
     config = decided.config.with_fields({"block_q": 64, "block_kv": 64, "fold": False})
     full, masked = loop_tiles(Causal(), (64, 64), "q", Q_LEN, KV_LEN, 0)
     cost = gpu_cost(
-        decided.problem, decided.placement, config, "forward", (_kernel("attnops_flash_forward", 10, 1000),)
+        decided.problem,
+        decided.placement,
+        config,
+        decided.runs.passes(config, False),
+        (_kernel("attnops_flash_forward", 10, 1000),),
     )
     assert (full, masked) == (6, 4)  # below and on the diagonal of four blocks of rows
     assert cost.stalls == (6 * 10 + 4 * 1000) * 4 * HEADS * BATCH
@@ -96,7 +108,11 @@ def test_folded_heads_count_once() -> None:
     one = _kernel("attnops_flash_forward", 100)
     tiles = loop_tiles(Full(), (1, decided.config.block_kv), "q", 1, KV_LEN, 0)
     cost = gpu_cost(
-        decided.problem, decided.placement, decided.config, "forward", (replace(one, loops=one.loops * len(tiles)),)
+        decided.problem,
+        decided.placement,
+        decided.config,
+        decided.runs.passes(decided.config, False),
+        (replace(one, loops=one.loops * len(tiles)),),
     )
     assert cost.stalls == round(sum(tiles) * 100 * 4 * KV_HEADS * BATCH)
 
@@ -114,19 +130,19 @@ def test_what_has_no_cost(kernels: tuple[GpuKernelUse, ...], message: str) -> No
     decided = _plan()
     config = decided.config.with_fields({"block_q": 64, "block_kv": 64})
     with pytest.raises(ConfigError, match=message):
-        gpu_cost(decided.problem, decided.placement, config, "forward", kernels)
+        _cost(decided, config, False, kernels)
 
 
 def test_spills_are_told() -> None:
     decided = _plan()
     config = decided.config.with_fields({"block_q": 64, "block_kv": 64})
     kernels = (_kernel("attnops_flash_forward", 10, 20, stack=48),)
-    told = gpu_cost(decided.problem, decided.placement, config, "forward", kernels).spills
+    told = _cost(decided, config, False, kernels).spills
     assert told == "attnops_flash_forward spills 48 bytes of registers per thread"
     names = "attnops_flash_dkv", "attnops_flash_dq"
     backward = config.with_fields({f"block_{axis}_{one}": 64 for axis in ("q", "kv") for one in ("dkv", "dq")})
     both = tuple(_kernel(name, 10, 20, stack=8) for name in names)
-    told = gpu_cost(decided.problem, decided.placement, backward, "backward", both).spills
+    told = _cost(decided, backward, True, both).spills
     assert all(name in (told or "") for name in names)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from struct import calcsize, unpack_from
@@ -15,19 +16,21 @@ _SYMBOLS, _SYMBOL = 2, "<IBBHQQ"
 # Attributes of the section .nv.info, by the numbers that NVIDIA's tools print as EIATTR_*. Each value is a pair of words; the
 # first is the function's index among the symbols.
 _REGISTERS, _FRAME = 0x2F, 0x11
+_THREADS = 0x05  # in the section of a kernel: three sizes
 _SIZED = 4  # the form of an attribute preceded by its size; others have a two-byte value
 _RESERVED_SINCE = (9, 0)  # from this capability on a kernel's own section includes the driver's part
 RESERVED = 1024  # bytes of shared memory that the driver reserves in every block
 
 
 class CubinFunction(NamedTuple):
-    """A kernel of a binary: registers per thread, bytes of stack per thread (which holds spilled registers), and bytes of
-    shared memory fixed at compile time."""
+    """A kernel of a binary: registers per thread, bytes of stack per thread (which holds spilled registers), bytes of shared
+    memory fixed at compile time, and the most threads of a block, if that is fixed too."""
 
     name: str
     registers: int
     stack_bytes: int
     shared_bytes: int
+    threads: int | None = None
 
 
 def cubin_functions(data: bytes, capability: tuple[int, int]) -> tuple[CubinFunction, ...]:
@@ -66,7 +69,12 @@ def _functions(data: bytes, capability: tuple[int, int]) -> Iterator[CubinFuncti
         shared = 0 if section is None else section[5]
         if capability >= _RESERVED_SINCE:
             shared = max(0, shared - RESERVED)
-        yield CubinFunction(name, number, frames.get(at, 0), shared)
+        yield CubinFunction(name, number, frames.get(at, 0), shared, _threads(data, named.get(f".nv.info.{name}")))
+
+
+def _threads(data: bytes, section: tuple[int, ...] | None) -> int | None:
+    values = () if section is None else _attributes(data, section)
+    return next((math.prod(unpack_from("<III", value)) for attribute, value in values if attribute == _THREADS), None)
 
 
 def _attributes(data: bytes, section: tuple[int, ...]) -> Iterator[tuple[int, bytes]]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...devices import GpuSpec
 from .cubin import CubinFunction, cubin_functions
 from .launches import Launch, launches
+from .mosaic_kernels import TARGET as MOSAIC
+from .mosaic_kernels import mosaic_binaries, mosaic_name
 from .occupancy import Occupancy, occupancy
 from .sass import TileLoop, disassembled, tile_loops
 from .units import LoopBound, loop_bound
@@ -57,7 +60,25 @@ class GpuKernelUse:
 
 def gpu_kernels(compiled: Any, text: str, spec: GpuSpec | None) -> tuple[GpuKernelUse, ...]:
     """The Pallas kernels of a compiled program, in program order. spec: the GPU's; without it there is no occupancy."""
-    names = triton_names(text)
+    of_triton = iter(_of_triton(compiled, triton_names(text), spec))
+    binaries = mosaic_binaries(compiled, _capability(spec)) if MOSAIC in text else {}
+    found = []
+    for target, after in _calls(text):
+        if target == MOSAIC:
+            name = mosaic_name(after)
+            found += [] if name is None else [_of_mosaic(name, binaries.get(name, set()), spec)]
+        elif _NAMED.search(after):
+            found.append(next(of_triton))
+    return tuple(found)
+
+
+def _calls(text: str) -> Iterator[tuple[str, str]]:
+    """(target, what follows up to the next call) of each call of a Pallas kernel in a program's text."""
+    parts = re.split(f"({re.escape(_TRITON)}|{re.escape(MOSAIC)})", text)
+    return zip(parts[1::2], parts[2::2], strict=True)
+
+
+def _of_triton(compiled: Any, names: tuple[str, ...], spec: GpuSpec | None) -> tuple[GpuKernelUse, ...]:
     launched = launches(compiled) if names else ()
     named_launches = [launch for launch in launched or () if launch.name in names]
     if len(named_launches) != len(names):  # the file has another form: use only the text
@@ -69,11 +90,34 @@ def gpu_kernels(compiled: Any, text: str, spec: GpuSpec | None) -> tuple[GpuKern
     return tuple(uses[launch] for launch in named_launches)
 
 
+def _of_mosaic(name: str, binaries: set[bytes], spec: GpuSpec | None) -> GpuKernelUse:
+    """Its launch can't be read: the blocks and the shared memory aren't known. There are several binaries if calls of the same
+    name differ; then which is which isn't known either."""
+    if len(binaries) != 1:
+        return GpuKernelUse(name)
+    (binary,) = binaries
+    (function,) = cubin_functions(binary, _capability(spec))
+    occupied = None
+    if spec is not None and function.threads is not None:
+        by_registers = occupancy(spec, function.registers, function.threads, 0)
+        occupied = by_registers if by_registers.blocks == 1 else None  # shared memory can't make it fewer
+    return GpuKernelUse(
+        name,
+        function.registers,
+        function.stack_bytes,
+        None,
+        function.threads,
+        None,
+        occupied,
+        _loops(binary, spec, occupied),
+    )
+
+
 def triton_names(text: str) -> tuple[str, ...]:
     """The names of the Pallas kernels in a program's text."""
     names = []
-    for part in text.split(_TRITON)[1:]:
-        if named := _NAMED.search(part):
+    for target, after in _calls(text):
+        if target == _TRITON and (named := _NAMED.search(after)):
             names.append(named[1])
     return tuple(names)
 
@@ -84,21 +128,29 @@ def _use(launch: Launch, spec: GpuSpec | None) -> GpuKernelUse:
         return GpuKernelUse(launch.name, threads=launch.threads, blocks=launch.blocks)
     shared = function.shared_bytes + launch.shared_bytes
     occupied = None if spec is None else occupancy(spec, function.registers, launch.threads, shared)
-    text = disassembled(launch.cubin)
-    loops = None
-    if text is not None:
-        loops = tuple(
-            GpuLoop(loop, None if spec is None or occupied is None else loop_bound(spec, loop, occupied.warps))
-            for loop in tile_loops(text)
-        )
+    loops = _loops(launch.cubin, spec, occupied)
     return GpuKernelUse(
         launch.name, function.registers, function.stack_bytes, shared, launch.threads, launch.blocks, occupied, loops
     )
 
 
+def _loops(cubin: bytes, spec: GpuSpec | None, occupied: Occupancy | None) -> tuple[GpuLoop, ...] | None:
+    text = disassembled(cubin)
+    if text is None:
+        return None
+    return tuple(
+        GpuLoop(loop, None if spec is None or occupied is None else loop_bound(spec, loop, occupied.warps))
+        for loop in tile_loops(text)
+    )
+
+
+def _capability(spec: GpuSpec | None) -> tuple[int, int]:
+    return spec.capability if spec else (9, 0)
+
+
 def _function(launch: Launch, spec: GpuSpec | None) -> CubinFunction | None:
     try:
-        functions = cubin_functions(launch.cubin, spec.capability if spec else (9, 0))
+        functions = cubin_functions(launch.cubin, _capability(spec))
     except ValueError:
         return None
     return functions[0] if len(functions) == 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,13 @@ import jax.numpy as jnp
 from ...kernels.lse import LOG2E
 from ...kernels.scores import apply_steps
 from .score_tile import TileScores
-from .tile import Tile
 
 __all__ = ["weigh"]
 
 
-def weigh(tile: Tile, raw: jax.Array, masked: bool) -> tuple[jax.Array, float, Callable[[jax.Array], jax.Array]]:
+def weigh(tile: Any, raw: jax.Array, masked: bool) -> tuple[jax.Array, float, Callable[[jax.Array], jax.Array]]:
     """(x, factor, pull): logits in base 2 are x * factor, factor > 0; pull: from the gradient of the logits in base e to that
-    of the products times the scale."""
+    of the products times the scale. tile: a Tile, or another kernel's tile with its methods."""
     logits, score = tile.logits, tile.static_args.score
     capped = scored = None
     x, factor = raw, logits.scale

@@ -1,0 +1,172 @@
+"""What the Hopper kernel supports, as data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from ...devices import gpu_variant
+from ...planning import STATIC_MASKS, AttentionProblem, OperationConfig, Rule
+from ..choices.function_rules import MOSAIC_GPU, function_rules
+from ..flash.flash_config import FlashAttention2Config
+from .kernel.hopper_sizes import ROWS, padded_dim
+
+__all__ = ["HOPPER_FEATURES", "HOPPER_RULES", "JAX_NEEDED", "is_hopper"]
+
+# What a kernel of Mosaic GPU needs is public from here on: a kernel's output types, layouts in the interpreter, checked races.
+JAX_NEEDED = (0, 12)
+HOPPER_FEATURES = STATIC_MASKS | {
+    "blocks", "chosen_blocks", "segment_ids", "kv_lengths", "positions", "dynamic_or", "dynamic_query_offset", "logits_soft_cap",
+    "sinks", "return_lse", "gqa", "value_dim",
+}  # fmt: skip
+_MAX_DIM = 256
+_BLOCKS = (ROWS, 2 * ROWS)
+_FOLDED_ROWS = 64  # queries of a kv head that the kernel in Triton makes one tile of
+_SPLIT_KEYS = 512  # the fewest keys that it divides
+_PADDED = 4 / 3  # columns computed for each of a head's
+
+
+def is_hopper(problem: AttentionProblem) -> bool:
+    """Whether the device is of compute capability 9.0."""
+    gpu = gpu_variant(problem.device_kind)
+    return gpu is not None and gpu.architecture == "hopper"
+
+
+def _field(config: OperationConfig, name: str) -> Any:
+    return getattr(config, name) if isinstance(config, FlashAttention2Config) else None
+
+
+def _asked(config: OperationConfig) -> bool:
+    """Whether this kernel is declared, so that only what it can't do is a reason against it."""
+    return _field(config, "kernel") == "mosaic"
+
+
+def _programs(problem: AttentionProblem) -> int:
+    """Blocks of threads of a device."""
+    rows = math.ceil(problem.q_len / (2 * ROWS))
+    return math.ceil(problem.batch * problem.q_heads * rows / problem.devices)
+
+
+def _fills(problem: AttentionProblem) -> bool:
+    """Whether the queries alone fill the device, or there are too few keys to divide."""
+    gpu = gpu_variant(problem.device_kind)
+    return gpu is None or 2 * _programs(problem) > gpu.cores or problem.kv_len < _SPLIT_KEYS
+
+
+def _widened(problem: AttentionProblem) -> float:
+    dims = problem.head_dim, problem.value_dim
+    return sum(map(padded_dim, dims)) / sum(dims)
+
+
+HOPPER_RULES = (
+    Rule(
+        "hopper.jax",
+        "kernel",
+        lambda p, c: jax.__version_info__ >= JAX_NEEDED,
+        f"jax {jax.__version__}: what a kernel of Mosaic GPU needs is public from {'.'.join(map(str, JAX_NEEDED))} on",
+        "Upgrade jax; until then the kernel in Triton runs.",
+    ),
+    Rule(
+        "hopper.kernel",
+        "kernel",
+        lambda p, c: _field(c, "kernel") != "triton",
+        "kernel='triton' is declared",
+        "Leave kernel out.",
+    ),
+    Rule(
+        "hopper.dtype",
+        "runtime_dtype",
+        lambda p, c: p.runtime_dtype in ("bfloat16", "float16"),
+        "runtime dtype {p.runtime_dtype}: the kernel's products are of 16-bit numbers",
+        "Declare runtime_dtype bfloat16 or float16.",
+    ),
+    Rule(
+        "hopper.softmax_dtype",
+        "runtime_softmax_dtype",
+        lambda p, c: p.softmax_dtype == "float32",
+        "softmax dtype {p.softmax_dtype}: the kernel's softmax is float32",
+        "Leave runtime_softmax_dtype at float32.",
+    ),
+    Rule(
+        "hopper.head_dim",
+        "head_dim",
+        lambda p, c: max(p.head_dim, p.value_dim) <= _MAX_DIM,
+        f"head_dim={{p.head_dim}}, value dim {{p.value_dim}}: a tile's sums are held in registers, up to a dim of {_MAX_DIM}",
+        "Use 'vanilla'.",
+    ),
+    Rule(
+        "hopper.padding",
+        "head_dim",
+        lambda p, c: _asked(c) or _widened(p) <= _PADDED,
+        lambda p, c: (
+            f"head_dim={p.head_dim}, value dim {p.value_dim}: the kernel would copy the arrays and compute "
+            f"{padded_dim(p.head_dim)} and {padded_dim(p.value_dim)} columns"
+        ),
+        "Nothing to change: the kernel in Triton computes fewer columns. kernel='mosaic' runs this one.",
+    ),
+    Rule(
+        "hopper.few_queries",
+        "q_len",
+        lambda p, c: _asked(c) or p.q_len * (p.q_heads // p.kv_heads) > _FOLDED_ROWS,
+        lambda p, c: (
+            f"q_len={p.q_len}, {p.q_heads // p.kv_heads} query heads a kv head: the kernel in Triton makes them one tile, this "
+            f"one pads each head's to {ROWS} rows"
+        ),
+        "Nothing to change. kernel='mosaic' runs this one.",
+    ),
+    Rule(
+        "hopper.few_blocks",
+        "q_len",
+        lambda p, c: _asked(c) or _fills(p),
+        lambda p, c: (
+            f"{_programs(p)} blocks of {2 * ROWS} queries on a device with {gpu_variant(p.device_kind).cores} multiprocessors: "  # type: ignore[union-attr]
+            "the kernel in Triton divides the keys too"
+        ),
+        "Nothing to change. kernel='mosaic' runs this one.",
+    ),
+    Rule(
+        "hopper.block_q",
+        "block_q",
+        lambda p, c: _field(c, "block_q") in (None, *_BLOCKS),
+        f"block_q={{c.block_q}}: a warpgroup has {ROWS} rows, and one or two of them compute",
+        f"Declare block_q={_BLOCKS[0]} or {_BLOCKS[1]}, or leave it out.",
+    ),
+    Rule(
+        "hopper.block_kv",
+        "block_kv",
+        lambda p, c: (_field(c, "block_kv") or 0) <= 256,
+        "block_kv={c.block_kv}: a product on Hopper has at most 256 columns",
+        "Declare block_kv up to 256, or leave it out.",
+    ),
+    Rule(
+        "hopper.num_warps",
+        "num_warps",
+        lambda p, c: _field(c, "num_warps") is None,
+        "num_warps={c.num_warps} is declared: here the warps follow from block_q",
+        "Leave num_warps out.",
+    ),
+    Rule(
+        "hopper.fold",
+        "fold",
+        lambda p, c: not _field(c, "fold"),
+        "fold=True is declared: the kernel's tiles have the rows of one query head",
+        "Leave fold out.",
+    ),
+    Rule(
+        "hopper.kv_splits",
+        "kv_splits",
+        lambda p, c: _field(c, "kv_splits") in (None, 1),
+        "kv_splits={c.kv_splits} is declared: the kernel doesn't divide the keys",
+        "Leave kv_splits out.",
+    ),
+    *function_rules("hopper", MOSAIC_GPU),
+    Rule(
+        "hopper.interpret.check_vma",
+        "interpret",
+        lambda p, c: not (p.vma and _field(c, "interpret")),
+        "called inside a shard_map with check_vma=True, which Pallas' interpreter can't be traced under",
+        "Leave interpret out, or pass check_vma=False to that shard_map.",
+    ),
+)
