@@ -159,7 +159,7 @@ class Declaration(UnsetFieldsModel):
         if checked.family == "selection":
             return index_shapes(checked.call, self._input_dtype())
         if checked.family == "recurrence":
-            return recurrent_shapes(checked.call, self._input_dtype(), checked.operands)
+            return recurrent_shapes(checked.call, self._input_dtype(), checked.operands, checked._state_dtype())
         return checked.call.shapes(self._input_dtype(), self.operands)
 
     def draw(self, seed: int) -> dict[str, np.ndarray]:
@@ -168,7 +168,7 @@ class Declaration(UnsetFieldsModel):
         if checked.family == "selection":
             return index_arrays(checked.call, seed, self._input_dtype())
         if checked.family == "recurrence":
-            return recurrent_arrays(checked.call, seed, self._input_dtype(), checked.operands)
+            return recurrent_arrays(checked.call, seed, self._input_dtype(), checked.operands, checked._state_dtype())
         return checked.call.draw(seed, self._input_dtype(), self.operands)
 
     @property
@@ -199,13 +199,24 @@ class Declaration(UnsetFieldsModel):
         declared = self.metadata.get("runtime_dtype")
         return next((name for name in typing.get_args(InputDtype) if name == declared), "float32")
 
+    def _state_dtype(self) -> str | None:
+        """The dtype that the config declares for states; None for that of the tokens."""
+        operation = OperationRegistry.get(self.operation)
+        configs = self.metadata.get("operation_configs") or {}
+        of_both = (configs.get(name) or {} for name in (operation.name, operation.backend_operation))
+        declared = next((x["state_dtype"] for x in of_both if "state_dtype" in x), None)
+        field = operation.config.model_fields.get("state_dtype")
+        return declared or (None if field is None else field.default)
+
     def call_arguments(self, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
         """Return the keyword arguments of the call for these arrays. `mode` overrides the declared one."""
         call = self.checked().call
         if self.family == "selection":
             return index_arguments(call, arrays, mode)
         if self.family == "recurrence":
-            return recurrent_arguments(call, arrays, mode)
+            kind: Any = OperationRegistry.get(self.operation)
+            packed: dict[str, Any] = kind.packed(recurrent_arguments(call, arrays, mode, self.operands))
+            return packed
         mask: Any = call.mask
         if "mask" in arrays:
             mask = arrays["mask"] if mask is None else mask & Dense(arrays["mask"])

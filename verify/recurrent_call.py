@@ -34,11 +34,12 @@ class PlannedRecurrence(Planned):
 
     def traced(self, name: str) -> Any:
         """Every array laid out as planned."""
-        arrays = {name: self._laid_out(name, x) for name, x in self.arguments.items() if hasattr(x, "shape")}
-        static = {name: x for name, x in self.arguments.items() if name not in arrays}
+        every = self.operation.flat(self.arguments)
+        arrays = {name: self._laid_out(name, x) for name, x in every.items() if hasattr(x, "shape")}
+        static = {name: x for name, x in every.items() if name not in arrays}
 
         def run(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-            found: Any = self.operation(**arrays, **static)  # type: ignore[operator]
+            found: Any = self.operation(**self.operation.packed(arrays | static))  # type: ignore[operator]
             return found.attention_outputs, found.state
 
         if "backward" not in name:
@@ -68,7 +69,7 @@ class PlannedRecurrence(Planned):
             return Traffic(())
         if "backward" in name:
             return Traffic((), ("what the gradient of a recurrence sends isn't counted",))
-        if "width" in problem.size or repeats_keys(placement):
+        if ("width" in problem.size and placement.over) or repeats_keys(placement):
             return Traffic((), ("what is sent between neighbours isn't counted",))
         if not placement.over:
             return Traffic(())

@@ -17,10 +17,47 @@ def recurrent_reference(
     problem: TableProblem, arrays: Mapping[str, Any], operation: Any, config: Any
 ) -> dict[str, np.ndarray]:
     """attention_outputs and state, in the call's layout. arrays: by name, as given."""
+    if "cu_q_lens" in arrays:
+        return _reference_of_step(problem, arrays, operation, config)
     standard = {name: _moved(operation.operands[name], x, problem.layout, "bthd") for name, x in arrays.items()}
     found = _reference(standard, operation, config, problem.option)
     named = {"attention_outputs": found.outputs, "state": found.state}
     return {row.name: _moved(row, named[row.name], "bthd", problem.layout) for row in operation.results}
+
+
+def _reference_of_step(
+    problem: TableProblem, arrays: Mapping[str, Any], operation: Any, config: Any
+) -> dict[str, np.ndarray]:
+    """Row by row; a row's states of drafts are those of its first tokens alone."""
+    wide = {n: x if np.issubdtype(x.dtype, np.integer) else x.astype(np.float64) for n, x in _on_host(arrays)}
+    table, state = operation.operands, wide["state"].copy()
+    (outputs,) = (x for x in problem.results if x.name == "attention_outputs")
+    found = np.zeros(outputs.shape)
+    of_batch = [wide[name] for name in ("cu_q_lens", "kv_lens", "num_seqs", "read_slots", "write_slots")]
+    shards = len(of_batch[2]) if of_batch[2].ndim else 1
+    bounds, lens, counts, read, write = (x.reshape(shards, *x.shape[of_batch[2].ndim :]) for x in of_batch)
+    own_tokens, own_slots = problem.size["tokens"] // shards, problem.size["slots"] // shards
+    for shard, row in ((s, r) for s in range(shards) for r in range(int(counts[s]))):
+        first, last = (int(bounds[shard, n]) + shard * own_tokens for n in (row, row + 1))
+        fresh = lens[shard, row] <= last - first
+        before = np.zeros(state.shape[1:]) if fresh else wide["state"][shard * own_slots + read[shard, row]]
+        for column in range(min(last - first, write.shape[2])):
+            own = slice(first, last - column)
+            call = {
+                name: x[own][None] if table[name].dims[:1] == ("tokens",) and x.ndim == len(table[name].dims) else x
+                for name, x in wide.items()
+                if name in table and name != "state"
+            }
+            one = _reference(call | {"initial_state": before[None]}, operation, config, problem.option)
+            if column == 0:
+                found[own] = one.outputs[0]
+            if write[shard, row, column] < own_slots:
+                state[shard * own_slots + write[shard, row, column]] = one.state[0]
+    return {"attention_outputs": found, "state": state}
+
+
+def _on_host(arrays: Mapping[str, Any]) -> list[tuple[str, np.ndarray]]:
+    return [(name, np.asarray(x)) for name, x in arrays.items()]
 
 
 def _moved(row: Any, x: Any, given: str, wanted: str) -> np.ndarray:
@@ -57,7 +94,7 @@ def _reference(arrays: dict[str, np.ndarray], operation: Any, config: Any, optio
         query, key = (x / np.sqrt((x * x).sum(-1, keepdims=True) + config.normalise_eps) for x in (query, key))
     decay = arrays.get("decay")
     if decay is None:
-        decay = reference_decays(operation.name, value.shape[2])
+        decay = reference_decays(operation.name.removeprefix("ragged_"), value.shape[2])
     decay = np.broadcast_to(decay, value.shape[:3]) if decay.ndim == 1 else decay
     decay = decay[..., None] if decay.ndim == 3 else decay
     if getattr(config, "gate", "log_decay") == "raw":

@@ -121,8 +121,7 @@ class Attention:
     ) -> Any:
         """Like a call. `remarks` are added to the notes of its plan in `plans`: what an adapter made of its arguments."""
         if self.operation.family == "recurrence":
-            arrays, options = self._recurrent((query, key, value, *more), call)
-            output = self.operation(*arrays, **options)
+            output = self.operation(**self._recurrent((query, key, value, *more), call))
             self._keep(output.plan, remarks)
             return output
         if more:
@@ -149,8 +148,8 @@ class Attention:
             with self._lock:
                 self._plans[decided] = replace(noted, notes=(*noted.notes, *remarks)) if remarks else noted
 
-    def _recurrent(self, arrays: tuple[Any, ...], call: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arrays and keywords of a recurrence's call."""
+    def _recurrent(self, arrays: tuple[Any, ...], call: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of a recurrence's call, or of its step."""
         self._check_enabled()
         return declared_call(self.declaration, self.operation.operands, arrays, call)
 
@@ -177,8 +176,7 @@ class Attention:
         """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs. A step's takes `cache=` in place of the
         state; default: the file's."""
         if self.operation.family == "recurrence":
-            arrays, options = self._recurrent((query, key, value, *more), {**call})
-            return self.operation.plan(*arrays, **options)
+            return self.operation.plan(**self._recurrent((query, key, value, *more), {**call}))
         options = self.options(query, key, value, **call)
         if self._in_pages and self.declaration.cache is not None:
             options.setdefault("cache", self.declaration.cache)

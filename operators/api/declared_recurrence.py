@@ -19,8 +19,8 @@ _FIELDS = {"heads": "q_heads", "q_len": "", "batch": "", "history": ""}  # lengt
 
 def declared_call(
     declaration: Declaration, table: OperandTable, arrays: Sequence[Any], call: Mapping[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """(the arrays that every call has, its keywords). arrays: by position, in the table's order, or by name; the first three are
+) -> dict[str, Any]:
+    """The keywords of the call, its arrays among them. arrays: by position, in the table's order, or by name; the first three are
     None if they weren't passed, and then query, key and value came by name.
 
     Errors: ConfigError for an option that both give and that differs; InputError for declared arrays that are missing, and for
@@ -62,7 +62,7 @@ def declared_call(
         raise InputError(
             f"{first} is {shapes[first].dtype}; the file declares call.dtype={declared.dtype!r}. Cast it, or leave dtype out."
         )
-    return [given[name] for name in required], rest
+    return given | rest
 
 
 def _check_sizes(declaration: Declaration, sizes: Mapping[str, int]) -> None:

@@ -78,6 +78,16 @@ class RecurrentOperation(DeclaredOperation):
         per_token = cls.token_flops(size, getattr(plan.config, "chunk_size", None) or 1)
         return (2 if split else 1) * size.get("batch", 1) * tokens * per_token
 
+    @classmethod
+    def packed(cls, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of a call from its arrays by name."""
+        return dict(arrays)
+
+    @classmethod
+    def flat(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of a call with its arrays by name: the reverse of `packed`."""
+        return dict(keywords)
+
     # -- calling -----------------------------------------------------------------------------------------------------
 
     def _run(self, given: Mapping[str, Any], call: Mapping[str, Any]) -> RecurrentOutput:
@@ -215,7 +225,6 @@ class RecurrentOperation(DeclaredOperation):
         """Each device's part. split: the mesh axes of the rows' dims."""
         decided: Any = program.plan
         problem, mesh, placement = decided.problem, program.mesh, decided.placement
-        outputs = next(x for x in problem.results if x.name == "attention_outputs")
         state = next(x for x in problem.results if x.name == "state")
         heads = next(dim for dim in state.operand.dims if dim in ("heads", "channels"))
         if repeats_keys(placement):
@@ -233,7 +242,7 @@ class RecurrentOperation(DeclaredOperation):
         dims = dict.fromkeys(_OF_TOKENS, ("batch", "q_len")) | {"ends": ("batch",), "last_document": ("batch",)}
         in_specs = {name: spec(dims.get(name) or self._dims(name, x.ndim)) for name, x in arrays.items()}
         placed = {name: pin(x, in_specs[name], mesh) for name, x in arrays.items()}
-        out_specs = {x.name: spec(x.operand.dims_in("bthd")) for x in (outputs, state)}
+        out_specs = {x.name: spec(x.operand.dims_in("bthd")) for x in problem.results}
         results = jax.shard_map(
             lambda arrays: self._local(decided, arrays, over),
             mesh=mesh,

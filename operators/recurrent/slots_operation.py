@@ -22,7 +22,7 @@ from ..call.program import Program, attention
 from ..paged_cache.state_batch import StateBatch
 from ..paged_cache.state_checks import check_states_later, state_problem
 from .arithmetic import Results
-from .kernel.over_rows import Rows
+from .kernel.over_rows import FEW, Rows
 from .local import RecurrentCall
 from .operation import RecurrentOperation, alone
 from .output import RecurrentOutput
@@ -42,11 +42,36 @@ class SlotsOperation(RecurrentOperation):
     unsized: ClassVar[tuple[str, ...]] = ("batch", "bounds")
     static: ClassVar[tuple[str, ...]] = ("mode", "max_q_len", "debug")
 
+    @classmethod
+    def flops(cls, plan: TablePlan) -> float:
+        """Operations on one device, counted from the chunks; rows of few tokens have none."""
+        size: dict[str, int] = {}
+        for x in plan.tensors:
+            size = dict(zip(x.dims, x.local_shape, strict=True)) | size
+        longest = plan.problem.option["max_q_len"]
+        few = longest is not None and longest <= FEW
+        return size["tokens"] * cls.token_flops(size, 1 if few else getattr(plan.config, "chunk_size", None) or 1)
+
+    @classmethod
+    def packed(cls, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of a step: arrays of a batch make a StateBatch."""
+        batch = StateBatch(**{name: arrays[name] for name in STATE_BATCH.names})
+        return {name: x for name, x in arrays.items() if name not in STATE_BATCH} | {"batch": batch}
+
+    @classmethod
+    def flat(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of a step with its arrays by name, those of the batch among them. Errors: InputTypeError, InputError."""
+        batch = keywords.get("batch")
+        if not isinstance(batch, StateBatch):
+            raise InputTypeError(f"batch is {a_type(batch)}; wanted a StateBatch, as StateBatch.make makes it.")
+        batch.check_form()
+        return {name: x for name, x in keywords.items() if name != "batch"} | batch.arrays
+
     # -- calling -----------------------------------------------------------------------------------------------------
 
     def _run(self, given: Mapping[str, Any], call: Mapping[str, Any]) -> RecurrentOutput:
         debug = _debug(call)
-        arrays, problem, mesh = self._described(*_with_batch(given, call))
+        arrays, problem, mesh = self._described(*self._parted(given, call))
         decided: TablePlan = self._ready(plan(type(self), problem, self.metadata.policy), tuple(arrays.values()), mesh)
         self._check_batch(arrays, problem)
         results = attention(Program(self, decided, mesh, debug), {name: jnp.asarray(x) for name, x in arrays.items()})
@@ -54,7 +79,14 @@ class SlotsOperation(RecurrentOperation):
 
     def _plan(self, given: Mapping[str, Any], call: Mapping[str, Any]) -> TablePlan:
         _debug(call)
-        return super()._plan(*_with_batch(given, call))
+        return super()._plan(*self._parted(given, call))
+
+    @classmethod
+    def _parted(cls, given: Mapping[str, Any], call: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arrays that every step has, and its other keywords."""
+        every = {**given, **cls.flat(call)}
+        required = {row.name for row in cls._table().required}
+        return {n: x for n, x in every.items() if n in required}, {n: x for n, x in every.items() if n not in required}
 
     # -- the description of a step -------------------------------------------------------------------------------------
 
@@ -147,16 +179,6 @@ def _of_tokens(table: OperandTable, name: str, x: Any) -> bool:
     """Whether an array is one by token: a decay may be one by head."""
     dims = table[name].dims
     return "tokens" in dims and len(dims) == x.ndim
-
-
-def _with_batch(given: Mapping[str, Any], call: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of a step with those of its batch, and its other arguments. Errors: InputTypeError, InputError."""
-    rest = {name: x for name, x in call.items() if name not in ("batch", "state")}
-    batch = call.get("batch")
-    if not isinstance(batch, StateBatch):
-        raise InputTypeError(f"batch is {a_type(batch)}; wanted a StateBatch, as StateBatch.make makes it.")
-    batch.check_form()
-    return {**given, "state": call.get("state"), **batch.arrays}, rest
 
 
 def _debug(call: Mapping[str, Any]) -> bool:
