@@ -117,10 +117,9 @@ class _Recurrence(Declared):
         return PlannedRecurrence(self.kind(metadata), self.arguments)
 
     def tune(self, metadata: OperationMetadata, how: str | None, max_candidates: int, progress: Progress) -> TuneReport:
-        del metadata, how, max_candidates, progress
-        raise ConfigError(
-            f"operation {self.kind.name!r} has no sizes to search: chunk_size follows from the platform or the config."
-        )
+        from ..verify.tune import tune_plan
+
+        return tune_plan(self.plan(metadata), how=how, most=max_candidates, progress=progress)
 
 
 class _Form(_Call):

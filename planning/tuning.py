@@ -98,7 +98,7 @@ def choose(operation: type[PlannedOperation], method: str, problem: Any, placeme
     return _stored_or_searched(names, key, problem, policy, shipped, search, resolve)
 
 
-def searched(operation: type[PlannedOperation], method: str, problem: AttentionProblem, placement: Placement) -> Tuning:
+def searched(operation: type[PlannedOperation], method: str, problem: Any, placement: Any) -> Tuning:
     """Search now, for tuning='tune', and store the result."""
     choice = _tuner()(operation, method, problem, placement)
     return Tuning("cache", f"{choice.how}, searched for this plan and stored", choice.fields)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,26 @@ from .collectives import Collective
 from .differences import differences
 from .passes import Planned, Work
 
-__all__ = ["PlannedRecurrence"]
+__all__ = ["PlannedRecurrence", "recurrence"]
+
+
+def recurrence(
+    operation: RecurrentOperation, static: Mapping[str, Any], gradient: bool
+) -> Callable[[dict[str, Any]], Any]:
+    """A call as a function of its arrays by name: its outputs and state, or the sum of both and its gradients."""
+
+    def run(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        found: Any = operation(**operation.packed(arrays | static))  # type: ignore[operator]
+        return found.attention_outputs, found.state
+
+    def loss(some: dict[str, Any], rest: dict[str, Any]) -> jax.Array:
+        return sum((x.astype(jnp.float32).sum() for x in run(some | rest)), start=jnp.float32(0))
+
+    def both(arrays: dict[str, Any]) -> Any:
+        smooth = {name: x for name, x in arrays.items() if operation.operands[name].gradient}
+        return jax.value_and_grad(loss)(smooth, {name: x for name, x in arrays.items() if name not in smooth})
+
+    return both if gradient else run
 
 
 class PlannedRecurrence(Planned):
@@ -38,19 +57,7 @@ class PlannedRecurrence(Planned):
         arrays = {name: self._laid_out(name, x) for name, x in every.items() if hasattr(x, "shape")}
         static = {name: x for name, x in every.items() if name not in arrays}
 
-        def run(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-            found: Any = self.operation(**self.operation.packed(arrays | static))  # type: ignore[operator]
-            return found.attention_outputs, found.state
-
-        if "backward" not in name:
-            return jax.jit(run).trace(arrays)
-        smooth = [name for name in arrays if self.operation.operands[name].gradient]
-
-        def loss(some: dict[str, Any], rest: dict[str, Any]) -> jax.Array:
-            return sum((x.astype(jnp.float32).sum() for x in run(some | rest)), start=jnp.float32(0))
-
-        parts = [{n: x for n, x in arrays.items() if (n in smooth) is wanted} for wanted in (True, False)]
-        return jax.jit(jax.value_and_grad(loss)).trace(*parts)
+        return jax.jit(recurrence(self.operation, static, "backward" in name)).trace(arrays)
 
     def _laid_out(self, name: str, x: Any) -> jax.ShapeDtypeStruct:
         sharding = None if self.mesh is None else NamedSharding(self.mesh, self.call.specs[name])

@@ -15,6 +15,8 @@ from ..errors import AttnOpsError, ConfigError, RefusedError, shown
 from ..operators.call.current_device import current_device
 from ..planning import AttentionProblem, Implementation, OperationConfig, PassSizes, Placement, Plan, PlannedOperation
 from ..planning.paged.paged_problem import PagedProblem
+from ..planning.tables.table_plan import TablePlan
+from ..planning.tables.table_problem import TableProblem
 from ..planning.tune_cache import Choice, Measured
 from ..planning.tuning import config_with, tune_key
 from .compiled import failure
@@ -25,6 +27,7 @@ from .gpu_clock import compiled_kernels, gpu_cost, same_splits
 from .local_call import LocalProblem
 from .search import MAX_CANDIDATES, Progress, Scheduled, Search, Todo, TuneReport, run_search
 from .tile_counts import kernel_cycles
+from .tune_recurrence import RecurrenceSearch
 
 __all__ = ["measured_by", "readable_kernels", "tune_plan", "tune_problem"]
 
@@ -86,18 +89,26 @@ class _CallSearch(Search):
 
 
 def tune_problem(
-    operation: type[PlannedOperation], method: str, problem: AttentionProblem, placement: Placement
+    operation: type[PlannedOperation], method: str, problem: AttentionProblem | TableProblem, placement: Any
 ) -> Choice:
     """Search with the defaults, for a plan with tuning='tune'. Errors: ConfigError if nothing can be measured."""
-    search = _CallSearch(operation, method, problem, placement)
+    search = _search_of(operation, method, problem, placement)
     search_result = run_search(search, measured_by(problem, None), MAX_CANDIDATES, None)[1]
     if search_result.choice is None:
         raise ConfigError(f"{problem.describe()}: no candidate compiles or runs; `attnops tune` shows why.")
     return search_result.choice
 
 
+def _search_of(
+    operation: type[PlannedOperation], method: str, problem: AttentionProblem | TableProblem, placement: Any
+) -> Search:
+    if isinstance(problem, TableProblem):
+        return RecurrenceSearch(operation, method, problem, placement)
+    return _CallSearch(operation, method, problem, placement)
+
+
 def tune_plan(
-    decided: Plan, *, how: str | None = None, most: int = MAX_CANDIDATES, progress: Progress | None = None
+    decided: Plan | TablePlan, *, how: str | None = None, most: int = MAX_CANDIDATES, progress: Progress | None = None
 ) -> TuneReport:
     """Search the sizes of a planned call.
 
@@ -114,11 +125,11 @@ def tune_plan(
             "queries or keys are split over devices."
         )
     clock = measured_by(problem, how)
-    search = _CallSearch(decided.operation, decided.method, problem, decided.placement)
+    search = _search_of(decided.operation, decided.method, problem, decided.placement)
     return TuneReport(decided, clock, *run_search(search, clock, most, progress))
 
 
-def measured_by(problem: AttentionProblem | PagedProblem, how: str | None) -> str:
+def measured_by(problem: AttentionProblem | PagedProblem | TableProblem, how: str | None) -> str:
     """'device' or 'static', as asked or by what is here. Errors: ConfigError where neither is possible."""
     device = current_device(())
     kinds = ("", problem.platform, device.device_kind)

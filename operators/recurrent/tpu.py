@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -17,7 +18,18 @@ from ...planning.text import bytes_text
 from .arithmetic import Results
 from .config import KernelConfig
 from .implementations import TOLERANCE, RecurrentOnXla
-from .kernel.tpu_sizes import BACKWARD, FORWARD, KEEPING, LEAST_CHUNK, Sizes, chunk_tokens, counted_vmem, vmem_parts
+from .kernel.tpu_sizes import (
+    BACKWARD,
+    FORWARD,
+    KEEPING,
+    LEAST_CHUNK,
+    Sizes,
+    chunk_tokens,
+    counted_vmem,
+    kernels_of,
+    schedule,
+    vmem_parts,
+)
 from .local import RecurrentCall
 
 __all__ = ["RecurrentOnTpu"]
@@ -73,15 +85,41 @@ class RecurrentOnTpu(RecurrentOnXla):
         config: OperationConfig = problem.config
         return config.with_fields({"chunk_size": self._size(problem, config)})
 
-    def memory(self, problem: Any, placement: Any, config: OperationConfig) -> Mapping[str, Mapping[str, int]]:
-        """VMEM of each kernel, by what it holds."""
-        local: dict[str, int] = {}
-        for x in placement.tensors:
-            local = dict(zip(x.dims, x.local_shape, strict=True)) | local
-        size = self._size(problem, config)
+    def tuned_fields(self, problem: Any, placement: Any) -> tuple[str, ...]:
+        """chunk_size, unless it is declared."""
+        del placement
+        declared = getattr(problem.config, "chunk_size", None) is not None
+        return () if declared or problem.size["q_len"] == 1 else ("chunk_size",)
+
+    def candidates(self, problem: Any, placement: Any) -> Mapping[str, tuple[dict[str, Any], ...]]:
+        """Chunks with which all kernels of the call have room, nearest to the rule's first. All kernels of a call go by the same
+        chunks: in mode train they are measured together, as 'backward'."""
+        if not self.tuned_fields(problem, placement):
+            return {}
+        ruled, trains = self._size(problem, problem.config), problem.mode == "__train__"
+        tokens, limit = problem.size["q_len"], _limit(problem)
+        ruled = chunk_tokens(tokens, ruled)
+        others = [n for n in _powers(chunk_tokens(tokens, 2 * self.chunk)) if n != ruled]
+        others = [n for n in others if self._counted(problem, n, FORWARD) <= limit]
+        if trains and self._unfit(problem, ruled) is None:
+            others = [n for n in others if self._unfit(problem, n) is None]
+        others.sort(key=lambda n: abs(math.log2(n / ruled)))
+        return {"backward" if trains else "forward": ({}, *({"chunk_size": n} for n in others))}
+
+    def grid_steps(self, problem: Any, placement: Any, config: OperationConfig) -> Mapping[str, int]:
+        """The kernels of a call on one device, with its gradient in mode train, and how many steps of its grid each takes."""
+        local, size = _local(placement), self._size(problem, config)
         sizes = self._sizes(problem, size, local)
         trains = problem.mode == "__train__" and self._unfit(problem, size) is None
-        return {name: vmem_parts(sizes, name) for name in (FORWARD, *((KEEPING, BACKWARD) if trains else ()))}
+        chunks = local["batch"] * sizes.heads * -(-local["q_len"] // sizes.chunk)
+        return {name: chunks // schedule(sizes, name).step for name in kernels_of(trains)}
+
+    def memory(self, problem: Any, placement: Any, config: OperationConfig) -> Mapping[str, Mapping[str, int]]:
+        """VMEM of each kernel, by what it holds."""
+        size = self._size(problem, config)
+        sizes = self._sizes(problem, size, _local(placement))
+        trains = problem.mode == "__train__" and self._unfit(problem, size) is None
+        return {name: vmem_parts(sizes, name) for name in dict.fromkeys((FORWARD, *kernels_of(trains)))}
 
     def notes(self, problem: Any, placement: Any, config: OperationConfig) -> tuple[str, ...]:
         """Chunks that are smaller for lack of room, and a gradient that no kernel makes."""
@@ -90,7 +128,8 @@ class RecurrentOnTpu(RecurrentOnXla):
             return ()
         notes: list[str] = []
         size, limit = self._size(problem, config), _limit(problem)
-        if getattr(problem.config, "chunk_size", None) is None and size < self.chunk:
+        ruled = self._size(problem, problem.config)
+        if getattr(problem.config, "chunk_size", None) is None and size == ruled < self.chunk:
             kernel = self._unfit(problem, 2 * size) or FORWARD
             counted = self._counted(problem, 2 * size, kernel)
             notes.append(note("recurrent.smaller_chunks", chunk=size, kernel=kernel, size=counted, limit=limit))
@@ -105,9 +144,8 @@ class RecurrentOnTpu(RecurrentOnXla):
         declared: int | None = getattr(config, "chunk_size", None)
         if declared is not None:
             return declared
-        options = [self.chunk >> n for n in range(self.chunk.bit_length()) if self.chunk >> n >= LEAST_CHUNK]
         limit = _limit(problem)
-        fitting = [n for n in options if self._counted(problem, n, FORWARD) <= limit]
+        fitting = [n for n in _powers(self.chunk) if self._counted(problem, n, FORWARD) <= limit]
         trained = [n for n in fitting if self._unfit(problem, n) is None]
         wanted = trained if problem.mode == "__train__" else fitting
         return next(iter(wanted or fitting), self.chunk)
@@ -138,6 +176,19 @@ class RecurrentOnTpu(RecurrentOnXla):
             delta="beta" in self.capability.operands,
             initial="initial_state" in given or any(axis.size > 1 for axis in problem.mesh),
         )
+
+
+def _powers(most: int) -> list[int]:
+    """The sizes of chunks up to the most."""
+    return [most >> n for n in range(most.bit_length()) if most >> n >= LEAST_CHUNK]
+
+
+def _local(placement: Any) -> dict[str, int]:
+    """The size of each dim on one device."""
+    local: dict[str, int] = {}
+    for x in placement.tensors:
+        local = dict(zip(x.dims, x.local_shape, strict=True)) | local
+    return local
 
 
 def _limit(problem: Any) -> int:

@@ -14,7 +14,7 @@ from ..planner import Planner
 from ..policy import Policy
 from ..tables.table_plan import TablePlacement, TablePlan, fitted_tensors, refuse_unfit
 from ..tables.table_problem import TableProblem
-from ..tuning import Tuning
+from ..tuning import Tuning, searched, versions
 
 __all__ = [
     "RECURRENCES",
@@ -151,14 +151,15 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
             "dtype": problem.input_dtype,
             "shapes": shapes,
             "options": problem.option,
+            "backward": problem.mode == "__train__",
             "config": problem.config.to_dict(),
+            "versions": versions(),
         }
 
     def search(
         self, operation: type[PlannedOperation], method: str, problem: TableProblem, placement: TablePlacement
     ) -> Tuning:
-        del operation, method, problem, placement
-        return Tuning("heuristic", "a recurrence's chunks aren't searched for", {})
+        return searched(operation, method, problem, placement)
 
 
 def idle_axes(problem: TableProblem, placement: TablePlacement) -> list[str]:

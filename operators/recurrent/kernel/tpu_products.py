@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from ...kernels.precision import exact
 
 __all__ = [
     "Decayed", "Square", "as_column", "as_row", "by_channel", "by_channel_gradients", "by_head", "by_head_gradients", "dot",
-    "square_of", "sums", "unit_inverse", "wide_dot",
+    "square_of", "unit_inverse", "wide_dot",
 ]  # fmt: skip
 
 _ROWS = 8  # of a block that is inverted by forward substitution: those of a register
@@ -38,13 +39,6 @@ def _parts(x: jax.Array, count: int) -> list[jax.Array]:
     return found
 
 
-def sums(chosen: jax.Array, x: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """chosen @ x, of zeros and ones and float32, without loss: three products of bfloat16."""
-    ones = chosen.astype(jnp.float32)
-    high, middle, low = (dot(ones, part, 0 if transposed else 1, 0, jnp.bfloat16) for part in _parts(x, 3))
-    return low + middle + high
-
-
 def wide_dot(a: jax.Array, b: jax.Array, dtype: Any, a_axis: int = 1) -> jax.Array:
     """A product of float32: without loss if dtype is that, else with 16 bits of each factor, twice what bfloat16 has."""
     if dtype != jnp.bfloat16:
@@ -65,15 +59,6 @@ class Square(NamedTuple):
         shift = half.bit_length() - 1
         row, column = self.row >> shift, self.column >> shift
         return (row == column + 1) & (row & 1 == 1)
-
-    def to_middle(self, half: int) -> jax.Array:
-        """Whether a column's log decay is between a row and the middle of its block: in a second half those up to the row, in a
-        first half those after it."""
-        shift = half.bit_length() - 1
-        row, column = self.row >> shift, self.column >> shift
-        second = row & 1 == 1
-        between = (second & (self.column <= self.row)) | (~second & (self.column > self.row))
-        return (row == column) & between
 
 
 def square_of(size: int) -> Square:
@@ -153,22 +138,57 @@ def by_head_gradients(
     return d_rows, d_columns, jnp.sum(of_rows + of_columns, 0, keepdims=True) + d_kept
 
 
+class _Halves(NamedTuple):
+    """Log decays [tokens, dim] from the middle of each block of twice `half` tokens: in a second half up to a token, in a first
+    half those after it."""
+
+    half: int
+    logs: jax.Array
+    second: jax.Array
+
+
+def _by_halves(decay: jax.Array) -> tuple[list[_Halves], jax.Array, jax.Array]:
+    """(those of every block that is halved, smallest first; the sums up to a token and after it). What a block of tokens sums up
+    to is, at each of them, the sum up to it and after it: a block of twice as many adds what its other half sums up to."""
+    size = decay.shape[0]
+    place = lax.broadcasted_iota(jnp.int32, decay.shape, 0)
+    until, after, found, half = decay, jnp.zeros_like(decay), [], 1
+    while half < size:
+        second = (place & half) != 0
+        found.append(_Halves(half, jnp.where(second, until, after), second))
+        whole = until + after
+        until = until + jnp.where(second, pltpu.roll(whole, half, 0), 0.0)
+        after = after + jnp.where(second, 0.0, pltpu.roll(whole, size - half, 0))
+        half *= 2
+    return found, until, after
+
+
+def _by_halves_gradient(
+    halves: list[_Halves], d_logs: list[jax.Array], d_until: jax.Array, d_after: jax.Array
+) -> jax.Array:
+    """The gradient of decay in _by_halves."""
+    size = d_until.shape[0]
+    for (half, _, second), d_log in zip(reversed(halves), reversed(d_logs), strict=True):
+        d_whole = pltpu.roll(jnp.where(second, d_until, 0.0), size - half, 0)
+        d_whole = d_whole + pltpu.roll(jnp.where(second, 0.0, d_after), half, 0)
+        d_until = d_until + d_whole + jnp.where(second, d_log, 0.0)
+        d_after = d_after + d_whole + jnp.where(second, 0.0, d_log)
+    return d_until
+
+
 def by_channel(rows: jax.Array, columns: jax.Array, decay: jax.Array, square: Square) -> Decayed:
     """As by_head, of decays [tokens, dim]: by halves, with the log decays from the middle of each block of tokens."""
-    row, column = square
-    size, dtype = columns.shape[0], rows.dtype
+    dtype = rows.dtype
     rows, columns = rows.astype(jnp.float32), columns.astype(jnp.float32)
     own = jnp.sum(rows * _repeated(columns, rows), 1, keepdims=True)
-    products = jnp.where(_repeated(row == column, rows), own, 0.0)
-    half = 1
-    while half < size:
-        kept = jnp.exp(sums(square.to_middle(half), decay))
+    products = jnp.where(_repeated(square.row == square.column, rows), own, 0.0)
+    halves, until, after = _by_halves(decay)
+    for half, logs, _ in halves:
+        kept = jnp.exp(logs)
         level = dot(rows * _repeated(kept, rows), columns * kept, 1, 1, dtype)
         products = jnp.where(_repeated(square.below(half), rows), level, products)
-        half *= 2
-    started = jnp.exp(sums(column <= row, decay))
-    ended = jnp.exp(sums(column > row, decay))
-    return Decayed(products, started, ended, as_column(jnp.exp(jnp.sum(decay, 0, keepdims=True))))
+    whole = as_column(jnp.exp(jnp.sum(decay, 0, keepdims=True)))
+    return Decayed(products, jnp.exp(until), jnp.exp(after), whole)
 
 
 def by_channel_gradients(
@@ -182,25 +202,21 @@ def by_channel_gradients(
     d_kept: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As by_head_gradients, of decays [tokens, dim]; d_started, d_ended [tokens, dim], d_kept [1, dim]."""
-    row, column = square
     size, dtype = columns.shape[0], rows.dtype
     rows, columns = rows.astype(jnp.float32), columns.astype(jnp.float32)
-    own = jnp.sum(jnp.where(_repeated(row == column, rows), d_products, 0.0), 1, keepdims=True)
-    d_rows, of_rows = own * _repeated(columns, rows), own * rows
-    d_columns = _added(of_rows, size)
-    d_decay = sums(column >= row, d_started) + sums(column < row, d_ended) + d_kept
-    half = 1
-    while half < size:
-        middle = square.to_middle(half)
-        kept = jnp.exp(sums(middle, decay))
+    own = jnp.sum(jnp.where(_repeated(square.row == square.column, rows), d_products, 0.0), 1, keepdims=True)
+    d_rows, d_columns = own * _repeated(columns, rows), _added(own * rows, size)
+    halves, *_ = _by_halves(decay)
+    d_logs = []
+    for half, logs, _ in halves:
+        kept = jnp.exp(logs)
         near, columns_near = rows * _repeated(kept, rows), columns * kept
         level = jnp.where(_repeated(square.below(half), rows), d_products, 0.0)
         d_near, d_columns_near = dot(level, columns_near, 1, 0, dtype), dot(level, near, 0, 0, dtype)
         d_rows = d_rows + d_near * _repeated(kept, rows)
         d_columns = d_columns + d_columns_near * kept
-        d_decay = d_decay + sums(middle, _added(near * d_near, size) + columns_near * d_columns_near, transposed=True)
-        half *= 2
-    return d_rows, d_columns, d_decay
+        d_logs.append(_added(near * d_near, size) + columns_near * d_columns_near)
+    return d_rows, d_columns, _by_halves_gradient(halves, d_logs, d_started, d_ended) + d_kept
 
 
 def _added(x: jax.Array, size: int) -> jax.Array:

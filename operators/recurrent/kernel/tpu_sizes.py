@@ -96,10 +96,11 @@ def _parts(sizes: Sizes, kernel: str, how: Schedule) -> dict[str, int]:
     decays = step * chunk * dim * _WORD if sizes.by_channel else 0
     gates = step * _ROWS * row * _WORD if sizes.delta or not sizes.by_channel else 0
     solved = step * chunk * (row + value_dim) * _WORD if sizes.delta else 0  # the inverse, and what no key had seen
-    # Of one head: rows of queries and keys, values and updates, square matrices and a state, in float32.
-    many = 3 if sizes.by_channel else 1
+    # Heads of a step are independent, and the compiler works on all at once. Of each: rows of queries and keys, for decays by
+    # channel at every level of halves; values and updates; square matrices; and a state, in float32.
+    levels = chunk.bit_length() - 1 if sizes.by_channel else 1
     if kernel != BACKWARD:
-        worked = chunk * (8 * many * dim + 4 * value_dim + 6 * many * row) * _WORD + state
+        worked = step * (chunk * ((1 + levels) * dim + 2 * value_dim + 2 * row) * _WORD + state)
         keeping = kernel == KEEPING
         return {
             "query_key": 2 * 2 * keys * chunk * dim * wide,
@@ -111,7 +112,8 @@ def _parts(sizes: Sizes, kernel: str, how: Schedule) -> dict[str, int]:
         }
     sums = 2 * chunk * dim * _WORD if how.parts > 1 else 0
     wide_sums = _WORD if how.copies > 1 else wide
-    worked = chunk * (15 * many * dim + 6 * value_dim + 8 * many * many * row) * _WORD + 2 * state
+    each = 4 if wide < _WORD or not sizes.by_channel else 10  # products of float32 are made of its parts
+    worked = step * (chunk * (each * levels * dim + 2 * value_dim + 4 * row) * _WORD + state)
     return {
         "query_key": 2 * 2 * keys * chunk * dim * wide,
         "value_output": 2 * (1 if sizes.delta else 2) * step * chunk * value_dim * wide,
