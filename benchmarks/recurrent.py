@@ -1,15 +1,19 @@
 """Recurrent operations on a CPU against the ways to do without: ratios of medians, interleaved, in one process.
 
-    python benchmarks/recurrent.py [--json FILE] [--torch PYTHON]
+    python benchmarks/recurrent.py [--json FILE] [--torch PYTHON] [--cycles]
 
 The shape is Qwen3-Next's with 16 heads of 128, 4096 tokens, float32. `scan` goes token by token in jax; `transformers` is the
 chunked function of its Qwen3-Next in torch, run by the Python that --torch names, in turns with ours. A decode step is compared
 with reading and writing the states once. A ratio below 1 means that ours is faster.
+
+--cycles does nothing of this: it compiles the TPU kernels for described devices, and prints what their schedules take for 128
+tokens of 4 heads of 128 in bfloat16, without waits for memory. FILE keeps what it has of the other kind.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -21,11 +25,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from attnops import OperationRegistry
+from attnops import OperationMetadata, OperationRegistry
+from attnops.operators.recurrent.kernel.tpu_sizes import BACKWARD, FORWARD, KEEPING
+from attnops.verify.clock_worker import ClockWorker
+from attnops.verify.topology import described_mesh
+from attnops.verify.tune_recurrence import RecurrenceSearch
 
 HEADS, DIM, TOKENS, RUNS = 16, 128, 4096, 7
 RULES = ("gated_delta_rule", "kda", "simple_gla", "gla", "mamba2")
+TARGETS = ("v6e:2x2", "tpu7x:2x2x1")
+CELLS = (("gated_delta_rule", 64), ("gated_delta_rule", 128), ("kda", 128), ("simple_gla", 128))
 _TORCH = """
 import statistics, sys, time, torch
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as rule
@@ -154,18 +165,52 @@ def decode(rule: str, sequences: int = 16) -> dict[str, float]:
     return {**seconds, "ratio": seconds["step"] / seconds["states"]}
 
 
+def cycles() -> dict[str, dict[str, dict[str, float]]]:
+    """Device -> rule and chunk -> kernel -> static cycles of 128 tokens of 4 heads."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    workers = {name: ClockWorker(name) for name in (FORWARD, KEEPING, BACKWARD)}
+    for topology, (rule, chunk) in itertools.product(TARGETS, CELLS):
+        mesh = Mesh(np.asarray(described_mesh(topology).devices).reshape(-1)[:1], ("dp",))
+        metadata = OperationMetadata(mesh=mesh, operation_configs={rule: {"chunk_size": chunk}}, tuning="off")
+        shapes = {
+            name: jax.ShapeDtypeStruct((1, 512, 4, *x.shape[3:]), x.dtype if name == "decay" else jnp.bfloat16)
+            for name, x in arrays_of(rule, 8).items()
+        }
+        of_cell = found.setdefault(topology.split(":")[0], {}).setdefault(f"{rule} {chunk}", {})
+        for mode, part in (("prefill", "forward"), ("train", "backward")):
+            plan: Any = OperationRegistry.create(rule, metadata).plan(**shapes, mode=mode)
+            search = RecurrenceSearch(plan.operation, plan.method, plan.problem, plan.placement)
+            compiled, fields, kernels = search.scheduled(part, {})
+            for name, whole in kernels.items():
+                outcome = workers[name].ask(plan.problem.device_kind, compiled, part, fields)
+                if outcome.cycles is None:
+                    raise SystemExit(f"{topology} {rule} {chunk}: {outcome.failure}")
+                of_cell[name.removeprefix("attnops_recurrent_")] = whole(outcome.cycles) / 4
+        print(topology, rule, chunk, of_cell, flush=True)
+    for worker in workers.values():
+        worker.close()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--torch", help="a Python that has torch and transformers")
+    parser.add_argument("--cycles", action="store_true", help="only static cycles of the TPU kernels")
     options = parser.parse_args()
-    found: dict[str, Any] = {"scan": against_scan()}
-    if options.torch:
-        found["transformers"] = against_torch(options.torch)
-    found["passes"] = {rule: forward_and_gradient(rule) for rule in RULES}
-    found["decode"] = {rule: decode(rule) for rule in RULES}
+    found: dict[str, Any] = {}
+    if options.cycles:
+        found["cycles"] = cycles()
+    else:
+        found["scan"] = against_scan()
+        if options.torch:
+            found["transformers"] = against_torch(options.torch)
+        found["passes"] = {rule: forward_and_gradient(rule) for rule in RULES}
+        found["decode"] = {rule: decode(rule) for rule in RULES}
     print(json.dumps(found, indent=1))
     if options.json:
+        before = json.loads(options.json.read_text()) if options.json.exists() else {}
+        found = before | found
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

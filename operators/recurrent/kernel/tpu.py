@@ -3,8 +3,8 @@
 A step of the grid works on one chunk of some heads. The state of a head is carried from chunk to chunk in the block of the state
 that is returned. A document that starts is a log decay which is exp(0) = 0 in float32, so the kernels know no documents.
 
-With a gradient, the forward pass keeps the state before each chunk and, for the delta rule, the chunk's inverse and what its
-tokens' values are more than their keys had seen; tpu_backward.py goes through the chunks in reverse.
+With a gradient, the forward pass keeps the state before each chunk and, for the delta rule, the chunk's inverse and of each value
+what its key hadn't seen; tpu_backward.py goes through the chunks in reverse. For both, U = beta (I + P beta)^-1 (V - (K e^G) S).
 """
 
 from __future__ import annotations
@@ -213,24 +213,17 @@ def _kernel(refs: dict[str, Any], how: How, step: int) -> None:
             refs["states"][0, head, 0] = before
         if "inverse" in refs:
             refs["inverse"][0, head, 0] = made.inverse
-            refs["unseen"][0, head] = made.unseen()
+            refs["unseen"][0, head] = made.unseen
 
 
 class _Chunk(NamedTuple):
-    """outputs [tokens, value_dim] of a head's chunk, the state after it, and what the delta rule makes on the way: keys' products
-    below the diagonal, the inverse, values without what keys read from the state before, and updates."""
+    """outputs [tokens, value_dim] of a head's chunk, the state after it and, of the delta rule, the inverse and of each value
+    what its key hadn't seen: the updates before they are multiplied with beta."""
 
     outputs: jax.Array
     state: jax.Array
-    products: jax.Array | None
-    inverse: jax.Array | None
-    new: jax.Array
-    update: jax.Array
-
-    def unseen(self) -> jax.Array:
-        """Of each value, what its key hadn't seen: the updates before they are multiplied with beta."""
-        assert self.products is not None
-        return self.new - wide_dot(self.products, self.update, self.outputs.dtype)
+    inverse: jax.Array | None = None
+    unseen: jax.Array | None = None
 
 
 def _chunk(
@@ -249,17 +242,17 @@ def _chunk(
     decayed = by_head(rows, key, decay, square) if decay.shape[0] == 1 else by_channel(rows, key, decay, square)
     started = decayed.started if beta is None else jnp.concatenate([decayed.started] * 2, 0)
     read = dot(rows.astype(jnp.float32) * started, state, 1, 0, dtype)
-    new = update = value.astype(jnp.float32)
-    product, strict, inverse = functools.partial(dot, b_axis=0, dtype=dtype), None, None
+    update, inverse, unseen = value.astype(jnp.float32), None, None
+    product = functools.partial(dot, b_axis=0, dtype=dtype)
     if beta is not None:
         # Updates are differences, which may cancel in the sums over tokens: rounded to bfloat16 they wouldn't.
         product = functools.partial(wide_dot, dtype=dtype)
-        strength = as_column(beta)
-        strict = jnp.where(square.column < square.row, decayed.products[size:], 0.0)
-        inverse = unit_inverse(strength * strict, square, dtype)
-        new = new - read[size:]
-        update = product(inverse, strength * new, a_axis=1)
+        inverse = unit_inverse(
+            jnp.where(square.column < square.row, decayed.products[size:], 0.0) * beta, square, dtype
+        )
+        unseen = product(inverse, update - read[size:], a_axis=1)
+        update = as_column(beta) * unseen
     seen = jnp.where(square.column <= square.row, decayed.products[:size], 0.0)
     outputs = np.float32(scale) * (read[:size] + product(seen, update, a_axis=1))
     after = decayed.kept * state + product(key.astype(jnp.float32) * decayed.ended, update, a_axis=0)
-    return _Chunk(outputs, after, strict, inverse, new, update)
+    return _Chunk(outputs, after, inverse, unseen)

@@ -3,7 +3,7 @@
 The gradient of the state is carried from chunk to chunk in VMEM. With the names of kernel/linear.py, rows for queries and keys
 one below the other, d(X) the gradient of X, and R the gradients of what rows read from the state:
 
-    d(U) = scale A^T d(O) + (K e^(G_end - G)) d(S'),   Y = beta ((I + beta P)^-1)^T d(U),   d(V) = Y,   R = [scale d(O), -Y]
+    d(U) = scale A^T d(O) + (K e^(G_end - G)) d(S'),   Y = ((I + P beta)^-1)^T beta d(U),   d(V) = Y,   R = [scale d(O), -Y]
     d(A, P) = R U^T,   d(rows e^G) = R S^T,   d(K e^(G_end - G)) = U d(S')^T,   d(S) = e^(G_end) d(S') + (rows e^G)^T R
 
 The products' own gradients are those of tpu_products.py.
@@ -222,8 +222,7 @@ def _gradients(chunk: _Chunk, d_outputs: jax.Array, d_after: jax.Array, scale: f
     square, channels = square_of(size), chunk.decay.shape[0] > 1
     lower = square.column <= square.row
     rows = jnp.concatenate([chunk.query, key], 0) if delta else chunk.query
-    # Keys' own products are needed for the gradient of a head's decay only.
-    made = by_channel(chunk.query, key, chunk.decay, square) if channels else by_head(rows, key, chunk.decay, square)
+    made = (by_channel if channels else by_head)(rows, key, chunk.decay, square)
     keys, scaled = key.astype(jnp.float32), np.float32(scale) * d_outputs.astype(jnp.float32)
     ended, update = keys * made.ended, chunk.unseen.astype(jnp.float32)
     seen = jnp.where(lower, made.products[:size], 0.0)
@@ -232,14 +231,17 @@ def _gradients(chunk: _Chunk, d_outputs: jax.Array, d_after: jax.Array, scale: f
     if delta:
         assert chunk.inverse is not None
         strength = as_column(chunk.beta)
-        update = strength * update
-        d_solved = wide_dot(chunk.inverse, d_update, dtype, a_axis=0)
-        d_beta = as_row(jnp.sum(d_solved * chunk.unseen, 1, keepdims=True))
-        d_value = strength * d_solved
+        update = strength * chunk.unseen
+        d_value = wide_dot(chunk.inverse, strength * d_update, dtype, a_axis=0)
         d_read = jnp.concatenate([scaled, -d_value], 0)
         lower = jnp.concatenate([lower, square.column < square.row], 0)
         started = jnp.concatenate([started] * 2, 0)
-    d_products = jnp.where(lower, dot(d_read, update, 1, 1, dtype), 0.0)
+    # Of products times the updates' beta, which are its columns'.
+    d_products = jnp.where(lower, dot(d_read, chunk.unseen, 1, 1, dtype), 0.0)
+    if delta:
+        of_updates = as_row(jnp.sum(d_update * chunk.unseen, 1, keepdims=True))
+        d_beta = of_updates + jnp.sum(d_products[size:] * made.products[size:], 0, keepdims=True)
+        d_products = d_products * chunk.beta
     begun, d_begun = rows.astype(jnp.float32) * started, dot(d_read, chunk.state, 1, 1, dtype)
     d_ended = dot(update, d_after, 1, 1, dtype)
     d_state = made.kept * d_after + dot(begun, d_read, 0, 0, dtype)
