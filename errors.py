@@ -87,7 +87,7 @@ class ProcessError(AttnOpsError, RuntimeError):
 
 
 class CapacityError(AttnOpsError, RuntimeError):
-    """A pool has too few free pages: `wanted` and `available` say how many. Nothing was changed."""
+    """A pool has too few free pages or slots: `wanted` and `available` say how many. Nothing was changed."""
 
     def __init__(self, message: str, wanted: int = 0, available: int = 0) -> None:
         super().__init__(message)

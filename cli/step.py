@@ -48,7 +48,8 @@ def one_layer(declaration: Declaration, metadata: OperationMetadata) -> tuple[De
         fields = group_plan.cache.to_dict() | {"layers": [group_plan.cache.to_dict()["layers"][0] | {"layers": count}]}
     elif not isinstance(cache.layers, int):
         fields["layers"] = [cache.to_dict()["layers"][0] | {"layers": count}]
-    fields.pop("reads_layer", None)
+    for name in ("reads_layer", "stateless_layers"):
+        fields.pop(name, None)
     fields |= {"reads_layer": [[1, 0]]} if reads else {}
     if cache.bytes_per_device is not None and "bytes_per_device" in fields:
         fields["bytes_per_device"] = max(1, cache.bytes_per_device // len(cache.stored_layers))

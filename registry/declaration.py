@@ -82,7 +82,7 @@ class Declaration(UnsetFieldsModel):
     @model_validator(mode="after")
     def _one_size(self) -> Self:
         cache = self.cache
-        if cache is None:
+        if cache is None or not cache.has_pages:
             return self
         cache_sizes = {"kv_heads": cache.kv_heads, "head_dim": cache.head_dim, "value_dim": cache.value_size}
         for name, size in cache_sizes.items():

@@ -66,7 +66,8 @@ class LatentDims(UnsetFieldsModel):
         if self.form == "expanded":
             return "latent.form is 'expanded' beside a cache, whose pages hold latents; leave form out"
         _, head_dim, value_dim = self.inner("absorbed")
-        groups = range(len(cache.groups)) if layer is None else (cache.group_of(layer),)
+        with_pages = [number for number, group in enumerate(cache.groups) if not group.of_states]
+        groups = with_pages if layer is None else [cache.group_of(layer)]
         parts = [part for number in groups if (part := cache.part(number, 1)).kind == "latent"]
         if not parts:
             return "the cache beside latent holds keys and values; declare its kind 'latent'"

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from ..masks.page_mask import page_mask
+from ..planning.cache.kept_states import KeptState
+from ..planning.recurrent.operands import OPERATIONS
 from .declaration import Declaration
 
-__all__ = ["bytes_of", "kept_keys", "kept_state", "window_tokens"]
+__all__ = ["bytes_of", "kept_keys", "kept_state", "state_fields", "window_tokens"]
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
@@ -65,6 +67,20 @@ def kept_state(recurrence: Declaration | None, convolution: Declaration | None) 
             default = jnp.dtype(jnp.float32) if name == "state" else _dtype(declaration)
             shapes[name] = jax.ShapeDtypeStruct(one.shape[1:], default if dtype is None else jnp.dtype(dtype))
     return shapes
+
+
+def state_fields(recurrence: Declaration | None, convolution: Declaration | None) -> tuple[KeptState, ...]:
+    """The same arrays as a group of layers in a KVCache declares them: by operation and sizes."""
+    states = []
+    for name, shape in kept_state(recurrence, convolution).items():
+        declaration = recurrence if name == "state" else convolution
+        assert declaration is not None
+        dims = OPERATIONS[declaration.operation]["initial_state"].dims[1:]
+        pairs = zip(dims, shape.shape, strict=True)
+        sizes = {"width" if dim == "history" else dim: size + (dim == "history") for dim, size in pairs}
+        own = {"dtype": shape.dtype.name} if name == "state" and shape.dtype != jnp.float32 else {}
+        states.append(KeptState.model_validate({"operation": declaration.operation, "sizes": sizes} | own))
+    return tuple(states)
 
 
 def bytes_of(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> int:

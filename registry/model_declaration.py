@@ -13,9 +13,10 @@ from ..errors import ConfigError, is_whole, shown
 from ..models.layers import LayerAttention
 from ..models.model_attention import model_attention
 from ..models.model_config import as_dict, read_model_config
+from ..planning.cache.kept_states import KeptState
 from ..planning.cache.layer_groups import LayerGroup, layer_groups
 from .declaration import LATENT_SIZES, Declaration
-from .layer_cache import bytes_of, kept_keys, kept_state, window_tokens
+from .layer_cache import bytes_of, kept_keys, kept_state, state_fields, window_tokens
 from .layer_calls import layer_call, model_call
 from .layer_states import state_declarations
 from .metadata import PICKUP, OperationMetadata
@@ -144,24 +145,38 @@ class ModelDeclaration:
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """The layers grouped by window (a chunk counts as one) and by sizes that differ, as for KVCache(layers=...). Layers with
-        another mask keep all tokens."""
-        attend = [layer.declaration for layer in self.layers if layer.declaration is not None]
-        if without := len(self.layers) - len(attend):
-            raise ConfigError(
-                f"layer_groups: {without} of {len(self.layers)} layers of this {self.family} model have no keys; wanted a model "
-                "whose layers all attend. `distinct` has the declarations of each, and its `cache` the arrays that it keeps."
-            )
-        windows = [window_tokens(declaration) for declaration in attend]
-        calls = [declaration.call for declaration in attend]
+        """The layers grouped by window (a chunk counts as one) and by sizes that differ, and those with a state by what they
+        keep, as for KVCache(layers=...), which takes `stateless_layers` too. Layers with another mask keep all tokens; a layer with
+        attention and a state is in two groups."""
+        attending = {
+            number: layer.declaration for number, layer in enumerate(self.layers) if layer.declaration is not None
+        }
+        windows = [window_tokens(declaration) for declaration in attending.values()]
+        calls = [declaration.call for declaration in attending.values()]
         sizes = [
             (call.kv_heads, call.head_dim, call.head_dim if call.value_dim is None else call.value_dim)
             for call in calls
         ]
-        if len(set(sizes)) == 1:
-            return layer_groups(windows)
         names = ("kv_heads", "head_dim", "value_dim")
-        return layer_groups(windows, [dict(zip(names, own, strict=True)) for own in sizes])
+        geometry = [dict(zip(names, own, strict=True)) for own in sizes] if len(set(sizes)) > 1 else None
+        groups = (*layer_groups(windows, geometry, tuple(attending)), *self._state_groups)
+        return tuple(sorted(groups, key=lambda group: (group.layers[0], group.of_states)))  # type: ignore[index]
+
+    @property
+    def _state_groups(self) -> tuple[LayerGroup, ...]:
+        """The layers with a state, grouped by what they keep."""
+        alike: dict[tuple[KeptState, ...], list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            if states := state_fields(layer.recurrence, layer.convolution):
+                alike.setdefault(states, []).append(number)
+        return tuple(
+            LayerGroup(layers=tuple(numbers), kind="state", states=states) for states, numbers in alike.items()
+        )
+
+    @property
+    def stateless_layers(self) -> tuple[int, ...]:
+        """The layers that keep nothing of a sequence, as for KVCache(stateless_layers=...)."""
+        return tuple(number for number, layer in enumerate(self.layers) if not layer.declarations)
 
     @property
     def reads_layer(self) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Checks of a page pool's arguments: counts and token ids."""
+"""Checks of a pool's arguments: counts and token ids."""
 
 from __future__ import annotations
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Sequence
 
-from ..errors import CapacityError, InputError, InputTypeError, UnknownNameError, shown
+from ..errors import CapacityError, InputError, shown
 from .checked_arguments import whole_number
 from .page_owners import PageOwners
 from .prefix_index import PrefixIndex
+from .sequence_records import SequenceRecords
 from .sequence_state import SequenceState
 from .window import Window
 
 __all__ = ["PageAccounting"]
 
 
-class PageAccounting:
+class PageAccounting(SequenceRecords[SequenceState]):
     """The records of a PagePool, which creates and changes them."""
 
     pages: int
@@ -23,36 +24,27 @@ class PageAccounting:
     max_pages_per_sequence: int | None
     sequence_shards: int
     _window: Window
-    _sequences: dict[Hashable, SequenceState]
     _index: PrefixIndex
-    _owners: PageOwners
+    _owners: PageOwners[PrefixIndex]
 
-    def _find(self, sequence: Hashable) -> SequenceState | None:
-        if sequence is None:
-            raise InputTypeError(
-                "a sequence's id is None; wanted any other id: None marks an empty row of a page table."
-            )
-        try:
-            return self._sequences.get(sequence)
-        except TypeError:
-            raise InputTypeError(
-                f"sequence {shown(sequence)} isn't hashable; wanted an id such as an int or a str."
-            ) from None
+    def _could_grow(self, sequence: Hashable, tokens: int, *, new: bool = False) -> None:
+        """Errors: those of growing, before anything changes."""
+        state = (self._find(sequence) or SequenceState()) if new else self._get(sequence)
+        self._allocation(sequence, state, tokens)
 
-    def _get(self, sequence: Hashable) -> SequenceState:
-        state = self._find(sequence)
-        if state is None:
-            raise UnknownNameError(
-                f"no sequence {shown(sequence)} is in the pool, which has {len(self._sequences)}. "
-                "Hint: alloc, adopt or fork starts a sequence; free ends it, so free it only once."
-            )
-        return state
+    def _could_adopt(self, sequence: Hashable, ids: array[int], tokens: int) -> None:
+        """Errors: those of adopt, before anything changes."""
+        state, pages = self._matched_prefix(sequence, ids)
+        self._allocation(sequence, state, tokens, pages)
 
-    def _must_be_new(self, sequence: Hashable) -> None:
-        if self._find(sequence) is not None:
-            raise InputError(
-                f"sequence {shown(sequence)} is already in the pool; wanted a new id. Hint: free it first."
-            )
+    def _could_resume(self, sequence: Hashable, ids: array[int], length: int) -> None:
+        """Errors: those of resume, before anything changes."""
+        self._must_be_new(sequence)
+        self._allocation(sequence, SequenceState(), length)
+
+    def _prefix_lengths(self, keys: Sequence[bytes]) -> set[int]:
+        """The numbers of pages (including 0) after which a sequence can start."""
+        return self._index.lengths(keys, self._window)
 
     def _truncated(self, sequence: Hashable, length: int) -> tuple[SequenceState, int]:
         """The sequence and its new length. Errors: those of truncate."""

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-
-from .prefix_index import PrefixIndex
+from typing import Any, Generic, Protocol, TypeVar
 
 __all__ = ["PageOwners"]
 
 
-class PageOwners:
-    """Every page is used (it has references), free (never used, or returned), or cached (unused, but in the index).
+class ContentIndex(Protocol):
+    """What pages, or slots, are found by: PrefixIndex or SnapshotIndex."""
+
+    content: dict[int, Any]
+
+    @property
+    def unused(self) -> tuple[OrderedDict[int, None], ...]: ...
+
+    def evict(self, shard: int) -> int: ...
+
+
+_Index = TypeVar("_Index", bound=ContentIndex)
+
+
+class PageOwners(Generic[_Index]):
+    """Every page, or slot, is used (it has references), free (never used, or returned), or cached (unused, but in the index).
 
     Page g lies on shard g % shards. Each shard has its own free and cached pages, so there are as many lists of each as shards.
     """
 
-    def __init__(self, pages: int, index: PrefixIndex) -> None:
+    def __init__(self, pages: int, index: _Index) -> None:
         self.pages = pages
         self.index = index
         self.shards = shards = len(index.unused)

@@ -144,6 +144,18 @@ class PagePool(PageAccounting):
             state.released = first
         return max(0, count)
 
+    def resume(self, sequence: Hashable, token_ids: Iterable[int], length: int | None = None) -> Growth:
+        """Start a sequence whose tokens the caller restores instead of computing them, as after preemption, with pages for them.
+
+        length: of the sequence, if the ids of only its first tokens are known; default: as many as there are ids.
+        """
+        ids, length = self._resumed(sequence, token_ids, length)
+        state = SequenceState()
+        growth = self._grow(sequence, state, length)
+        state.length, state.tokens = length, ids if self.prefix_sharing else ids[:0]
+        self._sequences[sequence] = state
+        return growth
+
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
     def publish(self, sequence: Hashable) -> None:
@@ -197,18 +209,7 @@ class PagePool(PageAccounting):
                 row[: len(state.pages)] = state.pages
         return table
 
-    def kv_lens(self, sequences: Sequence[Hashable | None]) -> np.ndarray:
-        """int32 [sequences]: how many tokens each has, including those just appended; 0 where None stands for a sequence."""
-        return np.array([0 if s is None else self._get(s).length for s in sequences], np.int32)
-
     # -- contents and checks ------------------------------------------------------------------------------------------
-
-    def __contains__(self, sequence: object) -> bool:
-        return sequence in self._sequences
-
-    def __len__(self) -> int:
-        """How many sequences there are."""
-        return len(self._sequences)
 
     def __repr__(self) -> str:
         owners = self._owners

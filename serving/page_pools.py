@@ -1,4 +1,4 @@
-"""The pools of a cache whose layers are in groups: each group has its own pages, and sequences grow in all of them together."""
+"""The pools of a cache whose layers are in groups: each has its own pages or slots; sequences grow in all of them together."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ..errors import InputError
 from .checked_arguments import token_array, whole_number
 from .page_pool import PagePool
 from .prefix_index import chain_keys
-from .results import Growth, PageCounts, PrefixMatch
-from .sequence_state import SequenceState
+from .results import Growth, PageCounts, PrefixMatch, SlotCounts, SlotGrowth, SlotMatch
+from .state_slots import StateSlots
 
 if TYPE_CHECKING:
     from ..planning.cache.cache_plan import CachePlan
+    from ..planning.cache.state_plan import StatePlan
 
 __all__ = ["PagePools"]
 
@@ -24,13 +25,15 @@ _T = TypeVar("_T")
 
 
 class PagePools:
-    """A PagePool for each group of layers. Every call goes to all of them and returns a tuple in their order.
+    """A PagePool for each group of layers with pages, a StateSlots for each with states. Every call goes to all of them and
+    returns a tuple in their order.
 
-    A prefix matches as far as every group has the pages that its layers see. A call that raises changes none of the pools.
+    A prefix matches as far as every group has the pages that its layers see, or a state there.
+    A call that raises changes none of the pools.
     Errors: those of PagePool; InputError for pools that can't hold the same sequences.
     """
 
-    def __init__(self, pools: Sequence[PagePool]) -> None:
+    def __init__(self, pools: Sequence[PagePool | StateSlots]) -> None:
         self.pools = tuple(pools)
         if not self.pools:
             raise InputError("PagePools got no pools; wanted one for each group of layers.")
@@ -43,43 +46,30 @@ class PagePools:
     @classmethod
     def of(cls, plan: CachePlan, *, prefix_sharing: bool = True) -> PagePools:
         """The pools of one data-parallel shard, as the plan of a cache describes them."""
-        return cls(
-            [
-                PagePool(
-                    group.local_pages,
-                    group.cache.page_size,
-                    max_pages_per_sequence=group.table_width,
-                    prefix_sharing=prefix_sharing,
-                    scrub_on_free=group.cache.scrub_on_free,
-                    sequence_shards=group.sequence_shards,
-                    window_tokens=group.window_tokens,
-                )
-                for group in plan.groups
-            ]
-        )
+        return cls([_pool_of(group, prefix_sharing) for group in plan.groups])
 
     # -- growing sequences ---------------------------------------------------------------------------------------------
 
-    def alloc(self, sequence: Hashable, tokens: int) -> tuple[Growth, ...]:
+    def alloc(self, sequence: Hashable, tokens: int) -> tuple[Growth | SlotGrowth, ...]:
         """See PagePool.alloc. With a window, ask only for the next step's tokens: unused room isn't given back."""
         tokens = whole_number("tokens", tokens, 0)
         self._could_grow(sequence, tokens, new=True)
         return self._on_all(lambda pool: pool.alloc(sequence, tokens))
 
-    def append(self, sequence: Hashable, token_ids: Iterable[int]) -> tuple[Growth, ...]:
-        """See PagePool.append."""
+    def append(self, sequence: Hashable, token_ids: Iterable[int]) -> tuple[Growth | SlotGrowth, ...]:
+        """See PagePool.append; with states, all tokens of a step in one call."""
         ids = token_array(token_ids)
         self._could_grow(sequence, len(ids))
         return self._on_all(lambda pool: pool.append(sequence, ids))
 
-    def append_count(self, sequence: Hashable, tokens: int) -> tuple[Growth, ...]:
+    def append_count(self, sequence: Hashable, tokens: int) -> tuple[Growth | SlotGrowth, ...]:
         """See PagePool.append_count."""
         tokens = whole_number("tokens", tokens, 0)
         self._could_grow(sequence, tokens)
         return self._on_all(lambda pool: pool.append_count(sequence, tokens))
 
     def truncate(self, sequence: Hashable, length: int) -> None:
-        """See PagePool.truncate."""
+        """See PagePool.truncate; with states, only as far as they are kept."""
         self._on_all(lambda pool: pool._truncated(sequence, length))
         self._on_all(lambda pool: pool.truncate(sequence, length))
 
@@ -95,30 +85,49 @@ class PagePools:
         """See PagePool.release: how many pages each pool got back; 0 where the layers see all tokens."""
         return self._on_all(lambda pool: pool.release(sequence))
 
+    def resume(
+        self, sequence: Hashable, token_ids: Iterable[int], length: int | None = None
+    ) -> tuple[Growth | SlotGrowth, ...]:
+        """See PagePool.resume."""
+        ids, length = self.pools[0]._resumed(sequence, token_ids, length)
+        for pool in self.pools:
+            pool._could_resume(sequence, ids, length)
+        return self._on_all(lambda pool: pool.resume(sequence, ids, length))
+
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
     def publish(self, sequence: Hashable) -> None:
         """See PagePool.publish. Call it before `release`: pages released unpublished can't be found again."""
         self._on_all(lambda pool: pool.publish(sequence))
 
-    def match(self, token_ids: Iterable[int]) -> tuple[PrefixMatch, ...]:
+    def match(self, token_ids: Iterable[int]) -> tuple[PrefixMatch | SlotMatch, ...]:
         """See PagePool.match: the longest prefix that all pools have."""
         common = self._common(token_array(token_ids))
         return self._on_all(lambda pool: pool.match(common))
 
-    def adopt(self, sequence: Hashable, token_ids: Iterable[int], tokens: int = 0) -> tuple[Growth, ...]:
+    def adopt(self, sequence: Hashable, token_ids: Iterable[int], tokens: int = 0) -> tuple[Growth | SlotGrowth, ...]:
         """See PagePool.adopt: `matched` is the same in all pools."""
         tokens, common = whole_number("tokens", tokens, 0), self._common(token_array(token_ids))
         for pool in self.pools:
-            state, pages = pool._matched_prefix(sequence, common)
-            pool._allocation(sequence, state, tokens, pages)
+            pool._could_adopt(sequence, common, tokens)
         return self._on_all(lambda pool: pool.adopt(sequence, common, tokens))
 
     # -- for the device -----------------------------------------------------------------------------------------------
 
     def page_tables(self, sequences: Sequence[Hashable | None], width: int | None = None) -> tuple[np.ndarray, ...]:
-        """See PagePool.page_table."""
-        return self._on_all(lambda pool: pool.page_table(sequences, width))
+        """See PagePool.page_table: of each group with pages."""
+        return tuple(pool.page_table(sequences, width) for pool in self.pools if isinstance(pool, PagePool))
+
+    def slot_tables(
+        self, sequences: Sequence[Hashable | None], q_lens: Sequence[int]
+    ) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        """See StateSlots.slot_tables: of each group with states."""
+        return tuple(pool.slot_tables(sequences, q_lens) for pool in self.pools if isinstance(pool, StateSlots))
+
+    def tokens_to_snapshot(self, sequence: Hashable) -> int | None:
+        """See StateSlots.tokens_to_snapshot: the fewest of all groups."""
+        ends = [pool.tokens_to_snapshot(sequence) for pool in self.pools if isinstance(pool, StateSlots)]
+        return min((end for end in ends if end is not None), default=None)
 
     def kv_lens(self, sequences: Sequence[Hashable | None]) -> np.ndarray:
         """See PagePool.kv_lens: the same for all pools."""
@@ -137,7 +146,7 @@ class PagePools:
     def __repr__(self) -> str:
         return f"PagePools({', '.join(map(repr, self.pools))})"
 
-    def counts(self) -> tuple[PageCounts, ...]:
+    def counts(self) -> tuple[PageCounts | SlotCounts, ...]:
         """See PagePool.counts."""
         return self._on_all(lambda pool: pool.counts())
 
@@ -154,18 +163,39 @@ class PagePools:
 
     # -- internals ----------------------------------------------------------------------------------------------------
 
-    def _on_all(self, call: Callable[[PagePool], _T]) -> tuple[_T, ...]:
+    def _on_all(self, call: Callable[[PagePool | StateSlots], _T]) -> tuple[_T, ...]:
         return tuple(call(pool) for pool in self.pools)
 
     def _could_grow(self, sequence: Hashable, tokens: int, *, new: bool = False) -> None:
         """Ask every pool before changing any. Errors: those of growing."""
         for pool in self.pools:
-            state = (pool._find(sequence) or SequenceState()) if new else pool._get(sequence)
-            pool._allocation(sequence, state, tokens)
+            pool._could_grow(sequence, tokens, new=new)
 
     def _common(self, ids: array[int]) -> array[int]:
         """The longest prefix of these tokens that all pools have."""
         size = self.pools[0].page_size
         keys = list(chain_keys(ids, size))
-        count = max(set[int].intersection(*(pool._index.lengths(keys, pool._window) for pool in self.pools)))
+        count = max(set[int].intersection(*(pool._prefix_lengths(keys) for pool in self.pools)))
         return ids[: count * size]
+
+
+def _pool_of(group: CachePlan | StatePlan, prefix_sharing: bool) -> PagePool | StateSlots:
+    """The pool of one group of layers on one data-parallel shard."""
+    if not hasattr(group, "pages"):
+        return StateSlots(
+            group.local_slots,
+            group.cache.page_size,
+            drafts=group.drafts,
+            snapshots=group.declared.snapshots,
+            prefix_sharing=prefix_sharing,
+            scrub_on_free=group.cache.scrub_on_free,
+        )
+    return PagePool(
+        group.local_pages,
+        group.cache.page_size,
+        max_pages_per_sequence=group.table_width,
+        prefix_sharing=prefix_sharing,
+        scrub_on_free=group.cache.scrub_on_free,
+        sequence_shards=group.sequence_shards,
+        window_tokens=group.window_tokens,
+    )

@@ -255,18 +255,21 @@ def layer_numbers(groups: Sequence[LayerGroup]) -> tuple[Sequence[int], ...]:
 
 
 def layer_groups(
-    windows: Sequence[int | None], geometry: Sequence[Mapping[str, Any]] | None = None
+    windows: Sequence[int | None],
+    geometry: Sequence[Mapping[str, Any]] | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> tuple[LayerGroup, ...]:
     """Group a model's layers by window, and by geometry where that differs. windows: the window_tokens of each layer, or None if
-    it sees all tokens; geometry: the fields of a group that each layer has of its own.
+    it sees all tokens; geometry: the fields of a group that each layer has of its own; numbers: those of the layers, if some
+    layers of the model aren't among them.
 
     Groups are in the order of their first layers. Errors: ConfigError for an invalid window.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
-    for number, window in enumerate(windows):
-        own = {} if geometry is None else geometry[number]
-        alike.setdefault((window, *own.items()), []).append(number)
+    for place, window in enumerate(windows):
+        own = {} if geometry is None else geometry[place]
+        alike.setdefault((window, *own.items()), []).append(place if numbers is None else numbers[place])
     return tuple(
-        LayerGroup(layers=tuple(numbers), **({} if window is None else {"window_tokens": window}), **dict(own))
-        for (window, *own), numbers in alike.items()
+        LayerGroup(layers=tuple(found), **({} if window is None else {"window_tokens": window}), **dict(own))
+        for (window, *own), found in alike.items()
     )
