@@ -146,8 +146,8 @@ class ModelDeclaration:
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
         """The layers grouped by window (a chunk counts as one) and by sizes that differ, and those with a state by what they
-        keep, as for KVCache(layers=...), which takes `stateless_layers` too. Layers with another mask keep all tokens; a layer with
-        attention and a state is in two groups."""
+        keep, as for KVCache(layers=...), which takes `stateless_layers` too. Layers with another mask keep all tokens; a layer
+        with attention and a state is in two groups."""
         attending = {
             number: layer.declaration for number, layer in enumerate(self.layers) if layer.declaration is not None
         }
