@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,11 +25,12 @@ from .put import put
 from .saved_states import extract_states, restore_states, row_index
 from .sequence_shards import stored_ids, whole_table
 from .state import CacheState
+from .state_batch import StateBatch
 
 __all__ = ["SavedSequence", "extract", "restore"]
 
 
-_Batches = Any  # a batch, or a list with one for each group of layers
+_Batches = RaggedBatch | StateBatch | Sequence[RaggedBatch | StateBatch]
 
 
 @exported()
@@ -183,7 +185,9 @@ def _by_group(state: CacheState, batches: _Batches) -> list[tuple[CacheState, An
 
 def _fits(batch: Any, group: LayerGroup, number: int) -> bool:
     """Whether a batch is one for this group of layers."""
-    return hasattr(batch, "read_slots") if group.of_states else isinstance(batch, RaggedBatch) and batch.group == number
+    return (
+        isinstance(batch, StateBatch) if group.of_states else isinstance(batch, RaggedBatch) and batch.group == number
+    )
 
 
 def _single_batch(state: CacheState, batches: _Batches) -> Any:

@@ -16,6 +16,7 @@ from ...sharding import on_auto_axes, spec_of
 from .layer_arrays import LayerArrays, changed_rows
 from .put import put
 from .state import CacheState
+from .state_batch import StateBatch
 
 __all__ = ["extract_states", "restore_states", "row_index"]
 
@@ -35,8 +36,9 @@ def row_index(sizes: tuple[int, ...], sequence: Any) -> tuple[int, ...]:
     return tuple(int(part) for part in index)
 
 
-def extract_states(state: CacheState, batch: Any, sequence: Any) -> tuple[tuple[LayerArrays, ...], Any]:
+def extract_states(state: CacheState, batch: StateBatch, sequence: Any) -> tuple[tuple[LayerArrays, ...], Any]:
     """(the states after all tokens of a batch's row, [1, *shape] each; how many tokens). Zeros for a sequence without tokens."""
+    batch.check_form()
     index, first, slots = _place(state, batch, sequence)
     tokens, lengths = _row(batch, index)
     slot = _at(batch.write_slots, (*index, 0), batch.read_slots, index, tokens)
@@ -61,9 +63,10 @@ def extract_states(state: CacheState, batch: Any, sequence: Any) -> tuple[tuple[
 
 
 def restore_states(
-    state: CacheState, saved: tuple[LayerArrays, ...], saved_length: Any, batch: Any, sequence: Any
+    state: CacheState, saved: tuple[LayerArrays, ...], saved_length: Any, batch: StateBatch, sequence: Any
 ) -> CacheState:
     """The state with saved ones in the slot that a batch's row reads."""
+    batch.check_form()
     index, first, slots = _place(state, batch, sequence)
     tokens, length = _row(batch, index)
     slot = batch.read_slots[index]
@@ -92,7 +95,7 @@ def restore_states(
     return replace(state, layers=on_auto_axes(run, state.layers, *arrays, specs=specs))
 
 
-def _place(state: CacheState, batch: Any, sequence: Any) -> tuple[tuple[int, ...], int, int]:
+def _place(state: CacheState, batch: StateBatch, sequence: Any) -> tuple[tuple[int, ...], int, int]:
     """(the row's place in the batch, the first slot of its shard, the slots of a shard)."""
     sizes = tuple(batch.kv_lens.shape)
     index = row_index(sizes, sequence)
@@ -103,7 +106,7 @@ def _place(state: CacheState, batch: Any, sequence: Any) -> tuple[tuple[int, ...
     return index, index[0] * slots if len(sizes) == 2 else 0, slots
 
 
-def _row(batch: Any, index: tuple[int, ...]) -> tuple[Any, Any]:
+def _row(batch: StateBatch, index: tuple[int, ...]) -> tuple[Any, Any]:
     """(the tokens of the step, those of the sequence) of a row."""
     last = (*index[:-1], index[-1] + 1)
     return batch.cu_q_lens[last] - batch.cu_q_lens[index], batch.kv_lens[index]
@@ -115,7 +118,7 @@ def _at(written: Any, first: tuple[int, ...], read: Any, index: tuple[int, ...],
     return numpy.where(tokens > 0, written[first], read[index])
 
 
-def _check_alone(batch: Any, index: tuple[int, ...], slot: int, slots: int, sequence: Any) -> None:
+def _check_alone(batch: StateBatch, index: tuple[int, ...], slot: int, slots: int, sequence: Any) -> None:
     """Errors: InputError for a slot that another row reads or writes."""
     *shard, row = index
     read, written = (known_values(x) for x in (batch.read_slots, batch.write_slots))

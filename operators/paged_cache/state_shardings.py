@@ -14,6 +14,7 @@ from ...planning.paged.step_operands import token_specs
 from .batch import RaggedBatch
 from .layer_arrays import LayerArrays, LayerPages, planned_layer
 from .state import CacheState
+from .state_batch import StateBatch
 
 __all__ = ["CacheShardings", "group_specs", "shardings", "step_specs"]
 
@@ -67,7 +68,7 @@ def group_specs(plan: CachePlan | StatePlan) -> tuple[LayerArrays, Any]:
 
     if isinstance(plan, StatePlan):
         names = ("cu_q_lens", "kv_lens", "num_seqs", "read_slots", "write_slots")
-        return planned_layer(plan, of), {name: of(name) for name in names}
+        return planned_layer(plan, of), StateBatch(*map(of, names))
     group = 0 if plan.group is None else plan.group[0]
     batch = RaggedBatch(of("cu_q_lens"), of("kv_lens"), of("page_table"), of("num_seqs"), group)
     return planned_layer(plan, of), batch
