@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from hybrid_model import FOLDER, Model
 from hybrid_parts import Weights
 
-from attnops import Attention, OperationMetadata, OperationRegistry, RaggedBatch, StateBatch
+from attnops import Attention, Declaration, KVCache, RaggedBatch, StateBatch
 from attnops.operators.paged_cache import CacheState
-
-_STEPS = {
-    "gated_delta_rule": "ragged_gated_delta_rule_v2",
-    "mamba2": "ragged_mamba2",
-    "causal_conv1d": "ragged_causal_conv1d",
-}
 
 
 class Batch(NamedTuple):
@@ -30,24 +24,25 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """A model's declared operations as steps: attention as the folder's serve.json says, the others as their own files do."""
+    """A model's layers as steps, by the declarations in the folder `serve` of its folder: attention over pages, and the steps
+    over slots by the operations of whole calls. `cache` declares the pages and the slots."""
 
     model: Model
+    cache: KVCache
     attention: Attention
-    over_slots: dict[str, Any]
+    over_slots: dict[str, Attention]
 
     @classmethod
     def load(cls, name: str, mesh: jax.sharding.Mesh | None = None) -> Steps:
         """The steps of a folder's model, on a mesh or on one device."""
-        model = Model.load(name, mesh=mesh, sequence_parallel="auto")
-        made = {}
-        for layer in model.layers:
-            for attend in filter(None, (layer.recurrence, layer.convolution)):
-                whole = attend.declaration.operation
-                fields = attend.declaration.metadata["operation_configs"][whole]
-                metadata = OperationMetadata(mesh=mesh, operation_configs={_STEPS[whole]: fields})
-                made[whole] = OperationRegistry.create(_STEPS[whole], metadata)
-        return cls(model, Attention(FOLDER / name / "serve.json", mesh=mesh), made)
+        model, folder = Model.load(name, mesh=mesh, sequence_parallel="auto"), FOLDER / name / "serve"
+        whole = {
+            one.declaration.operation for layer in model.layers for one in (layer.recurrence, layer.convolution) if one
+        }
+        cache = Declaration.load(folder / "attention.json").cache
+        assert cache is not None
+        made = {operation: Attention(folder / f"{operation}.json", mesh=mesh) for operation in whole}
+        return cls(model, cache, Attention(folder / "attention.json", mesh=mesh), made)
 
     def __call__(
         self, weights: Weights, state: CacheState, batch: Batch, *, max_q_len: int | None = None

@@ -17,7 +17,7 @@ from hybrid_rows import Rows, recorded, served_logits
 
 pytest.importorskip("optax")
 
-from attnops import Attention, Declaration, KVCache
+from attnops import Attention, KVCache
 from attnops.registry.model_declaration import ModelDeclaration
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "hybrid"
@@ -43,7 +43,7 @@ def close(name: str, found: Any, rows: Rows) -> None:
 def test_the_declarations_are_those_of_the_config(name: str) -> None:
     """Each file is what attnops reads from the config, with a mesh and how sequences are split."""
     declared = ModelDeclaration.from_config(FOLDER / name / "config.json", batch=8, q_len=128)
-    files = {path.stem for path in (FOLDER / name).glob("*.json")} - {"config", "serve"}
+    files = {path.stem for path in (FOLDER / name).glob("*.json")} - {"config"}
     assert files == {file for kind in declared.distinct for file in kind.declarations}
     for kind in declared.distinct:
         for file, one in kind.declarations.items():
@@ -102,11 +102,10 @@ def test_whole_sequences(hybrid: ModuleType, name: str, devices: int) -> None:
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("nemotron_h", marks=pytest.mark.slow)])
 def test_served_from_pages_and_slots(hybrid: ModuleType, name: str) -> None:
     """Four sequences that come one after the other: chunks of prompts beside single tokens, 64 of each."""
-    rows, cache = recorded(name), Declaration.load(FOLDER / name / "serve.json").cache
-    assert cache is not None
     from hybrid_serving import Steps
 
-    close(name, served_logits(Steps.load(name), hybrid.placed(rows.weights, None), rows, cache), rows)
+    rows, steps = recorded(name), Steps.load(name)
+    close(name, served_logits(steps, hybrid.placed(rows.weights, None), rows, steps.cache), rows)
 
 
 @pytest.mark.slow
@@ -114,13 +113,11 @@ def test_served_from_pages_and_slots(hybrid: ModuleType, name: str) -> None:
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids="-".join)
 def test_served_on_several_devices(hybrid: ModuleType, name: str, axes: dict[str, int]) -> None:
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[: int(np.prod([*axes.values()]))])
-    rows, cache = recorded(name), Declaration.load(FOLDER / name / "serve.json").cache
-    assert cache is not None
-    cache = KVCache.from_dict(cache.to_dict() | ({"pages_axis": "dp"} if "dp" in axes else {}))
     from hybrid_serving import Steps
 
-    weights = hybrid.placed(rows.weights, mesh)
-    close(name, served_logits(Steps.load(name, mesh), weights, rows, cache, mesh), rows)
+    rows, steps = recorded(name), Steps.load(name, mesh)
+    cache = KVCache.from_dict(steps.cache.to_dict() | ({"pages_axis": "dp"} if "dp" in axes else {}))
+    close(name, served_logits(steps, hybrid.placed(rows.weights, mesh), rows, cache, mesh), rows)
 
 
 @pytest.mark.slow
