@@ -27,6 +27,7 @@ from ..kernels.pages.tpu import (
 )
 from ..paged_cache.layer_arrays import LayerPages
 from ..paged_cache.paged_call import Attended, PagedCall
+from .own_keys import of_own_keys, with_own_lengths
 
 __all__ = ["SPANNED", "on_tpu", "tpu_call", "tpu_notes", "tpu_reasons", "tpu_sizes"]
 
@@ -38,12 +39,12 @@ _COPIES = "page_rows"  # the only advice that is a reason: XLA would copy the wh
 
 def tpu_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
     """Every reason against the kernels."""
-    if problem.sequence_shards > 1:
+    if problem.sequence_shards > 1 and (what := _beyond_own_keys(problem)):
         text = (
-            f"the TPU kernel takes pages of whole sequences, but page_sequence_axis splits each over {problem.sequence_shards} "
-            "devices"
+            f"the TPU kernel takes a device's share of the pages, which page_sequence_axis splits over {problem.sequence_shards} "
+            f"devices, in steps whose rows of one token see all their keys; this step has {what}"
         )
-        hint = "Leave it out, or declare fallback='allow' for plain XLA."
+        hint = "Pass max_q_len=1 in decode steps, leave the axis out, or declare fallback='allow' for plain XLA."
         return (Reason("paged.page_sequence", "cache.page_sequence_axis", text, hint),)
     if LAYOUTS[problem.layout].kernel is None:
         text = f"the TPU kernel takes pages of layout {_taken()}, but the cache declares {problem.layout!r}"
@@ -95,9 +96,7 @@ def tpu_notes(problem: PagedProblem) -> tuple[str, ...]:
 def on_tpu(call: PagedCall) -> Attended:
     """Attend with the TPU kernels; see kernels/pages/tpu."""
     if call.sequence_shards > 1:
-        raise ConfigError(
-            f"the pages of a sequence are on {call.sequence_shards} devices; the TPU kernel requires them on one."
-        )
+        return _on_own_keys(call)
     if call.selected is not None or call.score is not None or call.q_positions is not None:
         given = "selected keys" if call.selected is not None else "a score or positions"
         raise ConfigError(f"{given} over pages: the TPU kernel has none of it; wanted plain XLA.")
@@ -114,6 +113,32 @@ def on_tpu(call: PagedCall) -> Attended:
         rows=None if call.rows is None else PageArrays(*call.rows),
     )
     return Attended(output, lse, None if after is None else LayerPages(*after))
+
+
+def _on_own_keys(call: PagedCall) -> Attended:
+    """Attend to this device's keys of sequences whose pages are on several. Errors: ConfigError for steps in which rows see
+    only a part of these."""
+    left = None if call.sliding_window is None else call.sliding_window[0]
+    spanned = (call.chunk_size, call.draft_tree, call.spans, call.prefix_lengths, call.rows, left)
+    if call.max_q_len != 1 or any(x is not None for x in spanned):
+        raise ConfigError(
+            f"the pages of a sequence are on {call.sequence_shards} devices; the TPU kernel then takes rows of one token that "
+            "see all keys, with max_q_len=1 and update='before'."
+        )
+    own, without_keys = with_own_lengths(call)
+    return of_own_keys(on_tpu(own), without_keys, call.sinks)
+
+
+def _beyond_own_keys(problem: PagedProblem) -> str:
+    """What a step has that needs more than a device's own keys, all of which a row of one token sees; '' for none."""
+    mask = page_mask(problem.mask) or ANY_PAGE_MASK
+    found = {
+        "rows of several tokens, as far as is known": problem.max_q_len != 1,
+        "a window": mask.left is not None,
+        "chunks": mask.chunk is not None,
+        "update 'fused'": problem.update == "fused",
+    } | {name: name in problem.features for name in ("draft_tree", *sorted(SPANNED))}
+    return ", ".join(name for name, there in found.items() if there)
 
 
 _FIELDS = {
@@ -152,10 +177,10 @@ def _geometry(problem: PagedProblem) -> Geometry:
         value_dim=problem.value_dim,
         key_row=rows[0],
         value_row=rows[1],
-        pages=plan.local_pages,
+        pages=plan.local_pages // plan.sequence_shards,
         page=cache.page_size,
         sequences=plan.local_sequences,
-        width=cache.table_width,
+        width=plan.table_width // plan.sequence_shards,
         dtype=np.dtype(jax.numpy.dtype(problem.runtime_dtype)),
         key_dtype=stored,
         value_dtype=stored,

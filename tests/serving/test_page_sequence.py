@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ from test_steps import DIM, FIELDS, HEADS, LATENT, Served
 
 from attnops import Causal, Chunked, ConfigError, InputError, OperationMetadata, OperationRegistry, RefusedError
 from attnops.errors import AttnOpsError, CapacityError
+from attnops.operators.paged import tpu_kernel
 from attnops.operators.paged.declared_step import declared_step
-from attnops.operators.paged.tpu_kernel import on_tpu
 from attnops.operators.paged_cache import RaggedBatch, attend, copy, extract, init, insert, restore, scrub, shardings
 from attnops.planning.cache.kv_cache import KVCache
 from attnops.planning.paged.page_reads import page_reads, step_flops
@@ -25,6 +26,7 @@ from attnops.serving import PagePool
 from attnops.verify.collectives import Collective
 from attnops.verify.paged_step import PlannedStep, step_traffic, unneeded
 from attnops.verify.passes import target_reports
+from attnops.verify.targets import target_of
 
 SPLIT = {"page_sequence_axis": "sp"}
 SINKS = {"sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)}
@@ -401,8 +403,85 @@ def test_not_a_byte_more_than_needed_is_sent() -> None:
         assert unneeded(least, (sums[0], extra)) == (extra,)
 
 
+WIDE: dict[str, Any] = {
+    "kind": "latent", "kv_heads": 1, "head_dim": 576, "value_dim": 512, "page_size": 64, "pages": 16, "max_length": 512
+}  # fmt: skip
+KERNEL: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
+    "joined_sinks": (SPLIT | {"layout": "joined"}, {"sp": 2}, SINKS),
+    "joined_int8_tp": (SPLIT | INT8 | {"layout": "joined"}, {"sp": 2, "tp": 2}, {"logits_soft_cap": 5.0}),
+    "packed_dp": (SPLIT | {"layout": "packed", "value_dim": DIM, "pages_axis": "dp"}, {"dp": 2, "sp": 2}, SINKS),
+    "latent_sp4": (SPLIT | LATENT | {"max_length": 68}, {"sp": 4}, SINKS),
+    "latent_dp_int8": (SPLIT | INT8 | LATENT | {"pages_axis": "dp"}, {"dp": 2, "sp": 2}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(x, marks=[] if x == "latent_sp4" else [pytest.mark.slow]) for x in KERNEL]
+)
+def test_the_tpu_kernel_decodes_on_each_devices_pages(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one token, whose sequences end inside, before and behind each device's pages; some are on one device alone."""
+    fields, axes, call = KERNEL[way]
+    served, kernel = (
+        Served(fields, axes, call),
+        Served(fields, axes, call | {"configs": {"paged": {"interpret": True}}}),
+    )
+    rest: list[dict[str, int]] = [{}] * (served.shards - 1)
+    served.run([{"a": 13, "b": 3}, *[{"z": 6}] * len(rest)])
+    served.run([{"c": 4}, *rest])
+    served.step, ran, tables = kernel.step, tpu_kernel.paged_attention_tpu, []
+
+    def counted(*arrays: Any, **call: Any) -> Any:
+        tables.append(call["page_table"].shape)
+        return ran(*arrays, **call)
+
+    monkeypatch.setattr(tpu_kernel, "paged_attention_tpu", counted)
+    for new in ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1}, {"c": 1, "d": 1, "a": 1}, {"a": 1}):
+        served.run([new, *[{"z": 1}] * len(rest)], longest=1)
+    assert tables == [(served.plan.local_sequences, served.plan.table_width // served.plan.sequence_shards)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
+@pytest.mark.parametrize("target", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_decoding_on_each_devices_pages_compiles(target: str) -> None:
+    """And sends what merges the outputs, of 128 heads in float32: no keys."""
+    cache = FIELDS | WIDE | {"page_sequence_axis": "sp", "layers": 1, "dtype": "bfloat16", "pages": 128}
+    step = {"q_heads": 128, "kv_lens": 400, "sequences": 8, "max_q_len": 1, "softmax_scale": 0.1, "dtype": "bfloat16"}
+    file = Declaration.from_dict({"operation": "paged", "cache": cache, "step": step})
+    mesh = target_of(target).mesh({"sp": target_of(target).count})
+    operation = OperationRegistry.create("paged", OperationMetadata(mesh=mesh, fallback="error"))
+    assert file.cache is not None
+    declared = declared_step(file, file.cache.plan(mesh).require(), "before")
+    *_, report = target_reports(PlannedStep(operation, declared), target)
+    assert [one.failure for one in report.passes] == [None]
+    assert report.plan.implementation == "paged.forward_tpu"
+    assert report.passes[0].kernels
+    assert not report.passes[0].differences
+
+
+@pytest.mark.parametrize(
+    ("change", "runs"),
+    [
+        ({"max_q_len": 1}, True),
+        ({"max_q_len": 1, "sliding_window": (8, 0)}, False),
+        ({"max_q_len": 1, "mask": Causal() & Chunked(32)}, False),
+        ({"max_q_len": 2}, False),
+        ({"max_q_len": 1, "update": "fused"}, False),
+        ({"max_q_len": 1, "spans": jax.ShapeDtypeStruct((8, 2), jnp.int32)}, False),
+    ],
+)
+def test_steps_that_the_tpu_kernel_takes(change: dict[str, Any], runs: bool) -> None:
+    cache = KVCache(**FIELDS | SPLIT | WIDE)
+    paged = OperationRegistry.create("paged", OperationMetadata(mesh=described(sp=2), platform="tpu", fallback="allow"))
+    shapes = [jax.ShapeDtypeStruct((8, n, 576), jnp.float32) for n in (HEADS, 1)]
+    plan = paged.plan(*shapes, None, cache=cache, softmax_scale=0.1, **change)
+    assert plan.implementation == ("paged.forward_tpu" if runs else "paged.forward_native")
+    codes = [[x.code for x in r.reasons] for r in plan.rejected]
+    assert codes == ([] if runs else [["paged.page_sequence"]])
+
+
 def test_the_tpu_kernel_says_no() -> None:
-    """It takes whole sequences; plain XLA runs in its place, and the call says no by itself."""
+    """Of parts of sequences it takes rows of one token; plain XLA runs in its place, and the call says no by itself."""
     cache = KVCache(
         **FIELDS | SPLIT | {"layout": "joined", "head_dim": 128, "value_dim": 128, "page_size": 16, "pages": 16}
     )
@@ -416,8 +495,8 @@ def test_the_tpu_kernel_says_no() -> None:
     mesh = mesh_of(sp=2)
     made = RaggedBatch.make(cache.plan(mesh), cu_q_lens=[0, 2], kv_lens=[2], page_table=[[8]])
     arrays = [np.ones(x.shape, np.float32) for x in shapes]
-    with pytest.raises(ConfigError, match="on 2 devices; the TPU kernel requires them on one"):
-        attend(init(cache, mesh), 0, made, *arrays, mesh=mesh, method=on_tpu)
+    with pytest.raises(ConfigError, match="on 2 devices; the TPU kernel then takes rows of one token"):
+        attend(init(cache, mesh), 0, made, *arrays, mesh=mesh, method=tpu_kernel.on_tpu)
 
 
 @pytest.mark.slow
