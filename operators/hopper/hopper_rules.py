@@ -11,7 +11,7 @@ from ...devices import gpu_variant
 from ...planning import STATIC_MASKS, AttentionProblem, OperationConfig, Rule
 from ..choices.function_rules import MOSAIC_GPU, function_rules
 from ..flash.flash_config import FlashAttention2Config
-from .kernel.hopper_sizes import ROWS, padded_dim
+from .kernel.hopper_sizes import KEYS, ROWS, padded_dim
 
 __all__ = ["HOPPER_FEATURES", "HOPPER_RULES", "JAX_NEEDED", "is_hopper"]
 
@@ -97,6 +97,13 @@ HOPPER_RULES = (
         "Use 'vanilla'.",
     ),
     Rule(
+        "hopper.values_in_key",
+        "value",
+        lambda p, c: p.value_columns is None,
+        "values are the first {p.value_columns} numbers of their keys: the kernel would load them twice",
+        "Nothing to change: the kernel in Triton loads them once.",
+    ),
+    Rule(
         "hopper.padding",
         "head_dim",
         lambda p, c: _asked(c) or _widened(p) <= _PADDED,
@@ -136,9 +143,9 @@ HOPPER_RULES = (
     Rule(
         "hopper.block_kv",
         "block_kv",
-        lambda p, c: (_field(c, "block_kv") or 0) <= 256,
-        "block_kv={c.block_kv}: a product on Hopper has at most 256 columns",
-        "Declare block_kv up to 256, or leave it out.",
+        lambda p, c: _field(c, "block_kv") in (None, *KEYS),
+        "block_kv={c.block_kv}: a product with values goes through 64 keys at once, and one for logits has at most 256 columns",
+        f"Declare block_kv={', '.join(map(str, KEYS))}, or leave it out.",
     ),
     Rule(
         "hopper.num_warps",

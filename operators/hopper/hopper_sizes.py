@@ -11,18 +11,17 @@ from ...planning import AttentionProblem, Placement
 from ..choices.mask_blocks import fitted_block
 from ..flash.flash_config import FlashAttention2Config
 from ..flash.flash_sizes import resolve_flash
-from .kernel.hopper_sizes import ROWS, HopperSizes, padded_dim, shared_bytes
+from .kernel.hopper_sizes import KEYS, ROWS, HopperSizes, padded_dim, shared_bytes
 
 __all__ = ["FORWARD", "candidates_near", "columns", "resolve_hopper", "shared_of", "tiles_of"]
 
 FORWARD = ("block_q", "block_kv", "num_stages")
 # (keys of a tile, stages) by the greatest dim of a head, best first: what doesn't fit into shared memory or registers is passed
 # over. One stage is loaded while another is read; two more tiles fit at 64, where a tile takes half the time.
-_TILES = ((128, 3), (128, 2), (64, 3), (64, 2), (32, 2), (32, 1))
+_TILES = ((128, 3), (128, 2), (64, 3), (64, 2), (64, 1))
 _STAGES_FROM_DIM = 64
 # Registers of a thread that computes: the sums of a row's values, its logits, and its weights as 16-bit numbers.
 _REGISTERS = 192
-_MIN_TILE = 16  # keys that a product with values goes through at once
 
 
 def resolve_hopper(
@@ -65,13 +64,13 @@ def candidates_near(sizes: HopperSizes) -> list[HopperSizes]:
     stages = (sizes.stages, sizes.stages + 1, sizes.stages - 1)
     blocks = (sizes.block_q, 2 * ROWS if sizes.block_q == ROWS else ROWS)
     made = itertools.product(blocks, stages, keys)
-    return [HopperSizes(q, kv, n) for q, n, kv in made if n >= 1 and _MIN_TILE <= kv <= 256]
+    return [HopperSizes(q, kv, n) for q, n, kv in made if n >= 1 and kv in KEYS]
 
 
 def _chosen(problem: AttentionProblem, placement: Placement, config: FlashAttention2Config) -> HopperSizes:
     local = placement.local
     block_q = config.block_q or (2 * ROWS if local.q_len > ROWS else ROWS)
-    most_keys = max(_MIN_TILE, 1 << (max(local.kv_len, 1) - 1).bit_length())
+    most_keys = KEYS[0] if local.kv_len <= KEYS[0] else KEYS[-1]
     found: list[HopperSizes] = []
     for keys, stages in _TILES:
         if stages > 2 and keys > 64 and max(columns(problem)) > _STAGES_FROM_DIM:
@@ -86,7 +85,7 @@ def _chosen(problem: AttentionProblem, placement: Placement, config: FlashAttent
 
 def _of_mask(problem: AttentionProblem, size: int) -> int:
     """Keys of a tile that lie in one block of the mask, unless its blocks are smaller than a tile can be."""
-    fitted = fitted_block(problem.mask, "kv", size, problem.kv_len, 2 * _MIN_TILE)
+    fitted = fitted_block(problem.mask, "kv", size, problem.kv_len, KEYS[0])
     return 1 << (fitted.bit_length() - 1)
 
 

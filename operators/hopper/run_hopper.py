@@ -26,6 +26,6 @@ def run_hopper(call: LocalCall, config: FlashAttention2Config) -> tuple[jax.Arra
         call.problem.platform,
         config.interpret,
         config.residual_checkpoint_name,
-        tiles_of(config),
+        tiles=tiles_of(config),
     )
     return attend_call(call, kernel, call.query, call.key, call.value)

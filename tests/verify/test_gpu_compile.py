@@ -64,6 +64,11 @@ def _report(
 ) -> TargetReport:
     wanted = target_of(target)
     mesh = wanted.mesh(sizes or {"fsdp": wanted.count})
+    fields = {"operation_configs": {}} | fields
+    # The kernel of test_hopper_compile.py aside.
+    fields["operation_configs"] = {
+        "flash_attn2": {"kernel": "triton"} | fields["operation_configs"].get("flash_attn2", {})
+    }
     metadata = OperationMetadata(mesh=mesh, fallback="error", tuning="off", runtime_dtype=dtype, **fields)
     batch, length, heads, kv_heads, dim = shape
     q, k = (jax.ShapeDtypeStruct((batch, length, h, dim), dtype) for h in (heads, kv_heads))
@@ -191,7 +196,10 @@ def test_resources_are_those_that_cuobjdump_prints(gpu: str, tmp_path: Path) -> 
     if tool is None or not tool.exists():
         pytest.skip("pip install 'attnops[cuda-sass]'")
     mesh = described_gpus(gpu)
-    attend = OperationRegistry.create("flash_attn2", OperationMetadata(mesh=mesh, tuning="off"))
+    configs = {"flash_attn2": {"kernel": "triton"}}
+    attend = OperationRegistry.create(
+        "flash_attn2", OperationMetadata(mesh=mesh, tuning="off", operation_configs=configs)
+    )
     x = jax.ShapeDtypeStruct((1, 512, 2, 128), "bfloat16")
     arguments = {"query": x, "key": x, "value": x, "mask": Causal()}
     with tracing_on(mesh, "cuda"):

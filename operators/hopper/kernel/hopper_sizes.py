@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["DIM_STEP", "ROWS", "HopperSizes", "padded_dim", "shared_bytes"]
+__all__ = ["DIM_STEP", "KEYS", "ROWS", "HopperSizes", "padded_dim", "shared_bytes"]
 
 ROWS = 64  # of a warpgroup: those of a wgmma
+KEYS = (
+    64,
+    128,
+    256,
+)  # of a tile: a product with values goes through 64 keys at once, one for logits has at most 256 columns
 DIM_STEP = 64  # 128 bytes of 16-bit numbers, the widest rows that shared memory swizzles
 _ALIGNMENT = 1024  # of an array that is swizzled
 _BARRIER, _FLOAT = 8, 4

@@ -1,0 +1,179 @@
+"""When a plan chooses the Hopper kernel, with which sizes, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+from attnops import Causal, ConfigError, MaskFunction, OperationMetadata, OperationRegistry, register_mask_function
+from attnops.compat import abstract_device
+from attnops.operators.hopper import hopper_rules
+from attnops.operators.hopper.hopper_sizes import shared_of, tiles_of
+from attnops.operators.hopper.kernel.hopper_sizes import HopperSizes, shared_bytes
+from attnops.planning.decide import _decide
+from attnops.planning.notes import has_note
+
+H100, A100, B200 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA B200"
+SHARED = 232448  # bytes that a block of threads may request on Hopper
+JAX = "hopper.jax"
+
+
+def _plan(
+    kind: str = H100,
+    operation: str = "flash_attn2",
+    *,
+    dims: tuple[int, int] = (128, 128),
+    lengths: tuple[int, int] = (2048, 2048),
+    heads: tuple[int, int] = (32, 8),
+    config: dict[str, Any] | None = None,
+    dtype: str = "bfloat16",
+    call: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Any:
+    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(kind, 1, "gpu"))
+    metadata = OperationMetadata(
+        mesh=mesh, operation_configs={"flash_attn2": config or {}}, tuning="off", runtime_dtype=dtype, **fields
+    )
+    (q_len, kv_len), (q_heads, kv_heads) = lengths, heads
+    q = jax.ShapeDtypeStruct((2, q_len, q_heads, dims[0]), dtype)
+    k, v = (jax.ShapeDtypeStruct((2, kv_len, kv_heads, dim), dtype) for dim in dims)
+    given = {"mask": Causal(), "query_offset": kv_len - q_len} | (call or {})
+    return OperationRegistry.create(operation, metadata).plan(q, k, v, **given)
+
+
+def _codes(plan: Any) -> set[str]:
+    """Why the Hopper kernel doesn't run, apart from this jax."""
+    reasons = (one.reasons for one in plan.rejected if one.implementation.endswith(".forward_hopper"))
+    return {reason.code for some in reasons for reason in some} - {JAX}
+
+
+@pytest.fixture
+def new_jax(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans as with a jax that has what the kernel needs; plans are cached."""
+    monkeypatch.setattr(hopper_rules, "JAX_NEEDED", (0, 0))
+    _decide.cache_clear()
+    yield
+    _decide.cache_clear()
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="this jax has what the kernel needs")
+@pytest.mark.parametrize("operation", ["flash_attn2", "splash", "blocksparse", "ring", "ulysses"])
+def test_an_older_jax_is_the_reason_for_triton(operation: str) -> None:
+    plan = _plan(operation=operation)
+    assert (plan.kind, plan.method) == ("platform", "forward_cuda")
+    ((name, reasons),) = plan.rejected
+    assert (name, [reason.code for reason in reasons]) == (f"{operation}.forward_hopper", [JAX])
+
+
+@pytest.mark.parametrize("kind", [A100, B200])
+def test_other_gpus_do_not_ask_it(kind: str) -> None:
+    plan = _plan(kind)
+    assert (plan.method, plan.rejected) == ("forward_cuda", ())
+
+
+REFUSED = {
+    "hopper.kernel": {"config": {"kernel": "triton"}},
+    "hopper.dtype": {"dtype": "float32"},
+    "hopper.softmax_dtype": {"runtime_softmax_dtype": "bfloat16"},
+    "hopper.head_dim": {"dims": (320, 128)},
+    "hopper.padding": {"dims": (80, 80)},
+    "hopper.few_queries": {"lengths": (16, 100)},
+    "hopper.few_blocks": {"lengths": (256, 8192), "heads": (8, 4)},
+    "hopper.block_q": {"config": {"block_q": 256}},
+    "hopper.block_kv": {"config": {"block_kv": 512}},
+    "hopper.num_warps": {"config": {"num_warps": 8}},
+    "hopper.fold": {"config": {"fold": True}},
+    "hopper.kv_splits": {"config": {"kv_splits": 2}},
+    "feature.bias": {"call": {"bias": jax.ShapeDtypeStruct((1, 1, 2048, 2048), "float32")}},
+    "feature.score": {"call": {"score": "alibi"}},
+    "hopper.mask_function_operation": {"call": {"mask": "sine"}},
+}
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("code", REFUSED)
+def test_triton_runs_what_it_refuses(code: str) -> None:
+    given = dict(REFUSED[code])
+    call = dict(given.pop("call", {}))
+    if "score" in call:
+        from attnops import ALiBi
+
+        call["score"] = ALiBi()
+    if "mask" in call:
+        register_mask_function("hopper.sine", override=True)(lambda x, j: jnp.sin(x.astype(jnp.float32)) < j)
+        call["mask"] = MaskFunction("hopper.sine")
+    plan = _plan(call=call, **given)
+    assert plan.method != "forward_hopper"
+    assert code in _codes(plan)
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("code", ["hopper.padding", "hopper.few_queries", "hopper.few_blocks"])
+def test_what_triton_only_does_better_can_be_declared(code: str) -> None:
+    given = dict(REFUSED[code])
+    assert _plan(**given, config={"kernel": "mosaic"}).method == "forward_hopper"
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("operation", ["flash_attn2", "splash", "blocksparse", "ring", "ulysses"])
+def test_every_operation_of_the_gpu_kernels_chooses_it(operation: str) -> None:
+    plan = _plan(operation=operation, call={"mode": "train"})
+    assert (plan.kind, plan.method, plan.rejected) == ("platform", "forward_hopper", ())
+    (forward,) = plan.runs.passes(plan.config, False)
+    assert (forward.kernel, forward.warps) == ("attnops_hopper_forward", 8)
+    assert [size.kernel for size in plan.runs.passes(plan.config, True)] == ["attnops_flash_dkv", "attnops_flash_dq"]
+    assert any(has_note([note], "hopper.gradient") for note in plan.notes)
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (128, 64), (96, 96)]
+)
+@pytest.mark.parametrize("lengths", [(2048, 2048), (2048, 40), (100, 5000)])
+def test_chosen_sizes_fit(dims: tuple[int, int], lengths: tuple[int, int]) -> None:
+    plan = _plan(dims=dims, lengths=lengths, heads=(64, 64))
+    assert plan.method == "forward_hopper", plan.rejected
+    sizes = tiles_of(plan.config)
+    assert sizes.block_q == 128
+    assert sizes.stages >= 2
+    assert sum(shared_of(plan.problem, sizes).values()) <= SHARED
+    (counted,) = plan.runs.memory(plan.problem, plan.placement, plan.config).values()
+    assert counted == shared_of(plan.problem, sizes)
+
+
+def test_shared_memory_by_hand() -> None:
+    """128 rows of a query and two stages of 128 keys and values of 128 numbers, 16 bits each."""
+    counted = shared_bytes(HopperSizes(128, 128, 2), 128, 128)
+    assert (counted["query"], counted["key"], counted["value"]) == (32768, 65536, 65536)
+    assert (counted["output"], counted["lse"]) == (0, 512)
+    assert shared_bytes(HopperSizes(128, 64, 2), 192, 128)["output"] == 32768
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    plan = _plan(config={"kernel": "mosaic", "block_kv": 128, "num_stages": 8}, fallback="error")
+    assert _codes(plan) == {"config"}
+    with pytest.raises(ConfigError, match="bytes of shared memory"):
+        plan.operation.implementation("forward_hopper", plan.problem.config).resolve(plan.problem, plan.placement)
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_what_a_search_tries() -> None:
+    plan = _plan(call={"mode": "train"})
+    free = plan.runs.tuned_fields(plan.problem, plan.placement)
+    assert {"block_q", "block_kv", "num_stages", "block_q_dkv"} <= set(free)
+    assert not {"num_warps", "kv_splits"} & set(free)
+    ways = plan.runs.candidates(plan.problem, plan.placement)
+    assert set(ways) == {"forward", "backward"}
+    for part, some in ways.items():
+        assert some[0] == {name: getattr(plan.config, name) for name in some[0]}
+        assert len({tuple(way.items()) for way in some}) == len(some) > 3
+        assert all(set(way) <= set(free) for way in some), part
+    for way in ways["forward"]:
+        sizes = HopperSizes(way["block_q"], way["block_kv"], way["num_stages"])
+        assert sum(shared_bytes(sizes, 128, 128).values()) <= SHARED

@@ -1,0 +1,34 @@
+"""Mistakes planted in the Hopper kernel are noticed by the interpreter's race detection, or by the numbers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from attnops.operators.hopper.hopper_rules import JAX_NEEDED
+
+if jax.__version_info__ < JAX_NEEDED:
+    pytest.skip(f"jax {jax.__version__}: its interpreter doesn't look for races", allow_module_level=True)
+
+from hopper_mutations import MUTATIONS
+
+NOTICED = ("RACE DETECTED",)
+SECONDS = 300  # a wait that never ends is noticed too
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mistake_is_noticed(name: str) -> None:
+    program = Path(__file__).with_name("hopper_mutations.py")
+    try:
+        run = subprocess.run([sys.executable, program, name], capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        assert name != "none"
+        return
+    said = run.stdout.split()[-1:] if run.returncode == 0 else []
+    noticed = "numbers" in run.stdout or any(words in run.stderr for words in NOTICED)
+    assert (said == ["unnoticed"], noticed) == ((True, False) if name == "none" else (False, True)), run.stderr[-2000:]

@@ -1,0 +1,189 @@
+"""The Hopper kernel compiled for described GPUs: registers, spills, shared memory, the products in its loops, and its search."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import (
+    Causal,
+    Chunked,
+    Full,
+    Lengths,
+    Mask,
+    OperationMetadata,
+    OperationRegistry,
+    Positions,
+    Prefix,
+    SegmentIds,
+    SlidingWindow,
+)
+from attnops.masks import Blocks
+from attnops.operators.hopper.hopper_rules import JAX_NEEDED
+from attnops.operators.hopper.hopper_sizes import tiles_of
+from attnops.verify.call import verify_call
+from attnops.verify.gpu.gpu_kernels import GpuKernelUse
+from attnops.verify.gpu.gpu_mesh import described_gpus, has_cuda_plugin
+from attnops.verify.gpu.sass import disassembler
+from attnops.verify.report import TargetReport
+from attnops.verify.targets import target_of
+from attnops.verify.tune import tune_plan
+
+if not has_cuda_plugin() or importlib.util.find_spec("cramjam") is None:
+    pytest.skip("pip install 'attnops[cuda-compile]'", allow_module_level=True)
+if jax.__version_info__ < JAX_NEEDED:
+    pytest.skip(f"jax {jax.__version__}: plans choose the kernel in Triton", allow_module_level=True)
+needs_disassembler = pytest.mark.skipif(disassembler() is None, reason="pip install 'attnops[cuda-sass]'")
+
+NAME = "attnops_hopper_forward"
+# 384 threads share the 65536 registers of a multiprocessor, in units of 8.
+REGISTERS, THREADS = 168, 384
+
+
+def _report(
+    target: str = "h100",
+    *,
+    dims: tuple[int, int] = (128, 128),
+    lengths: tuple[int, int] = (1024, 1024),
+    heads: tuple[int, int] = (4, 2),
+    dtype: str = "bfloat16",
+    mode: str = "prefill",
+    operation: str = "flash_attn2",
+    config: dict[str, Any] | None = None,
+    sizes: dict[str, int] | None = None,
+    **call: Any,
+) -> TargetReport:
+    wanted = target_of(target)
+    mesh = wanted.mesh(sizes or {"fsdp": wanted.count})
+    configs = {"flash_attn2": {"kernel": "mosaic"} | (config or {})}
+    metadata = OperationMetadata(
+        mesh=mesh, fallback="error", tuning="off", runtime_dtype=dtype, operation_configs=configs
+    )
+    q = jax.ShapeDtypeStruct((1, lengths[0], heads[0], dims[0]), dtype)
+    k, v = (jax.ShapeDtypeStruct((1, lengths[1], heads[1], dim), dtype) for dim in dims)
+    arguments = {"query": q, "key": k, "value": v, "mask": Causal(), "query_offset": 0, "mode": mode} | call
+    return verify_call(OperationRegistry.create(operation, metadata), arguments, target)
+
+
+def _kernel(report: TargetReport) -> GpuKernelUse:
+    assert report.passed, [one.failure for one in report.passes]
+    assert report.plan.method == "forward_hopper"  # type: ignore[union-attr]
+    (kernel,) = (k for k in report.passes[0].kernels or () if isinstance(k, GpuKernelUse))
+    assert (kernel.name, kernel.registers, kernel.threads) == (NAME, REGISTERS, THREADS)
+    return kernel
+
+
+def _check_loops(kernel: GpuKernelUse, block_kv: int, dims: tuple[int, int]) -> None:
+    """Each tile's products are there, of the 64 rows of a warpgroup's four warps, and an exponential for each weight and row."""
+    for one in kernel.loops or ():
+        assert one.loop.tensor_flops == 2 * 64 * block_kv * sum(dims) / 4
+        assert one.loop.ex2 * 32 * 4 == 64 * block_kv + 2 * 32 * 4  # a thread shrinks two rows
+
+
+def test_a_forward_pass() -> None:
+    kernel = _kernel(_report())
+    assert kernel.stack_bytes == 0
+    assert kernel.occupancy is not None
+    assert kernel.occupancy.blocks == 1
+    if disassembler() is not None:
+        assert len(kernel.loops or ()) == 2
+        _check_loops(kernel, 128, (128, 128))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (64, 128), (80, 48)], ids=str)
+@pytest.mark.parametrize("target", ["h100", "h200"])
+def test_head_dims(target: str, dims: tuple[int, int], dtype: str) -> None:
+    report = _report(target, dims=dims, dtype=dtype)
+    kernel = _kernel(report)
+    assert kernel.stack_bytes == 0
+    padded = tuple(-(-dim // 64) * 64 for dim in dims)
+    _check_loops(kernel, tiles_of(report.plan.config).block_kv, (padded[0], padded[1]))  # type: ignore[arg-type]
+
+
+IDS = jax.ShapeDtypeStruct((1, 1024), "int32")
+MASKS: dict[str, Mask] = {
+    "full": Full(),
+    "window": Causal() & SlidingWindow(100),
+    "chunks": Causal() & Chunked(96),
+    "prefix": Prefix(100) | Causal(),
+    "negated": ~SlidingWindow(20, 20),
+    "blocks": Blocks(np.eye(8, dtype=bool), 128, 128),
+    "small_blocks": Blocks(np.tri(16, dtype=bool), 64, 64) & Causal(),
+    "segments": Causal() & SegmentIds(IDS, IDS),
+    "lengths": Causal() & Lengths(jax.ShapeDtypeStruct((1,), "int32")),
+    "positions": Positions(IDS, IDS),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, dim: int) -> None:
+    kernel = _kernel(_report(dims=(dim, dim), mask=MASKS[name]))
+    assert kernel.stack_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"logits_soft_cap": 20.0},
+        {"softmax_aux": jax.ShapeDtypeStruct((4,), "float32")},
+        {"return_lse": True},
+        {"query_offset": jax.ShapeDtypeStruct((1,), "int32")},
+    ],
+    ids=lambda call: next(iter(call)),
+)
+def test_other_features(call: dict[str, Any]) -> None:
+    assert _kernel(_report(**call)).stack_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(1000, 1000), (130, 777), (1024, 60)])
+def test_lengths_that_end_within_a_tile(lengths: tuple[int, int]) -> None:
+    assert _kernel(_report(lengths=lengths)).stack_bytes == 0
+
+
+@pytest.mark.slow
+def test_all_of_the_shared_memory() -> None:
+    """Three stages of 128 keys and values of 128 numbers and the queries take 226 of 227 KiB."""
+    _kernel(_report(config={"block_kv": 128, "num_stages": 3}))
+
+
+@pytest.mark.slow
+def test_the_gradient_is_that_of_the_kernels_in_triton() -> None:
+    report = _report(mode="train")
+    assert report.passed
+    assert [kernel.name for kernel in report.passes[1].kernels or ()] == [
+        NAME, "attnops_flash_dkv", "attnops_flash_dq",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("operation", "sizes"), [("flash_attn2", {"fsdp": 1, "tp": 2}), ("ring", {"sp": 2})])
+def test_several_gpus_send_what_is_needed(operation: str, sizes: dict[str, int]) -> None:
+    report = _report("h100:2", sizes=sizes, operation=operation, mode="train")
+    assert report.passed, [(one.failure, one.differences) for one in report.passes]
+    assert report.plan.method == "forward_hopper"  # type: ignore[union-attr]
+
+
+@needs_disassembler
+@pytest.mark.slow
+def test_sizes_are_searched_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNOPS_TUNE_CACHE", str(tmp_path))
+    configs = {"flash_attn2": {"kernel": "mosaic"}}
+    metadata = OperationMetadata(mesh=described_gpus("h100"), fallback="error", operation_configs=configs)
+    attend = OperationRegistry.create("flash_attn2", metadata)
+    x = jax.ShapeDtypeStruct((2, 1024, 4, 64), jnp.bfloat16)
+    report = tune_plan(attend.plan(x, x, x, mask=Causal(), mode="prefill"), most=2)
+    measured = report.measured("forward")
+    assert len(measured) == 2
+    assert all(one.seconds and one.detail["cycles"] > 0 for one in measured)
