@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from serving_engine import Engine
+from step_engine import StepEngine
 
 from attnops import InputError
 from attnops.errors import CapacityError
-from attnops.serving import PagePool
+from attnops.serving import PagePool, PagePools
 
 
 @dataclass(eq=False)
@@ -64,30 +65,26 @@ class ServingLoop:
     A step has one token of every decoding sequence, and chunks of prompts in the rest of the engine's budget. A prompt
     is admitted when there are pages for all of it. Sequences that grow later may find none: then the latest one gives its
     pages back, and runs again from its tokens when there is room. With `share`, prompts reuse the whole pages of
-    published prefixes.
+    published prefixes, and of states those that are kept there.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: StepEngine,
         *,
         slots: int | None = None,
         share: bool = True,
         on_token: Callable[[Request, int], None] | None = None,
     ) -> None:
-        cache = engine.cache
         self.engine, self.slots = engine, engine.slots if slots is None else slots
         if not 1 <= self.slots <= engine.slots:
             raise InputError(f"slots={slots}; wanted 1 to {engine.slots}, the cache's max_sequences.")
-        self.pool = PagePool(
-            engine.plan.local_pages,
-            cache.page_size,
-            max_pages_per_sequence=cache.table_width,
-            prefix_sharing=share,
-            scrub_on_free=cache.scrub_on_free,
-            sequence_shards=engine.plan.sequence_shards,
-        )
-        self.on_token = on_token
+        self.pool = PagePools.of(engine.plan, prefix_sharing=share)
+        # A prefix is found at multiples of this many tokens; 0: never, as some states are kept for their sequence alone.
+        self.prefix_unit = math.lcm(*(
+            pool.page_size * (1 if isinstance(pool, PagePool) else pool.snapshots or 0) for pool in self.pool.pools
+        ))  # fmt: skip
+        self.share, self.on_token = share, on_token
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of admission
         self.totals = Totals()
@@ -123,7 +120,7 @@ class ServingLoop:
             self.pool.publish(request.name)
             if self._missing(request) == 0:
                 self._take(request, int(token), float(lead), now)
-        counts = self.pool.counts()
+        counts = self.pool.counts()[0]
         self.totals.moments.append(
             Moment(now - self.began, counts.used, counts.cached, len(new), found.size, found.seconds)
         )
@@ -155,17 +152,22 @@ class ServingLoop:
                 continue
             count = self._missing(request)
             if count > 1:
-                count = min(count, room)
+                count = self._chunk(request, room)
                 room -= count
             if count and self._grown(request, count):
                 new[request] = self._next(request, count)
         while self.waiting and len(self.running) < self.slots and room > 0 and self._let_in(self.waiting[0], new):
             request = self.waiting.popleft()
-            count = min(self._missing(request), room)
+            count = self._chunk(request, room)
             self._append(request, count)
             new[request] = self._next(request, count)
             room -= count
         return new
+
+    def _chunk(self, request: Request, room: int) -> int:
+        """How many of its tokens run in a step: those that fit; with states up to where one can be kept for its prefix."""
+        end = self.pool.tokens_to_snapshot(request.name) if self.prefix_unit else None
+        return min(self._missing(request), room, *(() if end is None else (end,)))
 
     def _next(self, request: Request, count: int) -> list[int]:
         """The tokens that were just counted: the last ones in the pool."""
@@ -197,26 +199,26 @@ class ServingLoop:
         """Start a request on its cached prefix, with pages for the rest of its tokens, or let it wait."""
         context = request.context
         prefix = context[:-1]  # the last token's query must run
-        known = self.pool.match(prefix).tokens
-        if self.pool.prefix_sharing and any(self._soon(prefix, other) > known for other in new):
+        known = self.pool.match(prefix)[0].tokens
+        if self.share and any(self._soon(prefix, other) > known for other in new):
             return False
         try:
-            growth = self.pool.adopt(request.name, prefix, tokens=len(context) - known)
+            growths = self.pool.adopt(request.name, prefix, tokens=len(context) - known)
         except CapacityError:
             if not self.running:
                 raise
             return False
-        self.engine.carry_out(growth)
-        self.totals.matched += growth.matched
+        self.engine.carry_out(growths)
+        self.totals.matched += growths[0].matched
         self.running.append(request)
         return True
 
     def _soon(self, prefix: list[int], other: Request) -> int:
-        """How much of a prefix, in whole pages, this step writes for another request; it is published after the step."""
+        """How much of a prefix, where it can be found, this step writes for another request; it is published after the step."""
         length = int(self.pool.kv_lens([other.name])[0])
         common = 0
         for mine, its in zip(prefix, other.context[:length], strict=False):
             if mine != its:
                 break
             common += 1
-        return common - common % self.pool.page_size
+        return common - common % self.prefix_unit if self.prefix_unit else 0

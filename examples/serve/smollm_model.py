@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from step_engine import Sampled, greedy
 
 from attnops.operators.paged_cache import CacheState, RaggedBatch
 
@@ -51,13 +52,6 @@ class Weights(NamedTuple):
     layers: tuple[Layer, ...]
 
 
-class Sampled(NamedTuple):
-    """For each wanted position: the token with the largest logit, and its lead."""
-
-    token: jax.Array
-    lead: jax.Array
-
-
 def step(
     sizes: Sizes,
     attention: Any,
@@ -90,7 +84,7 @@ def step(
         x = x + layer.output @ mixed.reshape(len(tokens), -1).T.astype(x.dtype)
         h = _norm(x, layer.hidden_norm, sizes.epsilon)
         x = x + layer.down @ (jax.nn.silu(layer.gate @ h) * (layer.up @ h))
-    return _greedy(weights.embedding @ _norm(x[:, wanted], weights.norm, sizes.epsilon)), state
+    return greedy(weights.embedding @ _norm(x[:, wanted], weights.norm, sizes.epsilon)), state
 
 
 def products(weights: Weights, x: jax.Array) -> jax.Array:
@@ -101,12 +95,6 @@ def products(weights: Weights, x: jax.Array) -> jax.Array:
         x = layer.output @ inner + kept
         x = layer.down @ (layer.gate @ x + layer.up @ x)
     return (weights.embedding @ x).sum(0)
-
-
-def _greedy(logits: jax.Array) -> Sampled:
-    token = jnp.argmax(logits, axis=0).astype(jnp.int32)
-    others = jnp.where(jnp.arange(len(logits), dtype=jnp.int32)[:, None] == token[None], -jnp.inf, logits)
-    return Sampled(token, logits.max(axis=0) - others.max(axis=0))
 
 
 def _norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:

@@ -175,7 +175,7 @@ def test_short_of_pages(tiny: Tiny, engine: Any, alone: Any) -> None:
         loop.pool.check()
         for number in range(len(held)):
             loop.pool.free(("somebody", number))
-        assert loop.pool.available == 64
+        assert loop.pool.pools[0].available == 64
 
 
 def test_split_over_devices(tiny: Tiny, alone: Any) -> None:
@@ -194,7 +194,7 @@ def test_split_over_devices(tiny: Tiny, alone: Any) -> None:
 def test_sequences_split_over_devices(tiny: Tiny, alone: Any) -> None:
     """Each sequence's pages on two devices in turn, given so by the pool; the same tokens come out."""
     engine = tiny.engine(jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("sp",)), page_sequence_axis="sp")
-    assert engine.plan.sequence_shards == tiny.main.ServingLoop(engine).pool.sequence_shards == 2
+    assert engine.plan.sequence_shards == tiny.main.ServingLoop(engine).pool.pools[0].sequence_shards == 2
     assert tokens_of(tiny.served(engine)) == tokens_of(alone)
 
 
