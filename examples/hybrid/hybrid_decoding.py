@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from hybrid_model import Model
 from hybrid_parts import Weights
@@ -40,16 +39,3 @@ def logits_in_parts(model: Model, weights: Weights, rows: np.ndarray, prompts: n
         run(prompts + done, np.ones(batch, np.int32), 1)
     assert found is not None
     return found
-
-
-def sample(model: Model, weights: Weights, prompt: np.ndarray, count: int, temperature: float, seed: int) -> np.ndarray:
-    """A prompt int32 [length] and `count` more tokens."""
-    key, made = jax.random.key(seed), [*prompt]
-    cache = empty_cache(model, 1, len(prompt) + count)
-    logits, cache = step(model, weights, cache, jnp.asarray(prompt)[None], np.array([len(prompt)], np.int32))
-    for _ in range(count):
-        key, now = jax.random.split(key)
-        token = jax.random.categorical(now, logits[:, -1] / temperature)[:, None].astype(jnp.int32)
-        made.append(int(token[0, 0]))
-        logits, cache = step(model, weights, cache, token, np.ones(1, np.int32))
-    return np.array(made)

@@ -36,7 +36,6 @@ class Trainer:
             return optax.apply_updates(weights, updates), state, loss
 
         self._step = jax.jit(step, donate_argnums=(0, 1))
-        self._evaluate = jax.jit(lambda weights, rows: loss_of(model, weights, rows))
 
     def _put(self, rows: np.ndarray) -> jax.Array:
         mesh = self.model.mesh
@@ -47,18 +46,12 @@ class Trainer:
         self.weights, self._state, loss = self._step(self.weights, self._state, self._put(rows))
         return float(loss)
 
-    def evaluate(self, rows: np.ndarray) -> float:
-        return float(self._evaluate(self.weights, self._put(rows)))
 
-
-def train(
-    trainer: Trainer, train_rows: Iterator[np.ndarray], held_out: np.ndarray, steps: int, every: int
-) -> list[tuple[int, float, float]]:
-    """Train; (step, loss on its rows, loss on the rows held out) after every `every` steps and the last."""
-    found = []
-    for step, rows in zip(range(1, steps + 1), train_rows, strict=False):
-        loss = trainer.step(rows)
+def train(trainer: Trainer, rows: Iterator[np.ndarray], steps: int, every: int) -> None:
+    """Train, and print the mean loss of every `every` steps."""
+    losses = []
+    for step, batch in zip(range(1, steps + 1), rows, strict=False):
+        losses.append(trainer.step(batch))
         if step % every == 0 or step == steps:
-            found.append((step, loss, trainer.evaluate(held_out)))
-            print(f"step {step:4}: loss {loss:.3f}, held out {found[-1][2]:.3f}", flush=True)
-    return found
+            print(f"step {step:3}: loss {np.mean(losses):.3f}", flush=True)
+            losses.clear()

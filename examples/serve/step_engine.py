@@ -43,16 +43,25 @@ def greedy(logits: jax.Array) -> Sampled:
 
 
 class StepEngine:
-    """Holds weights and a cache's arrays, and runs steps of a few fixed sizes: 1, half of `slots` or `slots` tokens if all rows
-    decode, half of `budget` or `budget` tokens if there are prompts among them. Shorter steps are padded.
+    """Holds weights and a cache's arrays, and runs steps of a few fixed sizes: by default 1, half of `slots` or `slots` tokens if
+    all rows decode, half of `budget` or `budget` tokens if there are prompts among them. Shorter steps are padded.
 
     step(weights, state, tokens, positions, wanted, *batches, max_q_len=) is the model's: the Sampled of the indices `wanted`,
-    and the cache after it. batches: a RaggedBatch or a StateBatch for each group of the cache's layers. placed: arguments of its
-    jit. Errors: InputError for a cache with several pools, and a budget that doesn't have a token for each row.
+    and the cache after it. batches: a RaggedBatch or a StateBatch for each group of the cache's layers. few: only the largest
+    sizes. placed: arguments of its jit. Errors: InputError for a cache with several pools, and a budget that doesn't have a
+    token for each row.
     """
 
     def __init__(
-        self, step: Callable[..., Any], weights: Any, state: CacheState, plan: CachePlan, *, budget: int, **placed: Any
+        self,
+        step: Callable[..., Any],
+        weights: Any,
+        state: CacheState,
+        plan: CachePlan,
+        *,
+        budget: int,
+        few: bool = False,
+        **placed: Any,
     ) -> None:
         self.cache: KVCache = state.cache
         self.weights, self.state, self.plan, self.budget = weights, state, plan, budget
@@ -63,6 +72,8 @@ class StepEngine:
             raise InputError(f"budget={budget}; wanted at least {self.slots}, a token for each row.")
         # The programs: tokens per step, and the longest row if it is known to be short.
         decoding, mixed = {1, max(1, self.slots // 2), self.slots}, {max(budget // 2, self.slots), budget}
+        if few:
+            decoding, mixed = {self.slots}, {budget}
         self.shapes = (*((size, 1) for size in sorted(decoding)), *((size, None) for size in sorted(mixed)))
         self._steps: dict[tuple[int, int | None], Any] = {
             shape: jax.jit(functools.partial(step, max_q_len=shape[1]), donate_argnums=1, **placed)

@@ -60,9 +60,11 @@ def test_weights_are_called_as_in_transformers(hybrid: ModuleType, name: str) ->
 
 
 def in_parts(hybrid: ModuleType, name: str, chunk: int, **metadata: Any) -> None:
+    from hybrid_decoding import logits_in_parts
+
     model, rows = hybrid.Model.load(name, **metadata), recorded(name)
     placed = hybrid.placed(rows.weights, model.mesh)
-    close(name, hybrid.logits_in_parts(model, placed, rows.tokens, np.array(PROMPTS), chunk), rows)
+    close(name, logits_in_parts(model, placed, rows.tokens, np.array(PROMPTS), chunk), rows)
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", pytest.param("qwen3_next", marks=pytest.mark.slow)])
@@ -96,16 +98,43 @@ def test_whole_sequences(hybrid: ModuleType, name: str, devices: int) -> None:
             (plan,) = attend.plans
             assert plan.problem.devices == devices
             if devices == 8:
-                assert plan.placement.strategy == ("ring" if attend is layer.attention else "state")
+                found = plan.placement.sequence if attend is layer.attention else plan.placement
+                assert found.strategy == ("ring" if attend is layer.attention else "state")
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("nemotron_h", marks=pytest.mark.slow)])
 def test_served_from_pages_and_slots(hybrid: ModuleType, name: str) -> None:
     """Four sequences that come one after the other: chunks of prompts beside single tokens, 64 of each."""
-    from hybrid_serving import Steps
-
-    rows, steps = recorded(name), Steps.load(name)
+    rows, steps = recorded(name), hybrid.Steps.load(name)
     close(name, served_logits(steps, hybrid.placed(rows.weights, None), rows, steps.cache), rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_served_by_the_loop(hybrid: ModuleType, name: str) -> None:
+    """Continuous batching gives transformers' tokens: to prompts that come together, again to those whose prefixes are in the
+    cache, and when pages are short, so that sequences give theirs back and run again."""
+    rows = recorded(name)
+    engine = hybrid.engine(hybrid.Steps.load(name), hybrid.placed(rows.weights, None))
+
+    def serve(loop: Any) -> None:
+        asked = [hybrid.Request(str(n), rows.tokens[n, :prompt].tolist(), NEW) for n, prompt in enumerate(PROMPTS)]
+        loop.serve(asked)
+        loop.pool.check()
+        for n, prompt in enumerate(PROMPTS):
+            assert asked[n].out == rows.tokens[n, prompt : prompt + NEW].tolist()
+
+    loop = hybrid.ServingLoop(engine)
+    serve(loop)
+    assert (loop.totals.prefilled, loop.totals.matched) == (sum(PROMPTS), 0)
+    serve(loop)
+    # Whole multiples of four pages, each without the last token of its prompt.
+    assert loop.totals.matched == sum((prompt - 1) // 32 * 32 for prompt in PROMPTS) > 0
+    alone = hybrid.ServingLoop(engine, share=False)
+    for number in range(3):
+        alone.pool.alloc(("somebody", number), 8 * 32)
+    serve(alone)
+    assert alone.totals.preempted > 0
 
 
 @pytest.mark.slow
@@ -113,14 +142,13 @@ def test_served_from_pages_and_slots(hybrid: ModuleType, name: str) -> None:
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids="-".join)
 def test_served_on_several_devices(hybrid: ModuleType, name: str, axes: dict[str, int]) -> None:
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[: int(np.prod([*axes.values()]))])
-    from hybrid_serving import Steps
-
-    rows, steps = recorded(name), Steps.load(name, mesh)
+    rows, steps = recorded(name), hybrid.Steps.load(name, mesh)
     cache = KVCache.from_dict(steps.cache.to_dict() | ({"pages_axis": "dp"} if "dp" in axes else {}))
     close(name, served_logits(steps, hybrid.placed(rows.weights, mesh), rows, cache, mesh), rows)
 
 
 @pytest.mark.slow
+@pytest.mark.default_promotion("optax multiplies floats and integers")
 @pytest.mark.parametrize("name", MODELS)
 def test_training_on_eight_devices_is_training_on_one(hybrid: ModuleType, name: str) -> None:
     rows = np.random.default_rng(0).integers(0, 96, (4, 65)).astype(np.int32)
