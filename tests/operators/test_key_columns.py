@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from attnops import Attention, InputError, LatentAttention
+from attnops.compat import abstract_device
 from attnops.operators.call.key_columns import KeyColumns
 from attnops.verify.topology import described_mesh
 
@@ -19,6 +20,11 @@ SEGMENTS = (
     np.repeat([[0, 1]], (10, 14), axis=1).astype(np.int32),
     np.repeat([[0, 1]], (122, 78), axis=1).astype(np.int32),
 )
+
+
+def abstract_gpu() -> jax.sharding.AbstractMesh:
+    device = abstract_device("NVIDIA H100 80GB HBM3", 1, "gpu")
+    return jax.sharding.AbstractMesh((1,), ("fsdp",), abstract_device=device)
 
 
 def _draw(*shape: int) -> np.ndarray:
@@ -219,6 +225,13 @@ def test_wide_latents_in_the_gpu_kernels(dim: int, value: int) -> None:
     options = {"causal": True, "query_offset": kv_len - q_len}
     plan = attend.plan(arrays["query"], arrays["key"], KeyColumns(value), **options)
     assert (plan.kind, plan.config.fold, plan.config.block_q) == ("platform", True, 16)
+    here = Attention("flash_attn2", mesh=abstract_gpu())
+    planned = here.plan(
+        arrays["query"].astype("bfloat16"), arrays["key"].astype("bfloat16"), KeyColumns(value), **options
+    )
+    assert planned.implementation == "flash_attn2.forward_cuda"
+    rejected = {one.implementation: {reason.code for reason in one.reasons} for one in planned.rejected}
+    assert "hopper.values_in_key" in rejected["flash_attn2.forward_hopper"]
     refused = attend.plan(arrays["query"], arrays["key"], arrays["key"][..., :value], **options)
     assert "flash.head_dim" in {reason.code for one in refused.rejected for reason in one.reasons}
     run = lambda q, k: attend(q, k, KeyColumns(value), **options).attention_outputs  # noqa: E731
