@@ -19,6 +19,7 @@ from .ran import Ran, Runnable, ran_rows, timed
 from .ran_call import RunnableCall
 from .run_indexer import RunnableIndexer
 from .run_json import ran_json
+from .run_latent import RunnableLatent
 from .run_recurrence import RunnableRecurrence
 from .run_step import RunnableStep
 from .step import refuse_inputs
@@ -79,16 +80,14 @@ def run(options: RunOptions) -> int:
 
 def ran_declared(options: RunOptions) -> Ran:
     """Compile, run, time and check what the file declares. Errors: those of planning, and RefusedError if nothing can run it."""
-    if options.declaration.latent is not None and not options.declaration.in_pages:
-        raise ConfigError(
-            "the file declares a latent attention, whose arrays this command doesn't draw; `attnops plan`, `verify` and `tune` "
-            "read it. Call attnops.LatentAttention with your arrays."
-        )
     declaration, placing = options.declaration, (options.mesh, options.mode, options.seed)
     runnable: Runnable
-    if declaration.latent is not None:
+    if declaration.latent is not None and declaration.in_pages:
         declaration = declaration.of_form("absorbed")
-    if declaration.in_pages:
+    if declaration.latent is not None:
+        refuse_inputs(options.inputs)
+        runnable = RunnableLatent(declaration, *placing)
+    elif declaration.in_pages:
         refuse_inputs(options.inputs)
         runnable = RunnableStep(declaration, *placing)
     elif declaration.family == "selection":

@@ -20,10 +20,10 @@ __all__ = ["of_own_keys", "own_lengths", "with_own_lengths"]
 
 def own_lengths(lengths: jax.Array, page: int, devices: int, device: jax.Array | int) -> jax.Array:
     """int32 [rows]: how many of the first so many keys of each sequence a device has."""
-    page, devices = np.int32(page), np.int32(devices)
-    full, rest = lengths // page, lengths % page
-    own = (full + devices - np.int32(1) - device) // devices
-    return own * page + jnp.where(full % devices == device, rest, np.int32(0))
+    size, count = np.int32(page), np.int32(devices)
+    full, rest = lengths // size, lengths % size
+    own = (full + count - np.int32(1) - device) // count
+    return own * size + jnp.where(full % count == device, rest, np.int32(0))
 
 
 def with_own_lengths(call: PagedCall) -> tuple[PagedCall, jax.Array]:

@@ -1,4 +1,4 @@
-"""A latent attention's file in the commands: planned, compiled and tuned in the form that costs less; `run` refuses it."""
+"""A latent attention's file in the commands: planned, compiled, tuned and run in the form that costs less."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from attnops.cli import run_latent
 from attnops.cli.app import main
 
 V3 = {"heads": 128, "nope_dim": 128, "rope_dim": 64, "value_dim": 128, "latent_dim": 512}
@@ -38,7 +39,8 @@ def test_a_plan_is_of_the_cheaper_form(
     plan = _json(capsys, "plan", _file(tmp_path, V3, call))
     shapes = plan["tensors"]
     assert shapes["key"]["shape"][2:] == [kv_heads, dims[0]]
-    assert shapes["value"]["shape"][3] == dims[1]
+    value = shapes["value"]["shape"]  # of the absorbed form no array of the call
+    assert value is None if form == "absorbed" else value[3] == dims[1]
     assert any(f"latent attention, {form}, chosen" in note for note in plan["notes"])
     other = {"expanded": "absorbed", "absorbed": "expanded"}[form]
     plan = _json(capsys, "plan", _file(tmp_path, V3 | {"form": other}, call))
@@ -57,10 +59,38 @@ def test_both_passes_compile_from_the_latents(tmp_path: Path, capsys: pytest.Cap
     assert any("latent attention, absorbed, declared" in note for note in report["plan"]["notes"])
 
 
+MADE = {"query_latent_dim": 24, "rope_pairs": "interleaved"}
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "expanded": ({"form": "expanded"}, {"batch": 2, "q_len": 16, "causal": True, "segment_ids": 3}, ()),
+    "absorbed": ({"form": "absorbed"}, {"q_len": 4, "kv_len": 40, "query_offset": 36, "softmax_aux": [4]}, ()),
+    "made": (MADE | {"form": "absorbed"}, {"batch": 2, "q_len": 12, "layout": "bhtd", "logits_soft_cap": 5.0}, ()),
+    "halves": (MADE | {"rope_pairs": "halves"}, {"q_len": 24, "layout": "thd", "segment_ids": 2}, ()),
+    "bfloat16": (MADE, {"q_len": 8, "dtype": "bfloat16", "return_lse": True}, ()),
+    "mesh": (MADE | {"form": "absorbed"}, {"batch": 4, "q_len": 16}, ("--mesh", "fsdp=2,tp=2")),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_are_held_against_the_reference(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    latent, call, options = RUNS[name]
+    ran = _json(capsys, "run", _file(tmp_path, SMALL | latent, call), "--check", "--repeats", "1", *options)
+    assert [check["what"] for check in ran["checks"]] == ["output", *["lse"] * ("return_lse" in call)]
+    assert all(check["passed"] for check in ran["checks"])
+
+
+def test_a_wrong_scale_fails_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = run_latent._heads
+    monkeypatch.setattr(run_latent, "_heads", lambda *x: tuple(1.01 * part for part in heads(*x)))
+    assert main(["run", _file(tmp_path, SMALL, {"q_len": 16}), "--check", "--quiet"]) == 1
+    assert "check failed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["run"], "whose arrays this command doesn't draw"),
+        (["run", "--inputs", "arrays.npz"], "--inputs"),
         (["plan", "--inputs", "arrays.npz"], "--inputs arrays.npz beside a latent attention"),
     ],
 )

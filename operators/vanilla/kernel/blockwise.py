@@ -532,10 +532,8 @@ def _backward(static: _BlockwiseStatic, operands: Operands, dynamic: DynamicArgs
     )
     d_query, d_key, d_value, d_bias, d_sinks, d_captures = block_pass.fold_stages(of_stage, gradients)
     d_query = _first(d_query, static.static_args.q_len, time)
-    d_query, d_key, d_value = (
-        None if x is None else from_bits(bits, x.dtype)
-        for bits, x in zip((d_query, d_key, d_value), operands[:3], strict=True)
-    )
+    d_query, d_key = (from_bits(d, x.dtype) for d, x in zip((d_query, d_key), operands[:2], strict=True))
+    d_value = None if d_value is None else from_bits(d_value, operands.value.dtype)
     if operands.bias is not None:
         d_bias = d_bias[tuple(slice(n) for n in operands.bias.shape)].astype(operands.bias.dtype)
     if operands.sinks is not None:
