@@ -77,7 +77,9 @@ class StatePlan(CacheArrays):
             for one in self.declared.states or ()
         )
         per_shard = "" if self.shards == 1 else f", {self.local_slots} on each of {self.shards} shards"
-        many = f"{self.slots_per_sequence} per sequence" + (f" ({self.drafts} drafts)" if self.drafts else "")
+        many = f"{self.slots_per_sequence} per sequence" + (
+            f" ({self.drafts} draft{'s' * (self.drafts > 1)})" if self.drafts else ""
+        )
         kept = (
             ""
             if self.snapshot_tokens is None

@@ -1,6 +1,5 @@
 """A layer with a convolution and a recurrence, served from slots: outputs and states are those of each sequence alone.
 
-
 Sequences come and go, share prefixes, fork, reject drafts, are preempted to the host and aborted.
 """
 
