@@ -112,7 +112,7 @@ class PagedFunction(Generic[_Params, _Returned]):
         output = output[:, : step.query.shape[1]]
         if ready.cache.quantised is None and step.v_scale is not None:
             output = output.astype(jnp.float32) * np.float32(step.v_scale)
-        return self._returned(output.astype(ready.returned), result.state.layers[0].key)
+        return self._returned(output.astype(ready.returned), result.state.only_pages.key)
 
     def plan(self, *args: _Params.args, **kwargs: _Params.kwargs) -> PagedPlan:
         """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs."""

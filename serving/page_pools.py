@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from .state_slots import StateSlots
 
 if TYPE_CHECKING:
     from ..planning.cache.cache_plan import CachePlan
-    from ..planning.cache.state_plan import StatePlan
 
 __all__ = ["PagePools"]
 
@@ -179,7 +178,7 @@ class PagePools:
         return ids[: count * size]
 
 
-def _pool_of(group: CachePlan | StatePlan, prefix_sharing: bool) -> PagePool | StateSlots:
+def _pool_of(group: Any, prefix_sharing: bool) -> PagePool | StateSlots:
     """The pool of one group of layers on one data-parallel shard."""
     if not hasattr(group, "pages"):
         return StateSlots(

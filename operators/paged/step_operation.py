@@ -71,7 +71,7 @@ class StepOperation(DeclaredOperation):
     ) -> tuple[PagedPlan, tuple[Any, ...]]:
         """(the plan, what `run_program` returns, whose last is the whole state) of a step."""
         layer_state = alone(state, layer, batch)
-        pages, place = layer_state.layers[0], _place(state.cache, int(layer))
+        pages, place = layer_state.only_pages, _place(state.cache, int(layer))
         mesh = self._mesh()
         arrays = (*tokens, *step_arrays.flat, pages, batch)
         request = (
@@ -99,7 +99,7 @@ class StepOperation(DeclaredOperation):
         # One layer, so that all layers of a group share a program.
         program = Program(self, decided, mesh, step.debug)
         *results, after = attention(program, StepInputs(layer_state, batch, query, key, value, step_arrays))
-        return decided, (*results, state.with_layer(layer, after.layers[0]))
+        return decided, (*results, state.with_layer(layer, after.only_pages))
 
     def _planned(
         self,

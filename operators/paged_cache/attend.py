@@ -162,7 +162,7 @@ def attend(
         )
         return method(call)
 
-    pages = layer_state.layers[0]
+    pages = layer_state.only_pages
     dims = () if score is None else tuple(row.dims for row in score_rows(score.structure(), of_logits.ranks))
     output, lse, after = by_device(
         shard, layer_state, pages, batch, query, of_logits, dims, rows, mesh, kv_heads, check_vma

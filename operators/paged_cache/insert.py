@@ -69,7 +69,7 @@ def write(
     whole, at = state, layer
     check_own_keys(state, layer)
     state, layer = alone(whole, at, batch), 0
-    pages = state.layers[0]
+    pages = state.only_pages
     cache, shards = state.cache, batch.shards
     shape = page_shape(cache.layout, pages.key, pages.value, cache.head_dim, cache.value_size)
     for name, tokens, dim, scale in zip(("key", "value"), (key, value), shape[3:], scales, strict=True):

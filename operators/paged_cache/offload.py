@@ -58,10 +58,10 @@ def extract(state: CacheState, batch: _Batches, sequence: int | tuple[int, int])
         for group, part in enumerate(parts):
             restored = restored.with_group(group, replace(state.group(group), layers=part.layers))
         return SavedSequence(restored.layers, parts[0].length)
-    batch = _single_batch(state, batch)
+    own = _single_batch(state, batch)
     if state.cache.has_states:
-        return SavedSequence(*extract_states(state, batch, sequence))
-    table, length, first, count = _row(state, batch, sequence)
+        return SavedSequence(*extract_states(state, own, sequence))
+    table, length, first, count = _row(state, own, sequence)
     size = state.cache.page_size
     table_values, known_length = known_values(table), known_values(length)
     if table_values is not None and known_length is not None:
@@ -104,16 +104,16 @@ def restore(state: CacheState, saved: SavedSequence, batch: _Batches, sequence: 
             layers = tuple(saved.layers[place] for place in state.cache.places(group))
             state = state.with_group(group, restore(group_state, replace(saved, layers=layers), group_batch, sequence))
         return state
-    batch = _single_batch(state, batch)
+    own = _single_batch(state, batch)
     _check_same(state, saved)
     if state.cache.has_states:
-        return restore_states(state, saved.layers, saved.length, batch, sequence)
-    table, length, first, count = _row(state, batch, sequence)
+        return restore_states(state, saved.layers, saved.length, own, sequence)
+    table, length, first, count = _row(state, own, sequence)
     size, total = state.cache.page_size, state.pages
     table_values, saved_length = known_values(table), known_values(saved.length)
     if table_values is not None and saved_length is not None:
         needed = _needed(table_values, int(saved_length), state, count, sequence)
-        _check_alone(_tables(batch, count), batch.kv_lens, needed[needed < count], sequence, size)
+        _check_alone(_tables(own, count), own.kv_lens, needed[needed < count], sequence, size)
         known_length = known_values(length)
         if known_length is not None and int(known_length) < int(saved_length):
             raise InputError(

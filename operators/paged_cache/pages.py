@@ -92,7 +92,7 @@ def _shards(ids: Any, rank: int) -> int | None:
 
 
 def _pages_per_shard(state: CacheState, shards: int | None) -> int:
-    return rows_by_shard(shards, np.empty((state.pages, 0)), f"{_word(state)}s").shape[0 if shards is None else 1]  # type: ignore[no-any-return]
+    return rows_by_shard(shards, np.empty((state.pages, 0)), f"{_word(state)}s").shape[0 if shards is None else 1]
 
 
 def _word(state: CacheState) -> str:

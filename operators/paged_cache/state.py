@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -52,6 +53,13 @@ class CacheState:
         """Pages of an array, or slots of states, over all shards. Errors: InputError if the layers are in several groups."""
         self.group_number(None)
         return row_count(self.layers[0])
+
+    @property
+    def only_pages(self) -> LayerPages:
+        """The pages of a state of one layer that has pages."""
+        (pages,) = self.layers
+        assert isinstance(pages, LayerPages)
+        return pages
 
     def group_number(self, group: int | None) -> int:
         """A group of layers, or the only one. Errors: InputError if it must be specified, and for one that doesn't exist."""
@@ -197,8 +205,8 @@ def abstract(plan: CachePlan, mesh: AnyMesh | None = None, *, layers: int | None
 
     count = plan.cache.layer_count if layers is None else layers
     entries = [(layer, plan.groups[group]) for layer, group in plan.cache.entries if layer < count]
-    layers_of = [planned_layer(of_group, lambda name, of_group=of_group: of(of_group, name)) for _, of_group in entries]
-    return CacheState(tuple(layers_of), plan.cache, plan.sequence_shards)
+    arrays = tuple(planned_layer(of_group, partial(of, of_group)) for _, of_group in entries)
+    return CacheState(arrays, plan.cache, plan.sequence_shards)  # type: ignore[arg-type]
 
 
 def _fixed_scales(plan: CachePlan, tensor: str, value: Any) -> list[np.ndarray | None]:

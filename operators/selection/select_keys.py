@@ -149,7 +149,7 @@ def select_keys(
         selected: SelectedKeys = method(call)
         return selected if layer_state.sequence_shards > 1 else SelectedKeys(selected.positions)
 
-    pages = layer_state.layers[0]
+    pages = layer_state.only_pages
     of_logits = LogitArrays(index_weights=jnp.asarray(index_weights))
     found = by_device(
         shard, layer_state, pages, batch, index_query, of_logits, (), None, mesh, kv_heads, check_vma, SelectedKeys

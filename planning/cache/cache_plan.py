@@ -202,7 +202,7 @@ def _sequence_text(plan: CachePlan) -> list[str]:
     if not plan.state_groups:
         return []
     fixed = f"{bytes_text(plan.sequence_bytes)} per device whatever its length"
-    if not plan.page_groups:
+    if not all(part.pages for part in plan.page_groups) or not plan.page_groups:
         return [fixed]
     larger = plan.larger_from
     most = f"up to {plan.cache.max_length} tokens states are the larger part"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ...drawing import DevicePicture, Transfer
 from ...sharding import FittedSpec, MeshAxis
 from ...sharding.mesh import AnyMesh
-from ..cache.cache_numbers import CacheArray
+from ..cache.cache_arrays import CacheArray
 from ..draw_mesh import device_ids, groups_along, placed, sizes_of
 from .paged_problem import PagedProblem
 
