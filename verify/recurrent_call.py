@@ -56,7 +56,6 @@ class PlannedRecurrence(Planned):
         every = self.operation.flat(self.arguments)
         arrays = {name: self._laid_out(name, x) for name, x in every.items() if hasattr(x, "shape")}
         static = {name: x for name, x in every.items() if name not in arrays}
-
         return jax.jit(recurrence(self.operation, static, "backward" in name)).trace(arrays)
 
     def _laid_out(self, name: str, x: Any) -> jax.ShapeDtypeStruct:

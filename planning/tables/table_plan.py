@@ -45,7 +45,10 @@ class TablePlan(FittedPlan[TableProblem, TablePlacement]):
         rows += [(name, f"{x:g}" if isinstance(x, float) else str(x)) for name, x in problem.options if x is not None]
         if placement.strategy:
             rows.append(("sequence", f"{placement.strategy} over {'+'.join(placement.over)}"))
-        return rows + self.config_rows(verbose)
+        rows += self.config_rows(verbose)
+        if self.tuning is not None and (verbose or self.tuning.source != "heuristic"):
+            rows.append(("tuning", f"{self.tuning.source}: {self.tuning.why}"))
+        return rows
 
     def facts(self) -> dict[str, Any]:
         """What is done about a split sequence."""

@@ -88,7 +88,7 @@ def test_steps_of_the_grid(mode: str, wanted: set[str]) -> None:
     assert pickle.loads(pickle.dumps(local)) == local
 
 
-def test_what_a_search_measured_is_what_a_plan_runs() -> None:
+def test_what_a_search_measured_is_what_a_plan_runs(folder: Path) -> None:
     """In the interpreter, on this machine."""
     how = {"platform": None, "operation_configs": {"simple_gla": {"interpret": True}}}
     plan = planned("simple_gla", tokens=32, dim=8, mode="prefill", **how)
@@ -99,6 +99,7 @@ def test_what_a_search_measured_is_what_a_plan_runs() -> None:
     assert all(m.seconds > 0 for m in report.measured("forward"))
     again = planned("simple_gla", tokens=32, dim=8, mode="prefill", **how)
     assert again.tuning.source == "cache"
+    assert str(folder) in again.explain()
     assert again.config.chunk_size == report.best["forward"].fields.get("chunk_size", 128)
     assert not has_note(again.notes, "recurrent.smaller_chunks")
 
