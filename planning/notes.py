@@ -241,6 +241,9 @@ NOTES = _kinds(
     ("recurrent.gradient_on_xla", "implementation",
      "the gradient is made on XLA, which computes the forward pass again: {kernel} would take {size:bytes} of VMEM for a chunk "
      "of one head, and a kernel may take {limit:bytes}"),
+    ("recurrent.step_on_xla", "max_q_len",
+     "rows may have several tokens: their last {columns} are worked on by plain XLA; the kernel that updates states in place is "
+     "for steps of max_q_len=1", "info"),
     ("recurrent.smaller_chunks", "chunk_size",
      "chunks of {chunk} tokens: of twice as many {kernel} would take {size:bytes} of VMEM for one head, and a kernel may take "
      "{limit:bytes}", "info"),

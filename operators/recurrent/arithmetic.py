@@ -73,7 +73,15 @@ def _over_slots(call: RecurrentCall, arrays: tuple[jax.Array, ...], scale: float
 
     assert call.rows is not None
     slots = call.arrays["initial_state"]
-    outputs, slots = over_rows(run, tuple(x[0] for x in arrays), slots, call.rows, call.config.chunk_size)
+    outputs, slots = over_rows(
+        run,
+        tuple(x[0] for x in arrays),
+        slots,
+        call.rows,
+        call.config.chunk_size,
+        token=None if call.token is None else functools.partial(call.token, scale=scale),
+        one_by_one=call.one_by_one,
+    )
     return outputs[None], slots
 
 
@@ -195,7 +203,8 @@ def mamba1(call: RecurrentCall) -> Results:
             x, dt, b, c = arrays
             return selective_scan(x, dt, rate, b, c, state, None, chunk_size=size)
 
-        outputs, slots = over_rows(scan, (x[0], dt[0], b[0], c[0]), initial, call.rows, size)
+        arrays = (x[0], dt[0], b[0], c[0])
+        outputs, slots = over_rows(scan, arrays, initial, call.rows, size, one_by_one=call.one_by_one)
         return _outputs(call, _skipped(call, outputs[None], per_head=False), slots)
     run = functools.partial(selective_scan, x, dt, rate, b, c, document=call.document, chunk_size=size)
     if call.over:

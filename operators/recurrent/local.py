@@ -26,7 +26,8 @@ class RecurrentCall:
     [batch, tokens], or None: which one a token is of, 0 for that of the state before the device's tokens. valid bool [batch,
     tokens], or None if all tokens count. over: the mesh axes that split the sequence, () if the device has all of it. chunked:
     what goes through the chunks of linear attention; see kernel/linear.py. rows: those of a step over slots, whose batch is 1 and
-    whose initial_state are the slots; None for a whole call."""
+    whose initial_state are the slots; None for a whole call. token: what works on rows of one token; see
+    kernel/over_rows.py."""
 
     arrays: dict[str, jax.Array]
     document: jax.Array | None
@@ -36,6 +37,12 @@ class RecurrentCall:
     over: tuple[str, ...] = ()
     chunked: Callable[..., tuple[jax.Array, jax.Array]] = chunked
     rows: Rows | None = None
+    token: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether rows of one token are worked on one after the other: on a CPU, whose caches then hold a state."""
+        return bool(self.problem.platform == "cpu")
 
 
 class Affine(NamedTuple):

@@ -25,6 +25,7 @@ from .slots_config import (
     RaggedSimpleGlaConfig,
 )
 from .slots_operation import SlotsOperation
+from .step_tpu import StepOnTpu
 
 __all__ = [
     "ConvolutionStepArguments", "LinearStepArguments", "MambaStepArguments", "RaggedCausalConv1d", "RaggedGatedDeltaRule",
@@ -171,6 +172,7 @@ class RaggedGatedDeltaRuleV2(_LinearStep, GatedDeltaRule):
     config = RaggedGatedDeltaRuleV2Config
     backend_operation = "gated_delta_rule"
     operands, results = of_step(GatedDeltaRule.operands, GatedDeltaRule.results)
+    forward_tpu = StepOnTpu(GatedDeltaRule.forward_tpu)
     forward_native = over_slots(GatedDeltaRule.forward_native)
 
 
@@ -189,6 +191,7 @@ class RaggedKda(_LinearStep, Kda):
     config = RaggedKdaConfig
     backend_operation = "kda"
     operands, results = of_step(Kda.operands, Kda.results)
+    forward_tpu = StepOnTpu(Kda.forward_tpu)
     forward_native = over_slots(Kda.forward_native)
 
 
@@ -199,6 +202,7 @@ class RaggedGla(_LinearStep, Gla):
     config = RaggedGlaConfig
     backend_operation = "gla"
     operands, results = of_step(Gla.operands, Gla.results)
+    forward_tpu = StepOnTpu(Gla.forward_tpu)
     forward_native = over_slots(Gla.forward_native)
 
 
@@ -209,6 +213,7 @@ class RaggedSimpleGla(_LinearStep, SimpleGla):
     config = RaggedSimpleGlaConfig
     backend_operation = "simple_gla"
     operands, results = of_step(SimpleGla.operands, SimpleGla.results)
+    forward_tpu = StepOnTpu(SimpleGla.forward_tpu)
     forward_native = over_slots(SimpleGla.forward_native)
 
 
@@ -219,6 +224,7 @@ class RaggedLightning(_LinearStep, Lightning):
     config = RaggedLightningConfig
     backend_operation = "lightning"
     operands, results = of_step(Lightning.operands, Lightning.results)
+    forward_tpu = StepOnTpu(Lightning.forward_tpu)
     forward_native = over_slots(Lightning.forward_native)
 
 
@@ -229,6 +235,7 @@ class RaggedRetention(_LinearStep, Retention):
     config = RaggedRetentionConfig
     backend_operation = "retention"
     operands, results = of_step(Retention.operands, Retention.results)
+    forward_tpu = StepOnTpu(Retention.forward_tpu)
     forward_native = over_slots(Retention.forward_native)
 
 
@@ -239,6 +246,7 @@ class RaggedMamba2(_MambaStep, Mamba2):
     config = RaggedMamba2Config
     backend_operation = "mamba2"
     operands, results = of_step(Mamba2.operands, Mamba2.results)
+    forward_tpu = StepOnTpu(Mamba2.forward_tpu)
     forward_native = over_slots(Mamba2.forward_native)
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from attnops import OperationMetadata, OperationRegistry
-from attnops.operators.recurrent.kernel.tpu_sizes import BACKWARD, FORWARD, KEEPING
-from attnops.verify.compiled import kernels
+from attnops import OperationMetadata, OperationRegistry, StateBatch
+from attnops.operators.recurrent.kernel.tpu_sizes import BACKWARD, FORWARD, KEEPING, STEP
+from attnops.verify.compiled import kernels, program_text
 from attnops.verify.topology import described_mesh
 
 pytest.importorskip("libtpu", reason="pip install 'attnops[tpu]'")
@@ -79,3 +79,65 @@ def test_compiles_in_the_default_vmem(
             assert kernel.vmem_limit is None  # the default is enough
             counted = sum(parts[kernel.name].values())
             assert counted / 3 <= kernel.vmem_used <= 1.25 * counted
+
+
+@pytest.mark.parametrize(
+    ("topology", "kind", "dims", "declared"),
+    [
+        (V5E, "gated_delta_rule", NARROW, {}),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for topology in (V4, V5E, V5P, V6E, TPU7X)
+            for cell in (
+                (topology, "gated_delta_rule", WIDE, {}),
+                (topology, "kda", NARROW, {"state_dtype": "bfloat16"}),
+                (topology, "gla", (64, 128), {}),
+                (topology, "lightning", (96, 128), {}),
+                (topology, "mamba2", (128, 64), {}),
+            )
+        ),
+    ],
+)
+def test_a_step_over_slots_writes_them_in_place(
+    topology: str, kind: str, dims: tuple[int, int], declared: dict[str, str]
+) -> None:
+    mesh = Mesh(described_mesh(topology).devices.reshape(1, -1)[:, :1], ("dp", "tp"))
+    name = "ragged_gated_delta_rule_v2" if kind == "gated_delta_rule" else f"ragged_{kind}"
+    operation = OperationRegistry.create(
+        name, OperationMetadata(mesh=mesh, operation_configs={name: declared}, tuning="off", fallback="error")
+    )
+    there = NamedSharding(mesh, PartitionSpec())
+    rows, slots, key_heads, heads = 16, 40, 8, 32
+    dim, value_dim = dims
+    shape = lambda *s, d="bfloat16": jax.ShapeDtypeStruct(s, jnp.dtype(d), sharding=there)  # noqa: E731
+    keys, values = shape(rows, key_heads, dim), shape(rows, heads, value_dim)
+    if kind == "mamba2":
+        call = {"x": values, "dt": shape(rows, heads), "A": shape(heads, d="float32"), "B": keys, "C": keys}
+    else:
+        call = {"query": keys, "key": keys, "value": values}
+        if kind != "lightning":
+            call["decay"] = shape(rows, heads, *((dim,) if kind in ("kda", "gla") else ()), d="float32")
+        if kind in ("gated_delta_rule", "kda"):
+            call["beta"] = shape(rows, heads, d="float32")
+    state = shape(slots, heads, dim, value_dim, d=declared.get("state_dtype", "float32"))
+    bounds, of_rows = shape(rows + 1, d="int32"), shape(rows, d="int32")
+    batch = StateBatch(bounds, of_rows, shape(d="int32"), of_rows, shape(rows, 1, d="int32"))
+    plan = operation.plan(**call, state=state, batch=batch, max_q_len=1)
+    assert plan.method == "forward_tpu"
+
+    def step(call: dict[str, jax.Array], state: jax.Array, batch: StateBatch) -> tuple[jax.Array, jax.Array]:
+        output = operation(**call, state=state, batch=batch, max_q_len=1)
+        return output.attention_outputs, output.state
+
+    compiled = jax.jit(step, donate_argnums=1).lower(call, state, batch).compile()
+    counted = sum(plan.runs.memory(plan.problem, plan.placement, plan.config)[STEP].values())
+    if text := program_text(compiled):
+        (kernel,) = kernels(text)
+        assert kernel.name == STEP
+        assert kernel.vmem_limit is None
+        assert counted / 3 <= kernel.vmem_used <= 1.25 * counted
+    # The slots are the result's buffer, and no copy of them is made.
+    numbers = slots * heads * dim * value_dim * jnp.dtype(state.dtype).itemsize
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= numbers
+    assert memory.temp_size_in_bytes < numbers / 4

@@ -23,6 +23,7 @@ FEW = 8
 
 Tokens = tuple[jax.Array, ...]
 Run = Callable[[Tokens, jax.Array], tuple[jax.Array, jax.Array]]
+Token = Callable[[Tokens, jax.Array, "Rows"], tuple[jax.Array, jax.Array]]
 
 
 class Rows(NamedTuple):
@@ -81,24 +82,46 @@ def last_tokens_alone(rows: Rows) -> int:
 def started(slots: jax.Array, rows: Rows) -> jax.Array:
     """The state before the first token of each row [rows, ...]. That of a slot which doesn't exist is NaN."""
     read = jnp.take(slots, rows.read, axis=0, mode="fill", fill_value=np.nan)
-    return jnp.where(rows.fresh.reshape(-1, *[1] * (slots.ndim - 1)), 0, read)
+    # Once: what reads it would else gather again.
+    return lax.optimization_barrier(jnp.where(rows.fresh.reshape(-1, *[1] * (slots.ndim - 1)), 0, read))
 
 
 def written(slots: jax.Array, at: jax.Array, states: jax.Array) -> jax.Array:
-    """The slots with states [rows, ...] written at `at`."""
-    return slots.at[at].set(states.astype(slots.dtype), mode="drop")
+    """The slots with states [rows, ...] written at `at`, of which those that exist differ."""
+    none = slots.shape[0] + jnp.arange(at.shape[0], dtype=jnp.int32)
+    at = jnp.where(at < slots.shape[0], at, none)
+    return slots.at[at].set(states.astype(slots.dtype), mode="drop", unique_indices=True)
 
 
-def over_rows(run: Run, arrays: Tokens, slots: jax.Array, rows: Rows, chunk_size: int) -> tuple[jax.Array, jax.Array]:
+def over_rows(
+    run: Run,
+    arrays: Tokens,
+    slots: jax.Array,
+    rows: Rows,
+    chunk_size: int,
+    *,
+    token: Token | None = None,
+    one_by_one: bool = False,
+) -> tuple[jax.Array, jax.Array]:
     """(outputs [tokens, ...], 0 for tokens of no row; the slots after it).
 
     run: (arrays [batch, n, ...], states [batch, ...] in float32) -> (outputs [batch, n, ...], states); tokens of zeros change no
-    state. arrays: [tokens, ...] each; slots [slots, ...]."""
+    state. arrays: [tokens, ...] each; slots [slots, ...]. Rows of one token: `token`, if given, works on all at once, (arrays
+    [rows, ...], slots, rows) -> (outputs [rows, ...], slots); one_by_one: on one row after the other, each state where it is."""
     tokens = arrays[0].shape[0]
+    if rows.longest == 1:
+        rows = rows._replace(write=rows.write[:, :1])  # no other column has a state
     one = jax.eval_shape(run, tuple(x[:1, None] for x in arrays), slots[:1].astype(jnp.float32))[0]
     outputs = jnp.zeros((tokens, *one.shape[2:]), one.dtype)
+    arrays, slots, rows, outputs = _alike(arrays, slots, rows, outputs)
+    if rows.longest == 1 and token is not None:
+        at = jnp.where(rows.lengths > 0, rows.starts, tokens)
+        here = tuple(jnp.take(x, at, axis=0, mode="fill", fill_value=0) for x in arrays)
+        found, slots = token(here, slots, rows)
+        return outputs.at[at].set(found.astype(outputs.dtype), mode="drop"), slots
+    if rows.longest == 1 and one_by_one:
+        return _one_by_one(run, arrays, outputs, slots, rows)
     states, alone = started(slots, rows).astype(jnp.float32), last_tokens_alone(rows)
-    arrays, slots, rows, outputs, states = _alike(arrays, slots, rows, outputs, states)
     if rows.longest is None or rows.longest > alone:
         outputs, states = _in_chunks(run, arrays, outputs, states, rows, alone, chunk_size)
     missing = alone - rows.write.shape[1]
@@ -122,10 +145,44 @@ def over_rows(run: Run, arrays: Tokens, slots: jax.Array, rows: Rows, chunk_size
     return outputs, slots
 
 
-def _alike(arrays: Tokens, slots: jax.Array, rows: Rows, outputs: jax.Array, states: jax.Array) -> Any:
-    longest = rows.longest
-    *traced, rows, outputs, states = alike((arrays, slots, rows._replace(longest=None), outputs, states))
-    return *traced, rows._replace(longest=longest), outputs, states
+def _alike(arrays: Tokens, slots: jax.Array, rows: Rows, outputs: jax.Array) -> Any:
+    arrays, slots, traced, outputs = alike((arrays, slots, rows._replace(longest=None), outputs))
+    return arrays, slots, traced._replace(longest=rows.longest), outputs
+
+
+def _one_by_one(
+    run: Run, arrays: Tokens, outputs: jax.Array, slots: jax.Array, rows: Rows
+) -> tuple[jax.Array, jax.Array]:
+    """Rows of one token: those that write a state, then those that don't."""
+    write = rows.write[:, 0]
+    group = jnp.where(rows.lengths == 0, 2, jnp.where(write < slots.shape[0], 0, 1))
+    order = jnp.argsort(group)
+
+    def stored(n: Any, slots: jax.Array) -> jax.Array:
+        """[1, ...]: the state before the n-th row's token."""
+        row = order[jnp.minimum(n, np.int32(len(order) - 1))]
+        read = rows.read[row]
+        none = jnp.where(rows.fresh[row], np.float32(0), np.float32(np.nan))
+        has = ~rows.fresh[row] & (read < slots.shape[0])
+        return jnp.where(has, lax.dynamic_slice_in_dim(slots, read, 1).astype(jnp.float32), none)
+
+    def token(n: Any, outputs: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
+        at = rows.starts[order[n]]
+        found, state = run(tuple(lax.dynamic_slice_in_dim(x, at, 1)[None] for x in arrays), before)
+        return lax.dynamic_update_slice_in_dim(outputs, found[0], at, 0), state.astype(slots.dtype)
+
+    def writing(n: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # The next row's state is read here, as a slot that is read where another is written would be copied with all others.
+        outputs, slots, before = carry
+        outputs, state = token(n, outputs, before)
+        slots = lax.dynamic_update_slice_in_dim(slots, state, write[order[n]], 0)
+        return outputs, slots, stored(n + 1, slots)
+
+    kept, live = (jnp.sum(group <= n, dtype=jnp.int32) for n in (0, 1))
+    first = stored(jnp.int32(0), slots)
+    outputs, slots, _ = lax.fori_loop(jnp.int32(0), kept, writing, (outputs, slots, first))
+    outputs = lax.fori_loop(kept, live, lambda n, outputs: token(n, outputs, stored(n, slots))[0], outputs)
+    return outputs, slots
 
 
 def _in_chunks(

@@ -58,6 +58,9 @@ def selective_scan(
     if initial_state is not None:
         state = initial_state.astype(jnp.float32)
     state, rate, blocks, starts = alike((state, rate, blocks, starts))
+    if tokens == 1:
+        state, outputs = token(state, (*(x[0, 0] for x in blocks), *(() if starts is None else (starts[0, 0],))))
+        return outputs[:, None], state
     state, outputs = lax.scan(chunk, state, (*blocks, *(() if starts is None else (starts,))))
     outputs = jnp.moveaxis(outputs, (0, 1), (1, 2)).reshape(batch, chunks * size, channels)
     return outputs[:, :tokens], state

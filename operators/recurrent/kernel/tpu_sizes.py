@@ -8,13 +8,14 @@ from typing import NamedTuple
 import numpy as np
 
 __all__ = [
-    "BACKWARD", "FORWARD", "KEEPING", "LEAST_CHUNK", "Schedule", "Sizes", "chunk_tokens", "counted_vmem", "kernels_of",
-    "schedule", "vmem_parts",
+    "BACKWARD", "FORWARD", "KEEPING", "LEAST_CHUNK", "STEP", "Schedule", "Sizes", "chunk_tokens", "counted_vmem", "kernels_of",
+    "schedule", "step_heads", "step_vmem", "turns", "vmem_parts",
 ]  # fmt: skip
 
 FORWARD = "attnops_recurrent_forward"
 KEEPING = "attnops_recurrent_forward_keeping"  # the forward pass that keeps what the backward pass reads
 BACKWARD = "attnops_recurrent_backward"
+STEP = "attnops_recurrent_step"  # one token of each row over slots
 LEAST_CHUNK = 16  # tokens of a tile of bfloat16
 _HEADS = 4  # of a step at most: independent products fill the matrix unit
 _LANES, _ROWS, _WORD = 128, 8, 4
@@ -125,3 +126,38 @@ def _parts(sizes: Sizes, kernel: str, how: Schedule) -> dict[str, int]:
         "sums": how.parts * step * state + sums,
         "temporaries": worked,
     }
+
+
+_STEP_HEADS = 16  # of a step over slots at most: each is unrolled
+
+
+def step_heads(heads: int, dim: int, value_dim: int, itemsize: int, delta: bool) -> int:
+    """Heads of a step of the grid of STEP: as many as have room in VMEM, of states of this itemsize."""
+
+    def fits(n: int) -> bool:
+        return math.ceil(_ROOM * sum(step_vmem(n, dim, value_dim, itemsize, delta).values())) <= _LIMIT
+
+    return next((n for n in range(min(heads, _STEP_HEADS), 1, -1) if heads % n == 0 and fits(n)), 1)
+
+
+def step_vmem(step: int, dim: int, value_dim: int, itemsize: int, delta: bool) -> dict[str, int]:
+    """Bytes of VMEM of STEP with so many heads in a step, by what they hold. Blocks count twice."""
+
+    def rows(n: int, size: int = _WORD) -> int:
+        tile = _ROWS * _WORD // size
+        return -(-n // tile) * tile
+
+    of_values, turned = 2 if delta else 1, turns(dim, value_dim)
+    high, wide = (value_dim, dim) if turned else (dim, value_dim)
+    columns, lines = (of_values + 1, 3) if turned else (3, of_values + 1)  # with the outputs, which are by value
+    return {
+        "states": 2 * 2 * step * rows(high, itemsize) * _lanes(wide) * itemsize,
+        "columns": 2 * columns * rows(high) * _lanes(step) * _WORD,
+        "lines": 2 * lines * rows(step) * _lanes(wide) * _WORD,
+        "temporaries": 4 * rows(high) * _lanes(wide) * _WORD,
+    }
+
+
+def turns(dim: int, value_dim: int) -> bool:
+    """Whether a state [dim, value_dim] lies with its dims exchanged in HBM, so that it fills the lanes of registers."""
+    return value_dim % _LANES != 0 and dim % _LANES == 0

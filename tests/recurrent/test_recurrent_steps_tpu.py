@@ -1,0 +1,103 @@
+"""The TPU kernel of one token over slots, interpreted, agrees with the token-by-token definition in float64, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from recurrent_inputs import LINEAR
+from step_inputs import STEPS, Rows, Step, drawn, joined, wanted
+
+from attnops import OperationMetadata, OperationRegistry, StateBatch
+from attnops.operators.recurrent.kernel.tpu_sizes import STEP
+
+
+def agrees(step: Step, metadata: OperationMetadata | None = None, **options: Any) -> Any:
+    config = {STEPS[step.kind]: {"interpret": True, "chunk_size": 16}}
+    metadata = (
+        OperationMetadata(operation_configs=config) if metadata is None else metadata.replace(operation_configs=config)
+    )
+    operation = OperationRegistry.create(STEPS[step.kind], metadata)
+    output = jax.jit(lambda batch: operation(**step.arrays, state=step.state, batch=batch, **options))(step.batch)
+    plan = operation.plan(**step.arrays, state=step.state, batch=step.batch, **options)
+    assert plan.method == "forward_tpu", plan.explain()
+    outputs, state = wanted(step)
+    for found, want in ((output.attention_outputs, outputs), (output.state, state)):
+        np.testing.assert_allclose(
+            np.asarray(found, np.float64), want, rtol=0, atol=2e-5 * max(np.nanmax(np.abs(want)), 1)
+        )
+    unwritten = np.setdiff1d(np.arange(step.slots), step.batch.write_slots)
+    np.testing.assert_array_equal(np.asarray(output.state)[unwritten], step.state[unwritten])
+    return plan
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+@pytest.mark.parametrize("lengths", [(1, 1, 1, 1), (0, 1, 0, 1)])
+def test_one_token_of_each_row(kind: str, lengths: tuple[int, ...]) -> None:
+    plan = agrees(drawn(kind, Rows(lengths, (9, 1, 3, 0)), seed=len(set(lengths))), max_q_len=1)
+    memory = plan.runs.memory(plan.problem, plan.placement, plan.config)
+    assert set(memory) == {STEP}
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_rule", "mamba2"])
+def test_states_that_lie_with_their_dims_exchanged(kind: str) -> None:
+    agrees(drawn(kind, Rows((1, 0, 1), (9, 1, 0)), dim=128, value_dim=12), max_q_len=1)
+
+
+@pytest.mark.parametrize("kept", [(False, False, False), (False, True, False), (True, False, False)])
+def test_rows_that_keep_nothing(kept: tuple[bool, ...]) -> None:
+    step = drawn("gated_delta_rule", Rows((1, 1, 1), (4, 0, 2)), heads=8)
+    write = np.array(step.batch.write_slots)
+    write[:3][~np.array(kept)] = step.slots
+    agrees(Step(**vars(step) | {"batch": StateBatch(**step.batch.arrays | {"write_slots": write})}), max_q_len=1)
+
+
+def test_a_batch_of_fresh_rows_that_keep_nothing() -> None:
+    step = drawn("kda", Rows((1, 1), (0, 0)))
+    write = np.full_like(step.batch.write_slots, step.slots)
+    agrees(Step(**vars(step) | {"batch": StateBatch(**step.batch.arrays | {"write_slots": write})}), max_q_len=1)
+
+
+def test_an_unknown_slot_is_nan_and_nothing_else() -> None:
+    step = drawn("simple_gla", "decode")
+    read = np.array(step.batch.read_slots)
+    read[0] = step.slots + 3
+    batch = StateBatch(**step.batch.arrays | {"read_slots": read})
+    metadata = OperationMetadata(operation_configs={STEPS["simple_gla"]: {"interpret": True}})
+    operation = OperationRegistry.create(STEPS["simple_gla"], metadata)
+    output = jax.jit(lambda batch: operation(**step.arrays, state=step.state, batch=batch, max_q_len=1))(batch)
+    assert np.isnan(output.attention_outputs[0]).all()
+    np.testing.assert_allclose(output.attention_outputs[1:], wanted(step)[0][1:], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_rule", pytest.param("mamba2", marks=pytest.mark.slow)])
+def test_rows_of_several_tokens(kind: str) -> None:
+    plan = agrees(drawn(kind, "drafts"))
+    assert "recurrent.step_on_xla" in [getattr(x, "code", "") for x in plan.notes]
+
+
+def test_on_a_mesh() -> None:
+    step = joined([drawn("kda", Rows((1, 1), (5, 0))), drawn("kda", Rows((1, 1), (3, 0)), seed=1)])
+    metadata = OperationMetadata(mesh=jax.make_mesh((2, 2), ("dp", "tp"), devices=jax.devices()[:4]))
+    config = {STEPS["kda"]: {"interpret": True}}
+    operation = OperationRegistry.create(STEPS["kda"], metadata.replace(operation_configs=config))
+    output = operation(**step.arrays, state=step.state, batch=step.batch, max_q_len=1)
+    assert output.plan.method == "forward_tpu"
+    plain = step.operation()(**step.arrays, state=step.state, batch=step.batch, max_q_len=1)
+    np.testing.assert_allclose(output.attention_outputs, plain.attention_outputs, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(output.state, plain.state, rtol=0, atol=2e-5)
+
+
+def test_slots_of_bfloat16() -> None:
+    step = drawn("gla", "decode")
+    narrow = jnp.asarray(step.state).astype(jnp.bfloat16)
+    config = {STEPS["gla"]: {"interpret": True, "state_dtype": "bfloat16"}}
+    operation = OperationRegistry.create(STEPS["gla"], OperationMetadata(operation_configs=config))
+    output = operation(**step.arrays, state=narrow, batch=step.batch, max_q_len=1)
+    outputs, state = wanted(Step(**vars(step) | {"state": np.asarray(narrow, np.float32)}))
+    np.testing.assert_allclose(output.attention_outputs, outputs, rtol=0, atol=1e-4)
+    assert output.state.dtype == jnp.bfloat16
+    assert np.nanmax(np.abs(np.asarray(output.state, np.float64) - state) - np.abs(state) * 2**-8) <= 1e-6
