@@ -19,8 +19,8 @@ from .declared import declared
 from .target import plan_metadata
 
 __all__ = [
-    "NOTHING", "STATE_CELLS", "LayerPlans", "cache_json", "cache_rows", "has_states", "layer_json", "layer_plans", "state_cells",
-    "state_rows",
+    "NOTHING", "STATE_CELLS", "LayerPlans", "cache_fields", "cache_json", "cache_rows", "has_states", "layer_json",
+    "layer_plans", "state_cells", "state_rows",
 ]  # fmt: skip
 
 NOTHING = "nothing: these layers have neither attention nor a state"
@@ -93,6 +93,16 @@ def cache_json(model: ModelDeclaration) -> dict[str, Any]:
         str(tokens): {"model": model.cache_bytes(tokens), "full_attention": model.full_attention_bytes(tokens)}
         for tokens in _LENGTHS.values()
     }
+
+
+def cache_fields(model: ModelDeclaration) -> dict[str, Any]:
+    """The fields of a KVCache that say which layers keep what; none for a model without states."""
+    if not has_states(model):
+        return {}
+    fields: dict[str, Any] = {"layers": [group.model_dump(mode="json") for group in model.layer_groups]}
+    if reads := model.reads_layer:
+        fields["reads_layer"] = [list(pair) for pair in reads.items()]
+    return fields | ({"stateless_layers": list(model.stateless_layers)} if model.stateless_layers else {})
 
 
 def has_states(model: ModelDeclaration) -> bool:

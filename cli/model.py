@@ -24,6 +24,7 @@ from .layer_plans import (
     NOTHING,
     STATE_CELLS,
     LayerPlans,
+    cache_fields,
     cache_json,
     cache_rows,
     has_states,
@@ -140,6 +141,7 @@ def model_json(plans: ModelPlans) -> dict[str, Any]:
         "family": plans.model.family,
         "layers": [layer_json(one) for one in plans.plans],
         "cache_bytes": cache_json(plans.model),
+        "cache_fields": cache_fields(plans.model),
         "notes": list(plans.notes),
     }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attnops import Declaration
+from attnops import Declaration, KVCache
 
 NEMOTRON = {
     "model_type": "nemotron_h", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -58,7 +58,7 @@ def test_json(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
     mamba, mlp, attention = data["layers"]
     assert mamba["declaration"] is mamba["plan"] is None
     assert [mamba[part]["plan"]["operation"] for part in ("recurrence", "convolution")] == ["mamba2", "causal_conv1d"]
-    assert mamba["recurrence"]["plan"]["tensors"]["x"]["local_shape"] == [1, 64, 3, 8]
+    assert mamba["recurrence"]["plan"]["tensors"]["x"]["device_shape"] == [1, 64, 3, 8]
     assert Declaration.from_dict(mamba["recurrence"]["declaration"]).shapes()["x"].shape == (1, 64, 6, 8)
     assert [mlp[part] for part in ("declaration", "plan", "recurrence", "convolution")] == [None] * 4
     assert (attention["plan"]["operation"], attention["recurrence"]) == ("splash", None)
@@ -75,6 +75,10 @@ def test_json(attnops: Callable[..., Any], config: Callable[..., Path]) -> None:
         "model": 2 * (STATE + CONVOLUTION) + 2**15 * TOKEN,
         "full_attention": 3 * 2**15 * TOKEN,
     }
+    sizes = {"kv_heads": 2, "head_dim": 16, "pages": 64, "max_sequences": 2, "max_length": 256}
+    cache = KVCache.from_dict(data["cache_fields"] | sizes)
+    assert (cache.state_layers, cache.stateless_layers, cache.stored_layers) == ((0, 3), (1,), (2,))
+    assert cache.plan(device_kind="cpu").sequence_bytes == 2 * (STATE + CONVOLUTION)
 
 
 def test_one_layer_and_files(attnops: Callable[..., Any], config: Callable[..., Path], tmp_path: Path) -> None:

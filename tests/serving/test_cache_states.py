@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import ConfigError, InputError, KVCache, OperationRegistry, RefusedError
+from attnops import ConfigError, InputError, KVCache, OperationMetadata, OperationRegistry, RefusedError
+from attnops.cli.app import main
 from attnops.operators import paged_cache
 from attnops.operators.paged_cache import LayerPages, LayerStates, StateBatch
 from attnops.planning.notes import has_note
@@ -373,3 +375,39 @@ def test_pages_and_states_are_saved_together(axes: dict[str, int]) -> None:
     other = hybrid(pages_axis="dp", slots=8, states=[STATE])
     with pytest.raises(InputError, match="layer 0: saved convolution, state, but the cache has state"):
         paged_cache.restore(marked(other, mesh), saved, rows, (0, 0))
+
+
+# -- used by others ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_over_pages_beside_states() -> None:
+    """Layer 2 attends over its pages; the states beside them stay, and other layers have no pages."""
+    cache = hybrid()
+    plan, state = cache.plan(), marked(cache)
+    rows = paged_cache.RaggedBatch.make(plan.groups[1], cu_q_lens=[0, 2], kv_lens=[2], page_table=[[3]], tokens=2)
+    x = [jnp.full((2, heads, 8), float(n), jnp.float32) for n, heads in enumerate((8, 4, 4))]
+    paged = OperationRegistry.create("paged", OperationMetadata(runtime_dtype="float32"))
+    output = paged(*x, state=state, layer=2, batch=rows)
+    np.testing.assert_allclose(output.attention_outputs, 2)  # all values are 2
+    assert np.asarray(output.state.layers[2].key)[3, :2].min() == 1
+    for layer in (0, 1, 3):
+        assert numbers(output.state, layer) == numbers(state, layer)
+    with pytest.raises(InputError, match="layer 1 of the cache has no pages: it keeps a state"):
+        paged(*x, state=state, layer=1, batch=rows)
+
+
+def test_a_file_with_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cache.json"
+    path.write_text(json.dumps({"operation": "paged", "cache": hybrid(drafts=1).to_dict()}))
+    assert main(["plan", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "state 4x8x16 float32, convolution 3x64 float32: 8 slots, 2 per sequence (1 draft)" in said
+    assert "write_slots[0] P(-, -) int32[4,2]" in said
+    assert main(["plan", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["cache"]
+    assert found["groups"][0]["states"]["convolution"] == {"shape": [3, 64], "dtype": "float32"}
+    path.write_text(
+        json.dumps({"operation": "paged", "cache": hybrid().to_dict(), "step": {"layer": 0, "q_lens": 1, "q_heads": 4}})
+    )
+    assert main(["plan", str(path)]) != 0
+    assert "layer 0 of the cache has no pages" in " ".join(capsys.readouterr().err.split())
