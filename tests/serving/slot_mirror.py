@@ -47,7 +47,7 @@ class Mirror:
         self.tokens: dict[int, Tokens] = {}
         self.known: dict[int, int] = {}  # how many of the first tokens have ids that the pools were told
         self.kept: dict[int, set[int]] = {}  # lengths of which the state is kept
-        self.refused = self.copied = self.matched = 0
+        self.calls = self.refused = self.copied = self.matched = 0
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,8 @@ class Mirror:
 
     def call(self, grow: Callable[[], Sequence[Any]]) -> bool:
         """A call that may lack slots or pages; then nothing has changed."""
-        before = insides(self.pools)
+        self.calls += 1
+        before = insides(self.pools) if self.calls % 4 == 0 else None  # copies take the most time
         try:
             growths = grow()
         except CapacityError as error:
@@ -151,7 +152,7 @@ class Mirror:
             refused = None
         if refused is not None:
             assert refused.wanted > refused.available
-            assert insides(self.pools) == before
+            assert before is None or insides(self.pools) == before
             self.refused += 1
             return False
         self.growths = growths
