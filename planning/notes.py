@@ -229,6 +229,14 @@ NOTES = _kinds(
     ("recurrent.passed", "sequence_parallel",
      "each device sends what its tokens do to a state over {axes:plus}: {size:bytes} per device, whatever the length; gathering "
      "the tokens would send {other:bytes}"),
+    ("recurrent.exchange", "exchange",
+     "exchange={name!r}: {size:bytes} per device with the state after all tokens, where {other!r} sends {other_size:bytes}",
+     "info"),
+    ("recurrent.plain_order", "ring_order",
+     "ring_order={value!r} has no effect on a recurrence: tokens are in plain order outside a ring, and states are passed on in "
+     "that order"),
+    ("recurrent.no_exchange", "exchange",
+     "exchange={value!r} has no effect: no states are passed along the sequence of this call"),
     ("recurrent.gathered", "sequence_parallel",
      "every device has all tokens: they are gathered over {axes:plus}, {size:bytes} per device; sequence_parallel='state' would "
      "send {other:bytes}"),

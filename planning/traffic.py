@@ -37,7 +37,7 @@ class Need(NamedTuple):
     """What a device has to send in one kind of collective, for what, and along which mesh axes.
 
     optional: a compiler may do without it. step: of a ring's permutes, 'ring' for those around it, 'zigzag' for those that change
-    the order.
+    the order. by: of another permute, how many places on its bytes go.
     """
 
     kind: str
@@ -46,6 +46,7 @@ class Need(NamedTuple):
     optional: bool = False
     axes: tuple[str, ...] = ()
     step: str = ""
+    by: int = 0
 
 
 class Traffic(NamedTuple):

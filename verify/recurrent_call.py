@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from ..operators.recurrent import RecurrentOperation
-from ..planning.recurrent.planner import repeats_keys, sent_bytes
+from ..planning.recurrent.traffic import recurrence_traffic
 from ..planning.tables.table_plan import TablePlan
-from ..planning.traffic import Need, Traffic
+from ..planning.traffic import Traffic
 from .collectives import Collective
 from .differences import differences
 from .passes import Planned, Work
+from .with_gradient import is_differentiable
 
 __all__ = ["PlannedRecurrence", "recurrence"]
 
@@ -52,11 +52,27 @@ class PlannedRecurrence(Planned):
         self.names = ("forward", "forward and backward") if trains else ("forward",)
 
     def traced(self, name: str) -> Any:
-        """Every array laid out as planned."""
+        """Every array laid out as planned; backward also the gradients of outputs and state, and all gradients where their arrays
+        are, so that all that is sent is the recurrence's."""
         every = self.operation.flat(self.arguments)
         arrays = {name: self._laid_out(name, x) for name, x in every.items() if hasattr(x, "shape")}
         static = {name: x for name, x in every.items() if name not in arrays}
-        return jax.jit(recurrence(self.operation, static, "backward" in name)).trace(arrays)
+        run = recurrence(self.operation, static, False)
+        if "backward" not in name:
+            return jax.jit(run).trace(arrays)
+        table = self.operation.operands
+        smooth = {name: x for name, x in arrays.items() if is_differentiable(name, x, table)}
+        rest = {name: x for name, x in arrays.items() if name not in smooth}
+        results = tuple(map(self._laid_out, ("attention_outputs", "state"), jax.eval_shape(run, arrays)))
+
+        def both(smooth: dict[str, Any], rest: dict[str, Any], gradients: tuple[jax.Array, ...]) -> Any:
+            found, back = jax.vjp(lambda some: run(some | rest), smooth)
+            return found, back(gradients)[0]
+
+        where = None
+        if isinstance(self.mesh, Mesh):
+            where = tuple(x.sharding for x in results), {name: x.sharding for name, x in smooth.items()}
+        return jax.jit(both, out_shardings=where).trace(smooth, rest, results)
 
     def _laid_out(self, name: str, x: Any) -> jax.ShapeDtypeStruct:
         sharding = None if self.mesh is None else NamedSharding(self.mesh, self.call.specs[name])
@@ -69,26 +85,8 @@ class PlannedRecurrence(Planned):
         return Work(flops, 0.0 if counted is not None else float(ends), counted is not None)
 
     def traffic(self, name: str) -> Traffic:
-        """The maps of the other devices, or their tokens; a gradient's own traffic is left to the compiler."""
         placement, problem = self.call.placement, self.call.problem
-        if problem.devices == 1:
-            return Traffic(())
-        if "backward" in name:
-            return Traffic((), ("what the gradient of a recurrence sends isn't counted",))
-        if ("width" in problem.size and placement.over) or repeats_keys(placement):
-            return Traffic((), ("what is sent between neighbours isn't counted",))
-        if not placement.over:
-            return Traffic(())
-        sizes = {axis.name: axis.size for axis in problem.mesh}
-        devices = math.prod(sizes[axis] for axis in placement.over)
-        if placement.strategy == "state":
-            sent = sent_bytes(self.operation, placement, devices)
-            return Traffic((Need("all-gather", sent, "the maps of states", axes=placement.over),))
-        needs = []
-        for x in placement.tensors:
-            if "q_len" in x.dims and x.tensor != "attention_outputs" and x.axes(x.dims.index("q_len")):
-                needs.append(Need("all-gather", x.local_bytes * (devices - 1), x.tensor, axes=placement.over))
-        return Traffic(tuple(needs))
+        return recurrence_traffic(type(self.operation), problem, placement, "backward" in name)
 
     def differences(self, required: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
         return differences(required, sent)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from ..operators.recurrent import RecurrentOperation
 from ..planning import OperationConfig, PlannedOperation
-from ..planning.recurrent.planner import RECURRENCES, repeats_keys
+from ..planning.recurrent.inside import repeats_keys
+from ..planning.recurrent.planner import RECURRENCES
 from ..planning.tables.table_plan import TablePlacement
 from ..planning.tables.table_problem import TableProblem
 from ..planning.tuning import config_with

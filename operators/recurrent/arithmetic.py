@@ -98,12 +98,12 @@ def _passed(
         kept = jnp.exp(jnp.sum(_float(decay), 2))[..., None]
         if call.document is not None:
             kept = jnp.where((call.document[:, -1] == 0)[:, None, None, None], kept, 0)
-        return passed_on(Affine(kept, constant), initial, call.over, jnp.multiply)
+        return passed_on(call, Affine(kept, constant), initial, jnp.multiply)
     wide = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, dim)))
     unit = jnp.broadcast_to(jnp.eye(dim, dtype=jnp.float32), (*initial.shape[:2], dim, dim))
     _, both = run(query, key, wide, decay, beta, jnp.pad(unit, ((0, 0), (0, 0), (0, 0), (value_dim, 0))), call.document)
     product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-    return passed_on(Affine(both[..., value_dim:], both[..., :value_dim]), initial, call.over, product)
+    return passed_on(call, Affine(both[..., value_dim:], both[..., :value_dim]), initial, product)
 
 
 def _outputs(call: RecurrentCall, outputs: jax.Array, state: jax.Array) -> Results:
@@ -213,7 +213,7 @@ def mamba1(call: RecurrentCall) -> Results:
         if call.document is not None:
             kept = jnp.where((call.document[:, -1] == 0)[:, None, None], kept, 0)
         start = jnp.zeros_like(constant) if initial is None else _float(initial)
-        initial, after = passed_on(Affine(kept, constant), start, call.over, jnp.multiply)
+        initial, after = passed_on(call, Affine(kept, constant), start, jnp.multiply)
     outputs, state = run(initial_state=initial)
     return _outputs(call, _skipped(call, outputs, per_head=False), state if after is None else after)
 

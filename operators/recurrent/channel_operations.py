@@ -82,8 +82,9 @@ class Mamba2(_Mamba):
     forward_native = RecurrentOnXla(mamba2, _TOKENS | {"D", "dt_bias"})
 
     @classmethod
-    def passed_numbers(cls, size: Mapping[str, int], devices: int) -> int:
-        return (devices - 1) * size["batch"] * size["heads"] * (size["head_dim"] * size["value_dim"] + 1)
+    def map_numbers(cls, size: Mapping[str, int]) -> tuple[int, int]:
+        heads = size["batch"] * size["heads"]
+        return heads, heads * size["head_dim"] * size["value_dim"]
 
     @classmethod
     def token_flops(cls, size: Mapping[str, int], chunk: int) -> float:
@@ -101,8 +102,9 @@ class Mamba1(_Mamba):
     forward_native = RecurrentOnXla(mamba1, _TOKENS | {"D", "dt_bias"})
 
     @classmethod
-    def passed_numbers(cls, size: Mapping[str, int], devices: int) -> int:
-        return (devices - 1) * size["batch"] * size["channels"] * size["state_dim"] * 2
+    def map_numbers(cls, size: Mapping[str, int]) -> tuple[int, int]:
+        numbers = size["batch"] * size["channels"] * size["state_dim"]
+        return numbers, numbers
 
     @classmethod
     def token_flops(cls, size: Mapping[str, int], chunk: int) -> float:
@@ -176,9 +178,9 @@ class CausalConv1d(RecurrentOperation):
         return self.plan(x, weight, **call).explain()
 
     @classmethod
-    def passed_numbers(cls, size: Mapping[str, int], devices: int) -> int:
-        del devices
-        return size["batch"] * size["history"] * size["channels"]
+    def map_numbers(cls, size: Mapping[str, int]) -> tuple[int, int]:
+        del size
+        return 0, 0
 
     @classmethod
     def token_flops(cls, size: Mapping[str, int], chunk: int) -> float:

@@ -17,12 +17,15 @@ __all__ = [
 
 class RecurrentConfig(OperationConfig):
     """chunk_size: tokens that are worked on together, a power of two; if unset or None, attnops chooses. state_dtype: of the
-    state that a call returns; it is computed in float32."""
+    state that a call returns; it is computed in float32. exchange: how devices that each have a part of the sequence exchange
+    what their tokens do to a state: 'all_gather', or 'log_step', in rounds of which each reaches twice as far; if None, whichever
+    sends less."""
 
     feeds: ClassVar = {}
 
     chunk_size: PositiveInt | None = None
     state_dtype: Literal["float32", "bfloat16"] = "float32"
+    exchange: Literal["all_gather", "log_step"] | None = None
 
     @model_validator(mode="after")
     def _power(self) -> Self:

@@ -20,18 +20,15 @@ def moved(x: jax.Array, given: tuple[str, ...], wanted: tuple[str, ...]) -> jax.
     return x if given == wanted else jnp.transpose(x, [given.index(dim) for dim in wanted])
 
 
-def documents(
-    arrays: Mapping[str, jax.Array], over: tuple[str, ...], by_caller: tuple[str, ...], batch: int, tokens: int
-) -> dict[str, jax.Array]:
+def documents(arrays: Mapping[str, jax.Array], over: tuple[str, ...], batch: int, tokens: int) -> dict[str, jax.Array]:
     """What segment ids and lengths mean for each token: its document, counted from 0 at the sequence's start, and that of the
     token before; whether it counts; and for each row, how many tokens do, and the last one's document.
 
-    over: the axes that split the sequence; by_caller: the same if the caller's shard_map splits it, so that these are the tokens
-    of one device.
+    over: the axes that split the sequence; batch, tokens: those of this device, which tells the next one its last token's id.
     """
     found: dict[str, jax.Array] = {}
     ids, lengths = arrays.get("segment_ids"), arrays.get("lengths")
-    here, devices = (lax.axis_index(by_caller), lax.axis_size(by_caller)) if by_caller else (0, 1)
+    here, devices = (lax.axis_index(over), lax.axis_size(over)) if over else (0, 1)
     if lengths is not None or over:
         found["ends"] = (
             jnp.full((batch,), devices * tokens, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
@@ -42,15 +39,15 @@ def documents(
     if ids is None:
         return found
     starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
-    if by_caller:
-        last = lax.ppermute(ids[:, -1], by_caller, [(n, n + 1) for n in range(devices - 1)])
+    if over:
+        last = lax.ppermute(ids[:, -1], over, [(n, n + 1) for n in range(devices - 1)])
         starts = starts.at[:, 0].set((last != ids[:, 0]) & (here > 0))
     if lengths is not None:
         starts &= found["valid"]
     document = jnp.cumsum(starts.astype(jnp.int32), 1)
     previous, last_document = jnp.pad(document, ((0, 0), (1, 0)))[:, :-1], document[:, -1]
-    if by_caller:
-        counts = lax.all_gather(last_document, by_caller)
+    if over:
+        counts = lax.all_gather(last_document, over)
         before = jnp.sum(jnp.where((jnp.arange(devices) < here)[:, None], counts, 0), 0)[:, None]
         document, previous, last_document = document + before, previous + before, jnp.sum(counts, 0)
     return found | {"document": document, "previous": previous, "last_document": last_document}

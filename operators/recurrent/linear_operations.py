@@ -87,10 +87,10 @@ class _Linear(RecurrentOperation):
         return self.plan(query, key, value, **call).explain()
 
     @classmethod
-    def passed_numbers(cls, size: Mapping[str, int], devices: int) -> int:
-        dim, value_dim = size["head_dim"], size["value_dim"]
+    def map_numbers(cls, size: Mapping[str, int]) -> tuple[int, int]:
+        heads, dim = size["batch"] * size["heads"], size["head_dim"]
         linear = {"head": 1, "channel": dim, "matrix": dim * dim}[cls.passes]
-        return (devices - 1) * size["batch"] * size["heads"] * (dim * value_dim + linear)
+        return heads * linear, heads * dim * size["value_dim"]
 
     @classmethod
     def token_flops(cls, size: Mapping[str, int], chunk: int) -> float:

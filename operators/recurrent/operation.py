@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 from ...errors import InputError, InputTypeError, nearest, shown
 from ...planning import plan
 from ...planning.notes import note
-from ...planning.recurrent.planner import RECURRENCES, repeats_keys
+from ...planning.recurrent.inside import KEY_HEADS, inside_axes, repeats_keys
+from ...planning.recurrent.planner import RECURRENCES
 from ...planning.tables.table_plan import TablePlan
 from ...planning.tables.table_problem import TableProblem
 from ...sharding import Operand, OperandShape, OperandTable, axes_of, pin
@@ -36,9 +37,7 @@ from .output import RecurrentOutput
 __all__ = ["RecurrentOperation", "alone"]
 
 # Fields of the metadata that no recurrence reads, besides those of attention's dtypes and dropout.
-_UNREAD = ("softmax_scale", "causal", "kv_heads", "ring_order", "scan_ring_attention")
-_KEY_HEADS = ("query", "key", "B", "C")
-_OF_TOKENS = ("document", "previous", "valid")
+_UNREAD = ("softmax_scale", "causal", "kv_heads", "scan_ring_attention")
 
 
 class RecurrentOperation(DeclaredOperation):
@@ -57,9 +56,9 @@ class RecurrentOperation(DeclaredOperation):
     static: ClassVar[tuple[str, ...]] = ("mode", "layout")
 
     @classmethod
-    def passed_numbers(cls, size: Mapping[str, int], devices: int) -> int:
-        """How many numbers a device receives if states are passed along that many devices: of 4 bytes, or for a convolution those
-        of its tokens. size: of its own state."""
+    def map_numbers(cls, size: Mapping[str, int]) -> tuple[int, int]:
+        """(numbers of what multiplies a state, numbers of what is added) in the map of a device's tokens; (0, 0) if the operation
+        has no such map. size: of its own state."""
         raise NotImplementedError
 
     @classmethod
@@ -205,46 +204,32 @@ class RecurrentOperation(DeclaredOperation):
     def run_program(self, program: Program, arrays: dict[str, jax.Array]) -> Results:
         """Run a planned call; traceable."""
         decided: Any = program.plan
-        problem, mesh, placement = decided.problem, program.mesh, decided.placement
+        problem, mesh = decided.problem, program.mesh
         arrays = {name: self._standard(name, x, problem.layout) for name, x in arrays.items()}
-        if mesh is not None and "segment_ids" in arrays and not placement.manual:
-            # Each id is compared with the one before it, on an Explicit axis too: all tokens of a row on each device.
-            arrays["segment_ids"] = pin(
-                arrays["segment_ids"], PartitionSpec(placement.axes("segment_ids", "batch")), mesh
-            )
-        over = placement.over if placement.strategy == "state" else ()
-        by_caller = over if placement.manual else ()
-        arrays |= documents(arrays, over, by_caller, problem.size["batch"], problem.size["q_len"])
         if alone(mesh):
-            return self._returned(self._local(decided, arrays, by_caller), problem)
-        return self._by_device(program, arrays, {"batch": placement.axes("state", "batch"), "q_len": over}, over)
+            return self._returned(self._local(decided, arrays), problem)
+        return self._by_device(program, arrays)
 
-    def _by_device(
-        self, program: Program, arrays: dict[str, jax.Array], split: dict[str, tuple[str, ...]], over: tuple[str, ...]
-    ) -> Results:
-        """Each device's part. split: the mesh axes of the rows' dims."""
+    def _by_device(self, program: Program, arrays: dict[str, jax.Array]) -> Results:
+        """Each device's part."""
         decided: Any = program.plan
         problem, mesh, placement = decided.problem, program.mesh, decided.placement
-        state = next(x for x in problem.results if x.name == "state")
-        heads = next(dim for dim in state.operand.dims if dim in ("heads", "channels"))
         if repeats_keys(placement):
             group = problem.size["heads"] // problem.size["kv_heads"]
-            for name in _KEY_HEADS:
+            for name in KEY_HEADS:
                 if name in arrays:
                     at = self._dims(name, arrays[name].ndim).index("kv_heads")
                     arrays[name] = jnp.repeat(arrays[name], group, axis=at)
-        of_heads = placement.axes("state", heads)
-        split |= {heads: of_heads, "kv_heads": of_heads, "value_dim": placement.axes("state", "value_dim")}
+        split = inside_axes(placement)
 
         def spec(dims: tuple[str, ...]) -> PartitionSpec:
             return PartitionSpec(*(split.get(dim) or None for dim in dims))
 
-        dims = dict.fromkeys(_OF_TOKENS, ("batch", "q_len")) | {"ends": ("batch",), "last_document": ("batch",)}
-        in_specs = {name: spec(dims.get(name) or self._dims(name, x.ndim)) for name, x in arrays.items()}
+        in_specs = {name: spec(self._dims(name, x.ndim)) for name, x in arrays.items()}
         placed = {name: pin(x, in_specs[name], mesh) for name, x in arrays.items()}
         out_specs = {x.name: spec(x.operand.dims_in("bthd")) for x in problem.results}
         results = jax.shard_map(
-            lambda arrays: self._local(decided, arrays, over),
+            lambda arrays: self._local(decided, arrays),
             mesh=mesh,
             in_specs=(in_specs,),
             out_specs=out_specs,
@@ -255,12 +240,16 @@ class RecurrentOperation(DeclaredOperation):
         returned = self._returned(results, problem)
         return {name: pin(x, fitted[name].spec, mesh) for name, x in returned.items()}
 
-    def _local(self, decided: Any, arrays: dict[str, jax.Array], over: tuple[str, ...]) -> Results:
+    def _local(self, decided: Any, arrays: dict[str, jax.Array]) -> Results:
+        placement = decided.placement
+        over = placement.over if placement.strategy == "state" else ()
+        batch, tokens = arrays[self.operands.names[0]].shape[:2]
+        arrays = arrays | documents(arrays, over, batch, tokens)
         document, valid = arrays.get("document"), arrays.get("valid")
         if valid is not None:
             arrays = {name: self._zeroed(name, x, valid) for name, x in arrays.items()}
         relative = None if document is None else document - arrays["previous"][:, :1]
-        call = RecurrentCall(arrays, relative, valid, decided.problem, decided.config, over)
+        call = RecurrentCall(arrays, relative, valid, decided.problem, decided.config, over, placement.exchange)
         results: Results = self.forward(decided.method, decided.problem.config)(call)
         return results
 

@@ -146,17 +146,16 @@ class SlotsOperation(RecurrentOperation):
     def run_program(self, program: Program, arrays: dict[str, jax.Array]) -> Results:
         """Run a planned step; traceable. The program's options are whether to check values (debug)."""
         decided: Any = program.plan
-        problem, placement = decided.problem, decided.placement
+        problem = decided.problem
         arrays = dict(arrays)
         if program.options:
             batch = {name: arrays[name] for name in STATE_BATCH.names}
             check_states_later(batch, **_of_shard(problem, _shards(arrays)))
         if alone(program.mesh):
-            return self._returned(self._local(decided, arrays, ()), problem)
-        rows = placement.axes("state", "slots")
-        return self._by_device(program, arrays, {"slots": rows, "tokens": rows, "shards": rows}, ())
+            return self._returned(self._local(decided, arrays), problem)
+        return self._by_device(program, arrays)
 
-    def _local(self, decided: Any, arrays: dict[str, jax.Array], over: tuple[str, ...]) -> Results:
+    def _local(self, decided: Any, arrays: dict[str, jax.Array]) -> Results:
         table, problem = self._table(), decided.problem
         tokens = arrays[self.operands.names[0]].shape[0]
         batch = {name: arrays.pop(name) for name in STATE_BATCH.names}
@@ -170,7 +169,7 @@ class SlotsOperation(RecurrentOperation):
             else x
             for name, x in standard.items()
         }
-        call = RecurrentCall(zeroed | {"initial_state": slots}, None, valid, problem, decided.config, over, rows=rows)
+        call = RecurrentCall(zeroed | {"initial_state": slots}, None, valid, problem, decided.config, rows=rows)
         results: Results = self.forward(decided.method, problem.config)(call)
         return results | {"attention_outputs": results["attention_outputs"][0]}
 

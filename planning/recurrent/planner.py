@@ -15,41 +15,13 @@ from ..policy import Policy
 from ..tables.table_plan import TablePlacement, TablePlan, fitted_tensors, refuse_unfit
 from ..tables.table_problem import TableProblem
 from ..tuning import Tuning, searched, versions
+from .exchange import ALL_GATHER, LOG_STEP
+from .inside import repeats_keys
+from .traffic import gathered_bytes, passed_bytes
 
-__all__ = [
-    "RECURRENCES",
-    "Recurrences",
-    "declared_strategy",
-    "gathered_bytes",
-    "idle_axes",
-    "repeats_keys",
-    "sent_bytes",
-]
+__all__ = ["RECURRENCES", "Recurrences", "declared_strategy", "idle_axes", "unread_notes"]
 
 _STRATEGIES = ("auto", "gather", "state")
-
-
-def sent_bytes(operation: Any, placement: TablePlacement, devices: int) -> int:
-    """What each device sends if states are passed on: the maps of the others or, of a convolution, its last tokens to its
-    neighbour, and in an all-reduce the last tokens of all."""
-    state = next(x for x in placement.tensors if x.tensor == "state")
-    size = dict(zip(state.dims, state.local_shape, strict=True))
-    numbers: int = operation.passed_numbers(size, devices)
-    if "history" not in size:
-        return 4 * numbers  # maps are float32
-    tokens = next(x for x in placement.tensors if x.tensor == "x")
-    kept = numbers * (tokens.local_bytes // math.prod(tokens.local_shape))
-    return kept + 2 * kept * (devices - 1) // devices
-
-
-def gathered_bytes(placement: TablePlacement, devices: int) -> int:
-    """What each device receives if the tokens of the others are gathered."""
-    total = sum(
-        x.local_bytes
-        for x in placement.tensors
-        if "q_len" in x.dims and (placement.manual or x.axes(x.dims.index("q_len"))) and x.tensor != "attention_outputs"
-    )
-    return (devices - 1) * total
 
 
 def declared_strategy(operation: type[PlannedOperation], policy: Policy) -> str:
@@ -79,16 +51,19 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
             placement = placement._replace(strategy=strategy, over=over)
         elif (by_caller := _manual_axes(problem)) and declared == "state":
             placement = placement._replace(strategy="state", over=by_caller, manual=True)
+        if placement.strategy == "state" and "history" not in problem.size:
+            placement = placement._replace(exchange=_exchange(operation, problem, placement))
         if policy.strict:
             refuse_unfit(problem, placement, idle_axes(problem, placement))
         return lambda _: placement
 
     @staticmethod
     def _choose(operation: Any, problem: TableProblem, placement: TablePlacement, over: tuple[str, ...]) -> str:
-        devices = _count(problem, over)
         if _part(placement) < problem.size.get("history", 0):
             return "gather"
-        passed, gathered = sent_bytes(operation, placement, devices), gathered_bytes(placement, devices)
+        placement = placement._replace(over=over)
+        passed = passed_bytes(operation, problem, placement, _exchange(operation, problem, placement))
+        gathered = gathered_bytes(placement, _count(problem, over))
         return "state" if passed < gathered else "gather"
 
     def reasons(
@@ -99,7 +74,6 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
         placement: TablePlacement,
         policy: Policy,
     ) -> tuple[Reason, ...]:
-        del policy
         capability = operation.implementation(method, problem.config).capability
         reasons = [
             Reason(f"operand.{x.name}", x.name, f"does not take {x.name}", f"Leave {x.name} out.")
@@ -112,6 +86,14 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
             reasons.append(
                 Reason("recurrent.short_parts", "sequence_parallel", text, "Declare 'gather', or fewer devices.")
             )
+        if placement.manual and policy.ring_order == "zigzag":
+            axes = "+".join(placement.over)
+            text = (
+                f"ring_order='zigzag' in a shard_map of the caller over {axes}: a device then has two pieces that don't follow "
+                "one another, and a state is passed from device to device"
+            )
+            hint = "Pass tokens in plain order and leave ring_order out; a ring of attnops permutes its own keys."
+            reasons.append(Reason("recurrent.zigzag", "ring_order", text, hint))
         failing = (rule.check(problem, problem.config) for rule in capability.rules)
         return (*reasons, *(reason for reason in failing if reason is not None))
 
@@ -128,16 +110,22 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
         if idle := idle_axes(problem, placement):
             notes.append(note("table.idle_axes", names=idle))
         if placement.over:
-            devices = _count(problem, placement.over)
-            passed, gathered = sent_bytes(operation, placement, devices), gathered_bytes(placement, devices)
+            exchange = placement.exchange or _exchange(operation, problem, placement)
+            passed = passed_bytes(operation, problem, placement, exchange)
+            gathered = gathered_bytes(placement, _count(problem, placement.over))
             axes = list(placement.over)
             of_states = note("recurrent.passed", axes=axes, size=passed, other=gathered)
             of_tokens = note("recurrent.gathered", axes=axes, size=gathered, other=passed)
             notes.append(of_states if placement.strategy == "state" else of_tokens)
+            if placement.exchange:
+                other = ALL_GATHER if exchange == LOG_STEP else LOG_STEP
+                size = passed_bytes(operation, problem, placement, other)
+                notes.append(note("recurrent.exchange", name=exchange, size=passed, other=other, other_size=size))
         elif by_caller := _manual_axes(problem):
             notes.append(note("recurrent.manual", axes=list(by_caller)))
         elif policy.sequence_parallel != "auto":
             notes.append(note("sequence.unsplit", strategy=policy.sequence_parallel))
+        notes += unread_notes(problem, policy, placement)
         if repeats_keys(placement):
             notes.append(note("recurrent.repeated_keys", axes=list(placement.axes("state", "heads"))))
         return tuple(notes)
@@ -162,6 +150,16 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
         return searched(operation, method, problem, placement)
 
 
+def unread_notes(problem: TableProblem, policy: Policy, placement: TablePlacement) -> list[str]:
+    """Notes on what is declared about a split sequence and has no effect."""
+    notes = list[str]()
+    if policy.ring_order is not None and not (placement.manual and policy.ring_order == "zigzag"):
+        notes.append(note("recurrent.plain_order", value=policy.ring_order))
+    if not placement.exchange and (named := getattr(problem.config, "exchange", None)) is not None:
+        notes.append(note("recurrent.no_exchange", value=named))
+    return notes
+
+
 def idle_axes(problem: TableProblem, placement: TablePlacement) -> list[str]:
     """`tp=2` for each mesh axis along which all devices do the same work: it splits neither rows, heads, channels nor columns of
     the state, nor tokens that aren't gathered."""
@@ -171,11 +169,11 @@ def idle_axes(problem: TableProblem, placement: TablePlacement) -> list[str]:
     return [f"{x.name}={x.size}" for x in problem.mesh if x.size > 1 and x.kind != "manual" and x.name not in used]
 
 
-def repeats_keys(placement: TablePlacement) -> bool:
-    """Whether queries and keys are repeated for each head, as the mesh splits heads further than groups of them."""
-    names = ("key", "B")
-    dims = next((x for x in placement.tensors if x.tensor in names), None)
-    return dims is not None and placement.axes(dims.tensor, "kv_heads") != placement.axes("state", "heads")
+def _exchange(operation: Any, problem: TableProblem, placement: TablePlacement) -> str:
+    """How maps are exchanged: as declared, else whichever sends less."""
+    declared: str | None = getattr(problem.config, "exchange", None)
+    ways = (ALL_GATHER, LOG_STEP)
+    return declared or min(ways, key=lambda way: passed_bytes(operation, problem, placement, way))
 
 
 def _part(placement: TablePlacement) -> int:

@@ -10,7 +10,8 @@ from ..operation import PlannedOperation
 from ..policy import Policy
 from ..tables.table_plan import TablePlacement, fitted_tensors, refuse_unfit
 from ..tables.table_problem import TableProblem
-from .planner import Recurrences, declared_strategy, idle_axes, repeats_keys
+from .inside import repeats_keys
+from .planner import Recurrences, declared_strategy, idle_axes, unread_notes
 
 __all__ = ["SLOT_STEPS"]
 
@@ -57,6 +58,7 @@ class _SlotSteps(Recurrences):
             notes.append(note("table.idle_axes", names=idle))
         if policy.sequence_parallel != "auto":
             notes.append(note("sequence.unsplit", strategy=policy.sequence_parallel))
+        notes += unread_notes(problem, policy, placement)
         if repeats_keys(placement):
             notes.append(note("recurrent.repeated_keys", axes=list(placement.axes("state", "heads"))))
         return tuple(notes)

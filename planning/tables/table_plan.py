@@ -19,12 +19,14 @@ __all__ = ["TablePlacement", "TablePlan", "fitted_tensors", "refuse_unfit"]
 
 class TablePlacement(NamedTuple):
     """Where the arrays of a call and its results are. strategy: what is done about a split sequence, '' if it isn't split; over:
-    the mesh axes that split it; manual: whether the caller's own shard_map does."""
+    the mesh axes that split it; manual: whether the caller's own shard_map does; exchange: how devices exchange what their tokens
+    do to a state, '' if they don't."""
 
     tensors: tuple[FittedSpec, ...]
     strategy: str = ""
     over: tuple[str, ...] = ()
     manual: bool = False
+    exchange: str = ""
 
     def axes(self, tensor: str, dim: str) -> tuple[str, ...]:
         """The mesh axes that split a dim of a tensor; () for a tensor that the call doesn't have."""
@@ -44,7 +46,8 @@ class TablePlan(FittedPlan[TableProblem, TablePlacement]):
         rows = [("platform", f"{problem.platform}, from {problem.platform_source}")]
         rows += [(name, f"{x:g}" if isinstance(x, float) else str(x)) for name, x in problem.options if x is not None]
         if placement.strategy:
-            rows.append(("sequence", f"{placement.strategy} over {'+'.join(placement.over)}"))
+            by = f", by {placement.exchange}" if placement.exchange else ""
+            rows.append(("sequence", f"{placement.strategy} over {'+'.join(placement.over)}{by}"))
         rows += self.config_rows(verbose)
         if self.tuning is not None and (verbose or self.tuning.source != "heuristic"):
             rows.append(("tuning", f"{self.tuning.source}: {self.tuning.why}"))
@@ -52,7 +55,14 @@ class TablePlan(FittedPlan[TableProblem, TablePlacement]):
 
     def facts(self) -> dict[str, Any]:
         """What is done about a split sequence."""
-        return {"sequence": {"strategy": self.placement.strategy or None, "axes": list(self.placement.over)}}
+        placement = self.placement
+        return {
+            "sequence": {
+                "strategy": placement.strategy or None,
+                "axes": list(placement.over),
+                "exchange": placement.exchange or None,
+            }
+        }
 
 
 def fitted_tensors(problem: TableProblem) -> tuple[FittedSpec, ...]:

@@ -21,6 +21,7 @@ from attnops import (
     OperationMetadata,
     OperationRegistry,
 )
+from attnops.compat import abstract_device
 from attnops.errors import InputTypeError, RefusedShardingError
 
 FILE = {
@@ -99,21 +100,23 @@ def test_what_is_sent_does_not_depend_on_the_length() -> None:
         codes.append(made.code)
         sizes.append(made.values["size"])
     assert codes == ["recurrent.passed"] * 2
-    # 3 other devices, 2 rows, 4 heads, [8, 8 + 6] numbers of 4 bytes
-    assert sizes == [3 * 2 * 4 * 8 * 14 * 4] * 2
+    # 2 rows, 4 heads, numbers of 4 bytes: [8, 6] of two rounds, of the state before and 3/2 of that after all tokens; [8, 8] once
+    assert sizes == [2 * 4 * 4 * (8 * 6 * 9 // 2 + 8 * 8)] * 2
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_convolutions_tokens_are_sent_in_their_own_dtype(dtype: Any) -> None:
     call = {name: x.astype(dtype) for name, x in call_of("causal_conv1d", tokens=64).items()}
     split = of("causal_conv1d", mesh=mesh(sp=4), sequence_parallel="state")
-    (made,) = (x for x in split.plan(**call).notes if x.field == "sequence_parallel")
-    run = jax.jit(lambda call: ((found := split(**call)).attention_outputs, found.state))
-    text = run.lower(call).as_text()
-    (sent,) = re.findall(r"collective_permute.*: \(tensor<(\d+)x(\d+)x(\d+)x", text)
-    kept = np.prod([int(n) for n in sent]) * jnp.dtype(dtype).itemsize
-    assert text.count("stablehlo.all_reduce") == 1  # of the state, as many numbers: a device of 4 sends 2 x 3 / 4 of it
-    assert made.values["size"] == kept + 2 * kept * 3 // 4
+    text = jax.jit(lambda call: split(**call).attention_outputs).lower(call).as_text()
+    (sent,) = re.findall(r"collective_permute.*: \(tensor<(\d+)x(\d+)x(\d+)x(b?f\d+)", text)
+    assert sent == ("2", "3", "24", "f32" if dtype == jnp.float32 else "bf16")
+    # Once to the neighbour, and 2 * 3/4 of it for the state after all tokens; XLA:CPU sends 16-bit numbers as float32.
+    tpus = jax.sharding.AbstractMesh((4,), ("sp",), abstract_device=abstract_device("TPU v5", 1, "tpu"))
+    for devices, wide in ((mesh(sp=4), 4), (tpus, jnp.dtype(dtype).itemsize)):
+        split = of("causal_conv1d", mesh=devices, sequence_parallel="state")
+        (made,) = (x for x in split.plan(**call).notes if x.field == "sequence_parallel")
+        assert made.values["size"] == 2 * 3 * 24 * wide * 5 // 2
 
 
 def test_few_tokens_are_gathered() -> None:
