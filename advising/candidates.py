@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from ..planning import AttentionProblem, OperationConfig
-
-__all__ = ["AXES", "SEQUENCE_AXES", "Candidate", "SearchSpace", "candidates", "meshes"]
+__all__ = ["AXES", "SEQUENCE_AXES", "Candidate", "Family", "SearchSpace", "candidates", "meshes"]
 
 AXES = ("fsdp", "cp", "sp", "tp")  # batch; the sequence, twice; heads
 SEQUENCE_AXES = ("cp", "sp")  # for ulysses_ring: keys travel around the first, heads are split over the second
-# Operations tried besides the declared one, by platform.
-_OPERATIONS = {"tpu": ("splash", "vanilla"), "cuda": ("flash_attn2", "sdpa", "vanilla")}
 
 
 class Candidate(NamedTuple):
@@ -53,25 +49,46 @@ class Candidate(NamedTuple):
         return fields
 
 
-class SearchSpace(NamedTuple):
-    """What to enumerate for one batch: the call, the fixed axes, and the open strategies and ring orders."""
+class Family(Protocol):
+    """What a search asks of calls of one family before they are planned."""
 
-    problem: AttentionProblem
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """What may be done about a split sequence."""
+        ...
+
+    def operations(self, declared: str, platform: str, kind: Any) -> tuple[str, ...]:
+        """The declared operation, and others worth trying on the platform."""
+        ...
+
+    def batch(self, problem: Any) -> int:
+        """Rows of a call; 1 of a packed one."""
+        ...
+
+    def split_by(self, problem: Any, generating: bool) -> tuple[tuple[str, int, str], ...]:
+        """(mesh axis, a number that it has to divide, of what, in the plural); 'sp' stands for all axes of the sequence."""
+        ...
+
+    def second_axis(self, space: SearchSpace, sizes: Mapping[str, int]) -> str:
+        """Why a mesh with a second axis of the sequence is none for these calls; '' if it is."""
+        ...
+
+    def ways(self, space: SearchSpace, sizes: Mapping[str, int]) -> Iterator[tuple[str | None, str | None]]:
+        """(strategy, ring order) pairs that a mesh has the axes for."""
+        ...
+
+
+class SearchSpace(NamedTuple):
+    """What to enumerate for one batch: the call, the fixed axes, and the open strategies and ring orders. family: what its calls
+    may be split by."""
+
+    problem: Any
     operations: tuple[str, ...]
     fixed: Mapping[str, int]
     strategies: tuple[str, ...]
     orders: tuple[str | None, ...]
     generating: bool
-
-
-def operations_for(declared: str, platform: str, config: type[OperationConfig] | None) -> tuple[str, ...]:
-    """The declared operation, and others worth trying on the platform; none whose kernels the declared one runs itself.
-
-    config: the config class of that other operation, if there is one.
-    """
-    elsewhere = None if config is None else config.model_fields["operation"].default
-    others = (name for name in _OPERATIONS.get(platform, ()) if name != elsewhere)
-    return tuple(dict.fromkeys((declared, *others)))
+    family: Family
 
 
 def meshes(devices: int, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -96,46 +113,26 @@ def meshes(devices: int, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
 
 def candidates(space: SearchSpace, batch: int, devices: int, target: str) -> Iterator[Candidate | tuple[str, str]]:
     """Candidates, and (kind, reason) for what lengths and heads rule out before planning."""
-    problem = space.problem
     for sizes in meshes(devices, space.fixed):
-        if reason := _indivisible(problem, sizes, space.generating):
+        if reason := _indivisible(space, sizes):
             yield reason
             continue
         named = tuple(sizes.items()) or (("fsdp", 1),)
         for operation in space.operations:
-            for strategy, order in _ways(space, sizes):
+            for strategy, order in space.family.ways(space, sizes):
                 yield Candidate(operation, batch, target, named, strategy, order)
 
 
-def _indivisible(problem: AttentionProblem, sizes: Mapping[str, int], generating: bool) -> tuple[str, str] | None:
+def _indivisible(space: SearchSpace, sizes: Mapping[str, int]) -> tuple[str, str] | None:
     """Why a mesh would make some devices repeat others' work."""
-    sequence = math.prod(sizes.get(name, 1) for name in SEQUENCE_AXES)
-    length, tokens = (problem.kv_len, "keys") if generating else (problem.q_len, "queries")
+    problem = space.problem
     if problem.layout == "thd" and "fsdp" in sizes:
         return "fsdp", "packed tensors have no batch to split"
-    for name, size, number, thing in (
-        ("fsdp", sizes.get("fsdp", 1), problem.batch, "batch rows"),
-        ("tp", sizes.get("tp", 1), problem.q_heads, "query heads"),
-        ("sp", sequence, length, tokens),
-        ("sp", sequence, problem.kv_len, "keys"),
-    ):
-        if number % size:
-            return name, f"{number} {thing if number > 1 else thing[:-1]} can't be divided over this many devices"
-    if "cp" in sizes and ("sp" not in sizes or generating):
-        return "cp", "a second sequence axis requires ulysses_ring, which uses both"
+    over = dict(sizes) | {"sp": math.prod(sizes.get(name, 1) for name in SEQUENCE_AXES)}
+    for name, number, things in space.family.split_by(problem, space.generating):
+        if number % over.get(name, 1):
+            thing = things if number > 1 else things[:-1]
+            return name, f"{number} {thing} can't be divided over this many devices"
+    if "cp" in sizes and (reason := space.family.second_axis(space, sizes)):
+        return "cp", reason
     return None
-
-
-def _ways(space: SearchSpace, sizes: Mapping[str, int]) -> Iterator[tuple[str | None, str | None]]:
-    """(strategy, ring order) pairs that a mesh has the axes for."""
-    if "sp" not in sizes:
-        yield None, None
-    elif space.generating:
-        yield "auto", None
-    else:
-        for strategy in space.strategies:
-            if (strategy == "ulysses_ring") != ("cp" in sizes):
-                continue
-            rings = strategy in ("ring", "ulysses_ring")
-            for order in space.orders if rings else (None,):
-                yield strategy, order

@@ -11,7 +11,7 @@ from ..verify.passes import target_reports
 from ..verify.report import TargetReport
 from ..verify.targets import not_compiled
 from .entries import Entry, Refusals
-from .latent_form import planned_of
+from .families import FAMILIES
 from .machine import machine_of
 
 __all__ = ["Progress", "compile_best"]
@@ -68,5 +68,6 @@ def _compile(entry: Entry) -> TargetReport:
     mesh = target.described(entry.candidate.mesh)
     fields = {"platform": None, "backend": None, "mesh": mesh}
     operation = kind(entry.declaration.operation_metadata(fields))
-    *_, report = target_reports(planned_of(entry.declaration, operation), entry.candidate.target)
+    planned = FAMILIES[entry.declaration.family].planned(entry.declaration, operation)
+    *_, report = target_reports(planned, entry.candidate.target)
     return report

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ..planning import Plan
 from ..registry.declaration import Declaration
 from ..verify.report import TargetReport
 from .candidates import Candidate
@@ -17,12 +17,14 @@ __all__ = ["Entry", "Refusal", "Refusals"]
 @dataclass(frozen=True)
 class Entry:
     """A candidate that can run: plan and estimate. base_declaration: the one it was made from, with any chosen block sizes.
-    compiled: the compiler's report, if requested."""
+    strategy, order: what is done about a split sequence, and of a ring its order. compiled: the report, if requested."""
 
     candidate: Candidate
     base_declaration: Declaration
-    plan: Plan
+    plan: Any
     estimate: Estimate
+    strategy: str = ""
+    order: str | None = None
     notes: tuple[str, ...] = ()
     compiled: TargetReport | None = None
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax.numpy as jnp
-
-from ..planning import Plan
-from ..planning.placed_tensors import all_axes, axes_by_dim, placed_tensors, sent_itemsize
-from ..planning.traffic import Need, min_traffic
+from ..planning.traffic import Need
+from .attention_costs import attention_costs
 from .axis_segments import AxisSegment, assign_axes
-from .compute_time import ComputeTime, compute_time
+from .compute_time import ComputeTime
+from .costs import PassCost
 from .machine import Machine
+from .recurrent_costs import recurrent_costs
 from .sending import hops, reordered_seconds, ring_hop_seconds, seconds_of
-from .tiles import kernels_of_pass
 
 __all__ = ["Estimate", "PassEstimate", "Send", "Term", "estimate"]
 
 _WORK, _AROUND, _ORDER = "work", "around the ring", "zigzag"
+_COSTS = {"attention": attention_costs, "recurrence": recurrent_costs}  # by the family of the plan's operation
 
 
 @dataclass(frozen=True)
@@ -138,48 +135,23 @@ class Estimate:
 
 
 def estimate(
-    plan: Plan, machine: Machine, sizes: Mapping[str, int] | None = None, around: tuple[Need, ...] = ()
+    plan: Any, machine: Machine, sizes: Mapping[str, int] | None = None, around: tuple[Need, ...] = ()
 ) -> Estimate:
     """Estimate a planned call that can run. sizes: the plan's mesh in another order, which decides how its axes lie. around: what
     the backward pass sends besides, for projections around the call."""
     sizes = {axis.name: axis.size for axis in plan.problem.mesh} if sizes is None else sizes
     segments = assign_axes(machine.physical, sizes)
-    pass_costs = _pass_costs(plan, machine, around)
-    passes = (_pass(plan, machine, segments, known_pass) for known_pass in pass_costs.passes)
-    return Estimate(machine, tuple(passes), *pass_costs.bytes)
+    costs: Any = _COSTS[plan.operation.family]
+    passes, *sizes_held = costs(plan, machine, around)
+    return Estimate(machine, tuple(_pass(plan, machine, segments, known) for known in passes), *sizes_held)
 
 
-class _Pass(NamedTuple):
-    name: str
-    done: ComputeTime
-    needs: tuple[Need, ...]
-    unknown: tuple[str, ...]
-
-
-class _PassCosts(NamedTuple):
-    passes: tuple[_Pass, ...]
-    bytes: tuple[int, int, int]
-
-
-@functools.lru_cache(maxsize=64)
-def _pass_costs(plan: Plan, machine: Machine, around: tuple[Need, ...]) -> _PassCosts:
-    """What doesn't depend on how the mesh lies."""
-    backward = plan.problem.mode == "__train__"
-    forward = min_traffic(plan, False)
-    passes = [
-        _Pass("forward", compute_time(machine, plan, kernels_of_pass(plan, False)), forward.needs, forward.unknown)
-    ]
-    if backward:
-        both = min_traffic(plan, True)
-        rest, unknown = (*both.needs[len(forward.needs) :], *around), both.unknown[len(forward.unknown) :]
-        passes.append(_Pass("backward", compute_time(machine, plan, kernels_of_pass(plan, True)), rest, unknown))
-    return _PassCosts(tuple(passes), (*_operands(plan, backward), _strategy_bytes(plan, machine, backward)))
-
-
-def _pass(plan: Plan, machine: Machine, segments: Mapping[str, tuple[AxisSegment, ...]], costs: _Pass) -> PassEstimate:
-    name, compute, needs, unknown = costs
+def _pass(
+    plan: Any, machine: Machine, segments: Mapping[str, tuple[AxisSegment, ...]], costs: PassCost
+) -> PassEstimate:
+    name, compute, needs, unknown, steps = costs
     needs = tuple(need for need in needs if not need.optional)
-    work, waiting = _shared(compute, machine, plan)
+    work, waiting = _shared(compute, machine, plan.problem.devices, steps)
     groups: dict[tuple[str, tuple[str, ...], str], list[Need]] = {}
     for need in needs:
         word = {"ring": _AROUND, "zigzag": _ORDER}.get(need.step, "")
@@ -191,12 +163,11 @@ def _pass(plan: Plan, machine: Machine, segments: Mapping[str, tuple[AxisSegment
     return PassEstimate(name, work, waiting, compute.bound, tuple(sends), unknown)
 
 
-def _shared(compute: ComputeTime, machine: Machine, plan: Plan) -> tuple[float, float]:
+def _shared(compute: ComputeTime, machine: Machine, devices: int, steps: int) -> tuple[float, float]:
     """(work of the mean device, the wait beyond it: at each hop the busiest device counts)."""
     mean, lockstep = float(compute.seconds.sum(1).mean()), float(compute.seconds.max(0).sum())
     if machine.cpu is not None:
-        steps = len(plan.placement.sequence.steps) or 1
-        return (mean + steps * machine.cpu.step_seconds) * plan.problem.devices, 0.0
+        return (mean + steps * machine.cpu.step_seconds) * devices, 0.0
     return mean, lockstep - mean
 
 
@@ -205,7 +176,7 @@ def _along(segments: Mapping[str, tuple[AxisSegment, ...]], axes: tuple[str, ...
 
 
 def _send(
-    plan: Plan,
+    plan: Any,
     machine: Machine,
     compute: ComputeTime,
     key: tuple[str, tuple[str, ...], str],
@@ -225,6 +196,9 @@ def _send(
     if kind != "collective-permute":
         seconds = seconds_of(kind, sent, segments) + len(needs) * machine.hop_seconds * hops(kind, segments)
         return Send(kind, what, axes, sent, seconds, seconds)
+    if word != _AROUND:
+        seconds = sum(ring_hop_seconds(n.sent_bytes, segments, n.by) + machine.hop_seconds * n.by for n in needs)
+        return Send(kind, what, axes, sent, seconds, seconds)
     split = plan.placement.sequence
     moves = [after - before for before, after in itertools.pairwise(split.steps)]
     if not moves:
@@ -243,42 +217,3 @@ def _send(
         else 0.0
     )
     return Send(kind, what, axes, sent, seconds, seconds - hidden)
-
-
-def _operands(plan: Plan, backward: bool) -> tuple[int, int]:
-    """Bytes of (arguments, results) per device; for both passes with the outputs' gradients and all others."""
-    problem, placement = plan.problem, plan.placement
-    sizes = {axis.name: axis.size for axis in problem.mesh}
-    inputs = outgoing = gradients = 0
-    for tensor in placed_tensors(problem, placement):
-        bytes_ = tensor.call_bytes(sizes)
-        inputs += bytes_
-        gradients += bytes_ if tensor.gradient else 0
-    parts = math.prod(sizes[a] for a in all_axes(axes_by_dim(placement.spec("output"), 4)))
-    outgoing += math.prod(problem.shape_of("output")) * problem.itemsize_of("output") // parts
-    if "return_lse" in problem.features:
-        wide = jnp.dtype(problem.softmax_dtype).itemsize
-        split = math.prod(sizes[a] for a in all_axes(axes_by_dim(placement.spec("lse"), 3)))
-        outgoing += problem.batch * problem.q_heads * problem.q_len * wide // split
-    return (inputs + outgoing, outgoing + gradients) if backward else (inputs, outgoing)
-
-
-def _strategy_bytes(plan: Plan, machine: Machine, backward: bool) -> int:
-    """Bytes that the strategy holds besides operands and results: gathered keys, keys received around a ring, exchanged
-    tensors; backward the gradients of these too, around a ring in float32."""
-    problem, split, local = plan.problem, plan.placement.sequence, plan.placement.local
-    item = sent_itemsize(problem.runtime_dtype, machine.platform == "cpu")
-    width, rows = problem.token_dim, local.batch * local.q_heads * local.q_len * split.chunks
-    keys = local.batch * local.kv_heads * local.kv_len * split.chunks * width
-    size = 0
-    if split.gathers:
-        size += keys * item
-    if split.head_axes:
-        size += keys * item + rows * problem.head_dim * item
-    if split.ring_axes:
-        size += keys * item
-    if backward and split.strategy:
-        size += keys * (4 if split.ring_axes else item)
-    if plan.route is not None and plan.route.name == "plain":
-        size += local.batch * local.q_heads * local.q_len * local.kv_len * jnp.dtype(problem.softmax_dtype).itemsize
-    return size

@@ -23,8 +23,8 @@ def entries_json(entries: tuple[Entry, ...]) -> list[dict[str, Any]]:
             **entry.candidate._asdict(),
             "sizes": entry.candidate.mesh,
             "implementation": entry.plan.implementation,
-            "sequence_parallel": entry.plan.placement.sequence.strategy or None,
-            "ring_order": _order(entry),
+            "sequence_parallel": entry.strategy or None,
+            "ring_order": entry.order,
             "estimate": entry.estimate.to_dict(),
             "loses": None if entry is entries[0] else loses(entry, entries[0]),
             "compiled": None if entry.compiled is None else entry.compiled.to_dict(),
@@ -42,14 +42,13 @@ def rows(entries: tuple[Entry, ...], max_rows: int = SHOWN) -> list[tuple[str, .
     for entry in entries[:max_rows]:
         mesh = ",".join(f"{name}={size}" for name, size in entry.candidate.sizes)
         where = f"{mesh} batch {entry.candidate.batch} {entry.candidate.target}" if several else mesh
-        split = entry.plan.placement.sequence.strategy
         passes = [f"~{time_text(estimated.seconds)}" for estimated in entry.estimate.passes]
         first = entry is entries[0]
         table.append(
             (
                 where,
                 entry.plan.implementation or "",
-                " ".join(w for w in (split, _order(entry)) if w),
+                " ".join(w for w in (entry.strategy, entry.order) if w),
                 passes[0],
                 passes[1] if len(passes) > 1 else "",
                 f"~{bytes_text(entry.estimate.about_bytes)}",
@@ -119,11 +118,6 @@ def _by_term(estimate: Estimate) -> dict[str, float]:
         for term in estimated.terms:
             seconds[term.name] = seconds.get(term.name, 0.0) + term.seconds
     return seconds
-
-
-def _order(entry: Entry) -> str | None:
-    split = entry.plan.placement.sequence
-    return None if not split.ring_axes else "zigzag" if split.zigzag else "contiguous"
 
 
 def _tie(entry: Entry, winner: Entry) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AttnOpsError, ConfigError, is_whole, shown
-from ..planning import Plan
 from ..planning.text import bytes_text
 from ..planning.traffic import Need
 from ..registry import OperationRegistry
@@ -16,12 +15,12 @@ from ..registry.declaration import Declaration
 from ..sharding.modes import GENERATION
 from .advice import Advice
 from .axis_segments import assign_axes
-from .blocks import better_blocks
-from .candidates import AXES, Candidate, SearchSpace, candidates, operations_for
+from .candidates import AXES, Candidate, SearchSpace, candidates
 from .compiling import Progress, compile_best
 from .declared import SEARCHED, metadata_for
 from .entries import Entry, Refusals
 from .estimate import Estimate, estimate
+from .families import FAMILIES, SearchedFamily
 from .latent_form import call_arguments_of, latent_note, needs_around, with_form
 from .machine import Machine, machine_of, with_devices
 from .search_scope import open_choices, requested_devices, with_batch, with_mode
@@ -57,6 +56,7 @@ def advise(
     tell = progress or (lambda done, of, what: None)
     counts = requested_devices(machine_of(target), devices)
     _check_axes(mesh or {})
+    family = FAMILIES[declared.family]
     entries: list[Entry] = []
     refused = Refusals()
     requests: list[tuple[Candidate, Declaration]] = []
@@ -67,7 +67,7 @@ def advise(
         for count in counts:
             name = with_devices(target, count)
             assert name is not None
-            for offered in candidates(space, space.problem.batch, count, name):
+            for offered in candidates(space, family.batch(space.problem), count, name):
                 if isinstance(offered, Candidate):
                     requests.append((offered, batched))
                 else:
@@ -80,8 +80,8 @@ def advise(
         else:
             refused.add(candidate.kind, candidate.operation, *outcome, candidate.where)
     tell(len(requests), len(requests), "")
-    ranked = sorted(_distinct(entries), key=_rank)
-    ranked = sorted([*map(better_blocks, ranked[:_REFINED]), *ranked[_REFINED:]], key=_rank)
+    ranked = sorted(_distinct(entries, family), key=_rank)
+    ranked = sorted([*map(family.refined, ranked[:_REFINED]), *ranked[_REFINED:]], key=_rank)
     notes = [*_notes(declared), *latent_note(declared)]
     ranked = compile_best(ranked, refused, most_compiled, tell, notes)
     return Advice(target, tuple(ranked), refused.ranked(), tuple(notes), len(requests))
@@ -106,9 +106,10 @@ def _declaration(declaration: Declaration | Mapping[str, Any] | str | Path) -> D
         )
     if declaration.step is not None or not declaration.is_set("call"):
         raise ConfigError("advise is for calls, and this declares none or a step over pages. Hint: declare `call`.")
-    if declaration.family != "attention":
+    if declaration.family not in FAMILIES:
         raise ConfigError(
-            f"advise is for attention, and operation {declaration.operation!r} isn't one. Hint: `attnops verify` compiles it."
+            f"advise is for attention and recurrences, and operation {declaration.operation!r} is neither. "
+            "Hint: `attnops verify` compiles it."
         )
     if "partition_axis" in declaration.metadata or "partition_manager" in declaration.metadata:
         raise ConfigError(
@@ -134,11 +135,10 @@ def _search_space(
     problem = kind(metadata).plan(**call_arguments_of(declaration)).problem
     for name in operations:
         OperationRegistry.get(name)
-    others = tuple(operations) or operations_for(
-        declaration.operation, machine.platform, kind.config_elsewhere(machine.platform)
-    )
-    strategies, orders = open_choices(declaration, kind)
-    return SearchSpace(problem, others, fixed, strategies, orders, problem.mode in GENERATION)
+    family = FAMILIES[declaration.family]
+    others = tuple(operations) or family.operations(declaration.operation, machine.platform, kind)
+    strategies, orders = open_choices(declaration, kind, family.strategies)
+    return SearchSpace(problem, others, fixed, strategies, orders, problem.mode in GENERATION, family)
 
 
 def _planned(candidate: Candidate, declaration: Declaration) -> Entry | tuple[str, str]:
@@ -153,8 +153,9 @@ def _planned(candidate: Candidate, declaration: Declaration) -> Entry | tuple[st
             r.code: r.message for rejected in plan.rejected for r in rejected.reasons if r.code != "policy.fallback"
         }
         return "; ".join(reasons), "; ".join(reasons.values())
-    if plan.placement.repeated:
-        return "repeated", f"devices do the same work: {plan.placement.repeated[0].reason}"
+    family = FAMILIES[declaration.family]
+    if repeated := family.repeated(plan):
+        return "repeated", f"devices do the same work: {repeated}"
     order, guess = _best_order(plan, machine, needs_around(declaration, plan))
     if order != candidate.sizes:
         candidate = candidate._replace(sizes=order)
@@ -162,16 +163,16 @@ def _planned(candidate: Candidate, declaration: Declaration) -> Entry | tuple[st
     have = machine.hbm_bytes
     if have is not None and guess.least_bytes > have:
         return "memory", f"a device needs at least {bytes_text(guess.least_bytes)} and has {bytes_text(have)}"
-    return Entry(candidate, declaration, plan, guess)
+    return Entry(candidate, declaration, plan, guess, *family.split(plan))
 
 
-def _plan(candidate: Candidate, declaration: Declaration, machine: Machine) -> Plan:
+def _plan(candidate: Candidate, declaration: Declaration, machine: Machine) -> Any:
     kind: Any = OperationRegistry.get(candidate.operation)
     metadata = metadata_for(declaration, machine, candidate.mesh, candidate.fields())
     return kind(metadata).plan(**call_arguments_of(declaration))
 
 
-def _best_order(plan: Plan, machine: Machine, around: tuple[Need, ...]) -> tuple[tuple[tuple[str, int], ...], Estimate]:
+def _best_order(plan: Any, machine: Machine, around: tuple[Need, ...]) -> tuple[tuple[tuple[str, int], ...], Estimate]:
     """The mesh's axes in the order that lies best on the links."""
     by_segments: dict[Any, tuple[tuple[tuple[str, int], ...], Estimate]] = {}
     axes = [(axis.name, axis.size) for axis in plan.problem.mesh]
@@ -183,15 +184,11 @@ def _best_order(plan: Plan, machine: Machine, around: tuple[Need, ...]) -> tuple
     return min(by_segments.values(), key=lambda ordered: ordered[1].seconds)
 
 
-def _distinct(entries: Iterable[Entry]) -> list[Entry]:
-    """Drop those that run the same as another: 'auto' where nothing is split, or a ring order equal to the plan's own."""
+def _distinct(entries: Iterable[Entry], family: SearchedFamily) -> list[Entry]:
+    """Drop those that run the same as another."""
     best: dict[Any, Entry] = {}
     for entry in entries:
-        split = entry.plan.placement.sequence
-        order = str(split.zigzag) if split.ring_axes else None
-        native = entry.plan.kind != "platform"  # the same code for all
-        name = str(entry.plan.route) if native and entry.plan.route else entry.candidate.operation
-        best.setdefault(entry.candidate._replace(operation=name, strategy=split.strategy, order=order), entry)
+        best.setdefault(family.runs_as(entry), entry)
     return list(best.values())
 
 

@@ -6,14 +6,12 @@ import re
 from typing import Any
 
 from ..errors import ConfigError, shown
-from ..planning.policy import CHOICES
 from ..registry.declaration import Declaration
 from .machine import Machine, with_devices
 
 __all__ = ["open_choices", "requested_devices", "with_batch", "with_mode"]
 
 _RANGE = re.compile(r"([1-9]\d{0,5})(?:\.\.([1-9]\d{0,5}))?")
-_STRATEGIES = tuple(name for name in CHOICES["sequence_parallel"] if name != "auto")
 _ORDERS = ("contiguous", "zigzag")
 
 
@@ -50,9 +48,11 @@ def _with_call(declaration: Declaration, name: str, value: Any) -> Declaration:
     return Declaration.from_dict({**data, "call": {**data.get("call", {}), name: value}})
 
 
-def open_choices(declaration: Declaration, operation: Any) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-    """(strategies, ring orders) to try: those declared or implied by the operation's name, else all."""
+def open_choices(
+    declaration: Declaration, operation: Any, strategies: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
+    """(strategies, ring orders) to try: those declared or implied by the operation's name, else all of its family."""
     declared = operation.sequence_parallel or declaration.metadata.get("sequence_parallel", "auto")
-    strategies = _STRATEGIES if declared == "auto" else (declared,)
+    strategies = strategies if declared == "auto" else (declared,)
     order = declaration.metadata.get("ring_order")
     return strategies, _ORDERS if order is None else (order,)
