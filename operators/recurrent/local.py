@@ -12,7 +12,7 @@ from jax import lax
 
 from ...planning.recurrent.exchange import LOG_STEP, rounds
 from ...planning.tables.table_problem import TableProblem
-from ..kernels.varying import alike
+from ..kernels.varying import alike, varying
 from .kernel.linear import chunked
 from .kernel.over_rows import Rows
 
@@ -79,6 +79,9 @@ def _all_gather(
     count = maps.constant.shape[0]
     initial, maps, here = alike((initial, maps, here))
     (after, before), _ = lax.scan(step, (initial, initial), (maps, jnp.arange(count, dtype=jnp.int32)))
+    if varying(after) & set(over):
+        # In a caller's shard_map with check_vma, which is told so that all devices have the same: it may be returned whole.
+        after = lax.psum(jnp.where(here == count - 1, after, 0), over)
     return before, after
 
 

@@ -75,6 +75,29 @@ def test_documents_cross_devices(kind: str, way: str, devices: int) -> None:
         np.testing.assert_allclose(gradient, want, rtol=0, atol=5e-5 * max(np.abs(want).max(), 1), err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("kind", "way"), [("simple_gla", "all_gather"), ("simple_gla", "log_step"), ("causal_conv1d", None)]
+)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_callers_shard_map_returns_one_state(kind: str, way: str | None, check_vma: bool) -> None:
+    call = call_of(kind, tokens=32, **SMALL)
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("sp",))
+    config = {} if way is None else {kind: {"chunk_size": 8, "exchange": way}}
+    operation = OperationRegistry.create(kind, OperationMetadata(sequence_parallel="state", operation_configs=config))
+    along = {name: jax.P(None, "sp") if x.shape[1:2] == (32,) else jax.P() for name, x in call.items()}
+
+    def part(call: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        found = operation(**call)
+        return found.attention_outputs, found.state
+
+    where = jax.P(None, "sp"), jax.P()
+    run = jax.shard_map(part, mesh=mesh, in_specs=(along,), out_specs=where, check_vma=check_vma)
+    outputs, state = jax.jit(run)(call)
+    wanted = expected(kind, call)
+    np.testing.assert_allclose(outputs, wanted.outputs, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(state, wanted.state, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("kind", [pytest.param("mamba2", marks=slow), "mamba1"])
 @pytest.mark.parametrize("way", WAYS)
 def test_mamba(kind: str, way: str) -> None:
