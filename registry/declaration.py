@@ -201,7 +201,7 @@ class Declaration(UnsetFieldsModel):
 
     def _state_dtype(self) -> str | None:
         """The dtype that the config declares for states; None for that of the tokens."""
-        operation = OperationRegistry.get(self.operation)
+        operation: Any = OperationRegistry.get(self.operation)
         configs = self.metadata.get("operation_configs") or {}
         of_both = (configs.get(name) or {} for name in (operation.name, operation.backend_operation))
         declared = next((x["state_dtype"] for x in of_both if "state_dtype" in x), None)

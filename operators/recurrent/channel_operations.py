@@ -16,6 +16,7 @@ from ...planning.recurrent.operands import (
     RESULTS_OF_HEADS,
 )
 from ...planning.tables.table_plan import TablePlan
+from ...sharding import Operand
 from .arithmetic import convolution, mamba1, mamba2
 from .config import CausalConv1dConfig, Mamba1Config, Mamba2Config, MambaConfig, Ssm1Config, Ssm2Config
 from .implementations import RecurrentOnXla
@@ -77,7 +78,7 @@ class Mamba2(_Mamba):
     name = "mamba2"
     config = Mamba2Config
     operands = MAMBA2
-    results = RESULTS_OF_HEADS
+    results: ClassVar[tuple[Operand, ...]] = RESULTS_OF_HEADS
     forward_tpu = RecurrentOnTpu(mamba2, _TOKENS | {"D", "dt_bias"})
     forward_native = RecurrentOnXla(mamba2, _TOKENS | {"D", "dt_bias"})
 
@@ -98,7 +99,7 @@ class Mamba1(_Mamba):
     name = "mamba1"
     config = Mamba1Config
     operands = MAMBA1
-    results = RESULTS_OF_CHANNELS
+    results: ClassVar[tuple[Operand, ...]] = RESULTS_OF_CHANNELS
     forward_native = RecurrentOnXla(mamba1, _TOKENS | {"D", "dt_bias"})
 
     @classmethod
@@ -154,7 +155,7 @@ class CausalConv1d(RecurrentOperation):
     name = "causal_conv1d"
     config = CausalConv1dConfig
     operands = CONVOLUTION
-    results = RESULTS_OF_CONVOLUTION
+    results: ClassVar[tuple[Operand, ...]] = RESULTS_OF_CONVOLUTION
     options: ClassVar[Mapping[str, type]] = {"activation": str}
     values: ClassVar[Mapping[str, tuple[str, ...]]] = {"activation": ("silu",)}
     forward_native = RecurrentOnXla(convolution, _TOKENS | {"bias"})

@@ -16,6 +16,7 @@ from ...planning.recurrent.operands import (
     RESULTS_OF_HEADS,
 )
 from ...planning.tables.table_plan import TablePlan
+from ...sharding import Operand
 from .arithmetic import delta_rule, linear
 from .config import (
     GatedDeltaRuleConfig,
@@ -59,7 +60,7 @@ class LinearArguments(TypedDict, total=False):
 class _Linear(RecurrentOperation):
     """What linear attention has in common."""
 
-    results = RESULTS_OF_HEADS
+    results: ClassVar[tuple[Operand, ...]] = RESULTS_OF_HEADS
     options: ClassVar[Mapping[str, type]] = {"scale": float, "normalise_qk": bool}
     # How many numbers say what tokens do to a state's columns: 'head' for one, 'channel' for head_dim, 'matrix' for its square.
     passes: ClassVar[str] = "head"

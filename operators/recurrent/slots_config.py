@@ -42,7 +42,7 @@ class RaggedGatedDeltaRuleV2Config(GatedDeltaRuleConfig):
     operation: Literal["ragged_gated_delta_rule_v2"] = "ragged_gated_delta_rule_v2"  # type: ignore[assignment]
 
 
-class RaggedGatedDeltaRuleConfig(GatedDeltaRuleConfig):
+class RaggedGatedDeltaRuleConfig(RaggedGatedDeltaRuleV2Config):
     """See GatedDeltaRuleConfig."""
 
     operation: Literal["ragged_gated_delta_rule"] = "ragged_gated_delta_rule"  # type: ignore[assignment]

@@ -53,7 +53,7 @@ class LinearStepArguments(TypedDict, total=False):
 class _LinearStep(SlotsOperation):
     """What the steps of linear attention have in common."""
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[LinearStepArguments]
     ) -> RecurrentOutput:
         """Continue the state of each row with its tokens, and write it to its slots.
@@ -71,11 +71,11 @@ class _LinearStep(SlotsOperation):
 
     def plan(
         self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[LinearStepArguments]
-    ) -> TablePlan:  # type: ignore[override]
+    ) -> TablePlan:
         """The plan of the same step, from arrays or ShapeDtypeStructs; nothing runs."""
         return self._plan({"query": query, "key": key, "value": value}, call)
 
-    def explain(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[LinearStepArguments]) -> str:  # type: ignore[override]
+    def explain(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[LinearStepArguments]) -> str:
         """The plan of the same step as text."""
         return self.plan(query, key, value, **call).explain()
 
@@ -95,7 +95,7 @@ class MambaStepArguments(TypedDict, total=False):
 class _MambaStep(SlotsOperation):
     """What the steps of both generations of Mamba have in common."""
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self, x: CallArray, dt: CallArray, A: CallArray, B: CallArray, C: CallArray, **call: Unpack[MambaStepArguments]
     ) -> RecurrentOutput:
         """Continue the state of each row with its tokens, and write it to its slots.
@@ -110,13 +110,13 @@ class _MambaStep(SlotsOperation):
         """
         return self._run({"x": x, "dt": dt, "A": A, "B": B, "C": C}, call)
 
-    def plan(  # type: ignore[override]
+    def plan(
         self, x: CallArray, dt: CallArray, A: CallArray, B: CallArray, C: CallArray, **call: Unpack[MambaStepArguments]
     ) -> TablePlan:
         """The plan of the same step, from arrays or ShapeDtypeStructs; nothing runs."""
         return self._plan({"x": x, "dt": dt, "A": A, "B": B, "C": C}, call)
 
-    def explain(  # type: ignore[override]
+    def explain(
         self, x: CallArray, dt: CallArray, A: CallArray, B: CallArray, C: CallArray, **call: Unpack[MambaStepArguments]
     ) -> str:
         """The plan of the same step as text."""
@@ -165,7 +165,7 @@ class RaggedCausalConv1d(SlotsOperation, CausalConv1d):
         return self.plan(x, weight, **call).explain()
 
 
-class RaggedGatedDeltaRuleV2(_LinearStep, GatedDeltaRule):
+class RaggedGatedDeltaRuleV2(_LinearStep, GatedDeltaRule):  # type: ignore[misc]  # the calls differ
     """`gated_delta_rule` as a step over slots."""
 
     name = "ragged_gated_delta_rule_v2"
@@ -184,7 +184,7 @@ class RaggedGatedDeltaRule(RaggedGatedDeltaRuleV2):
     backend_operation = "gated_delta_rule"
 
 
-class RaggedKda(_LinearStep, Kda):
+class RaggedKda(_LinearStep, Kda):  # type: ignore[misc]  # the calls differ
     """`kda` as a step over slots."""
 
     name = "ragged_kda"
@@ -195,7 +195,7 @@ class RaggedKda(_LinearStep, Kda):
     forward_native = over_slots(Kda.forward_native)
 
 
-class RaggedGla(_LinearStep, Gla):
+class RaggedGla(_LinearStep, Gla):  # type: ignore[misc]  # the calls differ
     """`gla` as a step over slots."""
 
     name = "ragged_gla"
@@ -206,7 +206,7 @@ class RaggedGla(_LinearStep, Gla):
     forward_native = over_slots(Gla.forward_native)
 
 
-class RaggedSimpleGla(_LinearStep, SimpleGla):
+class RaggedSimpleGla(_LinearStep, SimpleGla):  # type: ignore[misc]  # the calls differ
     """`simple_gla` as a step over slots."""
 
     name = "ragged_simple_gla"
@@ -217,7 +217,7 @@ class RaggedSimpleGla(_LinearStep, SimpleGla):
     forward_native = over_slots(SimpleGla.forward_native)
 
 
-class RaggedLightning(_LinearStep, Lightning):
+class RaggedLightning(_LinearStep, Lightning):  # type: ignore[misc]  # the calls differ
     """`lightning` as a step over slots."""
 
     name = "ragged_lightning"
@@ -228,7 +228,7 @@ class RaggedLightning(_LinearStep, Lightning):
     forward_native = over_slots(Lightning.forward_native)
 
 
-class RaggedRetention(_LinearStep, Retention):
+class RaggedRetention(_LinearStep, Retention):  # type: ignore[misc]  # the calls differ
     """`retention` as a step over slots."""
 
     name = "ragged_retention"
@@ -239,7 +239,7 @@ class RaggedRetention(_LinearStep, Retention):
     forward_native = over_slots(Retention.forward_native)
 
 
-class RaggedMamba2(_MambaStep, Mamba2):
+class RaggedMamba2(_MambaStep, Mamba2):  # type: ignore[misc]  # the calls differ
     """`mamba2` as a step over slots."""
 
     name = "ragged_mamba2"
@@ -250,7 +250,7 @@ class RaggedMamba2(_MambaStep, Mamba2):
     forward_native = over_slots(Mamba2.forward_native)
 
 
-class RaggedMamba1(_MambaStep, Mamba1):
+class RaggedMamba1(_MambaStep, Mamba1):  # type: ignore[misc]  # the calls differ
     """`mamba1` as a step over slots."""
 
     name = "ragged_mamba1"
