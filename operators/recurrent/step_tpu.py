@@ -62,6 +62,22 @@ class StepOnTpu(RecurrentOnTpu):
         sizes = local["head_dim"], local["value_dim"], _itemsize(problem), self._delta
         return {STEP: step_vmem(step_heads(local["heads"], *sizes), *sizes)}
 
+    def tuned_fields(self, problem: Any, placement: Any) -> tuple[str, ...]:
+        """None: the chunks of a step are those of the whole call."""
+        del problem, placement
+        return ()
+
+    def grid_steps(self, problem: Any, placement: Any, config: OperationConfig) -> Mapping[str, int]:
+        """Of rows of one token; how many chunks others have is known only to the batch."""
+        del config
+        if not _decodes(problem):
+            return {}
+        local: dict[str, int] = {}
+        for x in placement.tensors:
+            local = dict(zip(x.dims, x.local_shape, strict=True)) | local
+        heads = step_heads(local["heads"], local["head_dim"], local["value_dim"], _itemsize(problem), self._delta)
+        return {STEP: local.get("shards", 1) * local["rows"] * (local["heads"] // heads)}
+
     def notes(self, problem: Any, placement: Any, config: OperationConfig) -> tuple[str, ...]:
         """Which tokens the kernels leave to XLA."""
         del placement, config
