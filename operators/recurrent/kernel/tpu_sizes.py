@@ -101,7 +101,8 @@ def _parts(sizes: Sizes, kernel: str, how: Schedule) -> dict[str, int]:
     # channel at every level of halves; values and updates; square matrices; and a state, in float32.
     levels = chunk.bit_length() - 1 if sizes.by_channel else 1
     if kernel != BACKWARD:
-        worked = step * (chunk * ((1 + levels) * dim + 2 * value_dim + 2 * row) * _WORD + state)
+        squares = 4 if sizes.delta else 2
+        worked = step * (chunk * ((1 + levels) * dim + 2 * value_dim + squares * row) * _WORD + state)
         keeping = kernel == KEEPING
         return {
             "query_key": 2 * 2 * keys * chunk * dim * wide,
@@ -113,7 +114,8 @@ def _parts(sizes: Sizes, kernel: str, how: Schedule) -> dict[str, int]:
         }
     sums = 2 * chunk * dim * _WORD if how.parts > 1 else 0
     wide_sums = _WORD if how.copies > 1 else wide
-    each = 4 if wide < _WORD or not sizes.by_channel else 10  # products of float32 are made of its parts
+    # Products of float32 are made of its parts.
+    each = 4 if wide < _WORD else 12 if sizes.by_channel else 8
     worked = step * (chunk * (each * levels * dim + 2 * value_dim + 4 * row) * _WORD + state)
     return {
         "query_key": 2 * 2 * keys * chunk * dim * wide,
