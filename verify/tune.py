@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -118,8 +118,8 @@ def tune_plan(
     """
     if decided.method is None:
         raise RefusedError(decided.refusal())
-    problem = decided.problem
-    if decided.runs is None or not decided.runs.tuned_fields(problem, decided.placement):
+    problem, runs = decided.problem, cast(Any, decided.runs)
+    if runs is None or not runs.tuned_fields(problem, decided.placement):
         raise ConfigError(
             f"{decided.implementation} has no sizes to search for this call: they are all declared, or its path has none, or "
             "queries or keys are split over devices."

@@ -133,9 +133,9 @@ class RecurrentOnTpu(RecurrentOnXla):
             kernel = self._unfit(problem, 2 * size) or FORWARD
             counted = self._counted(problem, 2 * size, kernel)
             notes.append(note("recurrent.smaller_chunks", chunk=size, kernel=kernel, size=counted, limit=limit))
-        if problem.mode == "__train__" and (kernel := self._unfit(problem, size)):
-            counted = self._counted(problem, size, kernel)
-            notes.append(note("recurrent.gradient_on_xla", kernel=kernel, size=counted, limit=limit))
+        if problem.mode == "__train__" and (unfit := self._unfit(problem, size)):
+            counted = self._counted(problem, size, unfit)
+            notes.append(note("recurrent.gradient_on_xla", kernel=unfit, size=counted, limit=limit))
         return tuple(notes)
 
     def _size(self, problem: Any, config: OperationConfig) -> int:

@@ -156,7 +156,7 @@ def _forward(how: How, arrays: Arrays, name: str) -> tuple[jax.Array, jax.Array,
     gates = 0 if arrays.gates is None else arrays.gates.shape[3]
     specs = Arrays(key_block, key_block, tokens_of(value_dim), tokens_of(dim), of_chunk(gates, size), of_heads)
     inputs = operands_of(arrays, specs)
-    results = {
+    results: dict[str, Any] = {
         "output": ((batch, heads, tokens, value_dim), arrays.query.dtype, tokens_of(value_dim)),
         "state": ((batch, heads, dim, value_dim), jnp.float32, of_heads),
     }

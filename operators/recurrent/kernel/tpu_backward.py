@@ -136,13 +136,13 @@ def _kernel(
     first = part * step
 
     @pl.when(chunk == 0)
-    def _() -> None:
+    def start() -> None:
         carried[pl.ds(first, step)] = given["d_state"][0]
 
     for ref in added:
 
         @pl.when(part == 0)
-        def _(ref: Any = ref) -> None:
+        def clear(ref: Any = ref) -> None:
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
 
     sums: list[jax.Array] = []
@@ -176,11 +176,11 @@ def _kernel(
     for name, ref in zip(("query", "key"), added, strict=False):
 
         @pl.when(part == parts - 1)
-        def _(name: str = name, ref: Any = ref) -> None:
+        def finish(name: str = name, ref: Any = ref) -> None:
             made[name][0, 0] = ref[...].astype(made[name].dtype)
 
     @pl.when(chunk == pl.num_programs(2) - 1)
-    def _() -> None:
+    def end() -> None:
         made["initial"][0] = carried[pl.ds(first, step)]
 
 
@@ -230,6 +230,7 @@ def _gradients(chunk: _Chunk, d_outputs: jax.Array, d_after: jax.Array, scale: f
     d_read, d_value, d_beta, started = scaled, d_update, None, made.started
     if delta:
         assert chunk.inverse is not None
+        assert chunk.beta is not None
         strength = as_column(chunk.beta)
         update = strength * chunk.unseen
         d_value = wide_dot(chunk.inverse, strength * d_update, dtype, a_axis=0)
@@ -241,6 +242,7 @@ def _gradients(chunk: _Chunk, d_outputs: jax.Array, d_after: jax.Array, scale: f
     if delta:
         of_updates = as_row(jnp.sum(d_update * chunk.unseen, 1, keepdims=True))
         d_beta = of_updates + jnp.sum(d_products[size:] * made.products[size:], 0, keepdims=True)
+        assert chunk.beta is not None
         d_products = d_products * chunk.beta
     begun, d_begun = rows.astype(jnp.float32) * started, dot(d_read, chunk.state, 1, 1, dtype)
     d_ended = dot(update, d_after, 1, 1, dtype)
@@ -253,8 +255,8 @@ def _gradients(chunk: _Chunk, d_outputs: jax.Array, d_after: jax.Array, scale: f
         of_logs = d_log_started, d_log_ended, as_row(d_kept)
         d_rows, d_columns, d_decay = by_channel_gradients(rows, key, chunk.decay, square, d_products, *of_logs)
     else:
-        sums = (jnp.sum(x, 1, keepdims=True) for x in (d_log_started, d_log_ended))
-        of_logs = *sums, jnp.sum(d_kept, 0, keepdims=True)
+        d_log_started, d_log_ended = (jnp.sum(x, 1, keepdims=True) for x in (d_log_started, d_log_ended))
+        of_logs = d_log_started, d_log_ended, jnp.sum(d_kept, 0, keepdims=True)
         d_rows, d_columns, d_decay = by_head_gradients(rows, key, made, square, d_products, *of_logs)
     d_rows = d_rows + d_begun * started
     d_key = d_columns + d_ended * made.ended

@@ -46,7 +46,7 @@ class Kept(NamedTuple):
 
 def operands_of(arrays: NamedTuple, specs: NamedTuple) -> dict[str, tuple[Any, Any]]:
     """Arrays that there are and their specs, by name."""
-    named = zip(arrays._fields, arrays, specs, strict=True)  # type: ignore[misc]
+    named = zip(arrays._fields, arrays, specs, strict=True)
     return {name: (x, spec) for name, x, spec in named if x is not None}
 
 
