@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from .notes_of_models import NOTES_OF_MODELS
+from .notes_of_recurrences import NOTES_OF_RECURRENCES
 from .text import bytes_text
 
 __all__ = ["NOTES", "Note", "NoteKind", "has_note", "is_info", "note"]
@@ -225,36 +226,7 @@ NOTES = _kinds(
     # -- calls that follow from their table of operands
     ("table.idle_axes", "mesh", "{names:list} of the mesh split no work: all their devices do the same"),
     ("table.unread", "metadata", "{fields:list}: {operation} reads none of it"),
-    # -- recurrences
-    ("recurrent.passed", "sequence_parallel",
-     "each device sends what its tokens do to a state over {axes:plus}: {size:bytes} per device, whatever the length; gathering "
-     "the tokens would send {other:bytes}"),
-    ("recurrent.exchange", "exchange",
-     "exchange={name!r}: {size:bytes} per device with the state after all tokens, where {other!r} sends {other_size:bytes}",
-     "info"),
-    ("recurrent.plain_order", "ring_order",
-     "ring_order={value!r} has no effect on a recurrence: tokens are in plain order outside a ring, and states are passed on in "
-     "that order"),
-    ("recurrent.no_exchange", "exchange",
-     "exchange={value!r} has no effect: no states are passed along the sequence of this call"),
-    ("recurrent.gathered", "sequence_parallel",
-     "every device has all tokens: they are gathered over {axes:plus}, {size:bytes} per device; sequence_parallel='state' would "
-     "send {other:bytes}"),
-    ("recurrent.manual", "sequence_parallel",
-     "the tokens of this call count as all tokens: {axes:plus} is Manual here; if they are parts of a sequence, declare "
-     "sequence_parallel='state', which counts this axis in"),
-    ("recurrent.repeated_keys", "partition_axis",
-     "the mesh splits heads further than the heads of queries and keys: these are repeated for each head, then split over "
-     "{axes:plus}"),
-    ("recurrent.gradient_on_xla", "implementation",
-     "the gradient is made on XLA, which computes the forward pass again: {kernel} would take {size:bytes} of VMEM for a chunk "
-     "of one head, and a kernel may take {limit:bytes}"),
-    ("recurrent.step_on_xla", "max_q_len",
-     "rows may have several tokens: their last {columns} are worked on by plain XLA; the kernel that updates states in place is "
-     "for steps of max_q_len=1", "info"),
-    ("recurrent.smaller_chunks", "chunk_size",
-     "chunks of {chunk} tokens: of twice as many {kernel} would take {size:bytes} of VMEM for one head, and a kernel may take "
-     "{limit:bytes}", "info"),
+    *NOTES_OF_RECURRENCES,
     # -- steps over pages
     ("paged.merged", "cache.page_sequence_axis",
      "each device attends to its own pages, and outputs are merged by their lse over {axes:plus}: all-reduces of {size:bytes}, "
