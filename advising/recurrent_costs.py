@@ -30,10 +30,11 @@ def recurrent_costs(plan: TablePlan, machine: Machine, around: tuple[Need, ...] 
     smooth = {
         x.name for x in problem.operands if x.operand.gradient and jnp.issubdtype(jnp.dtype(x.dtype), jnp.floating)
     }
-    given, returned, gradients = (
-        sum(x.local_bytes for x in placement.tensors if wanted(x.tensor))
-        for wanted in (lambda n: n not in results, results.__contains__, smooth.__contains__)
-    )
+
+    def size(names: set[str]) -> int:
+        return sum(x.local_bytes for x in placement.tensors if x.tensor in names)
+
+    given, returned, gradients = size({x.name for x in problem.operands}), size(results), size(smooth)
     forward = recurrence_traffic(operation, problem, placement, False)
     flops = operation.flops(plan)
     passes = [PassCost("forward", _work(machine, plan, flops, given + returned), forward.needs, forward.unknown)]
