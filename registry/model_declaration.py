@@ -148,17 +148,11 @@ class ModelDeclaration:
         """The layers grouped by window (a chunk counts as one) and by sizes that differ, and those with a state by what they
         keep, as for KVCache(layers=...), which takes `stateless_layers` too. Layers with another mask keep all tokens; a layer
         with attention and a state is in two groups."""
-        attending = {
-            number: layer.declaration for number, layer in enumerate(self.layers) if layer.declaration is not None
-        }
-        windows = [window_tokens(declaration) for declaration in attending.values()]
-        calls = [declaration.call for declaration in attending.values()]
-        sizes = [
-            (call.kv_heads, call.head_dim, call.head_dim if call.value_dim is None else call.value_dim)
-            for call in calls
-        ]
-        names = ("kv_heads", "head_dim", "value_dim")
-        geometry = [dict(zip(names, own, strict=True)) for own in sizes] if len(set(sizes)) > 1 else None
+        attending = {number: layer for number, layer in enumerate(self.layers) if layer.declaration is not None}
+        windows = [window_tokens(layer.declaration) for layer in attending.values()]
+        sizes = [_kept_sizes(layer) for layer in attending.values()]
+        differ = any(own != sizes[0] for own in sizes) or ("kind" in sizes[0] and bool(self._state_groups))
+        geometry = sizes if differ else None
         groups = (*layer_groups(windows, geometry, tuple(attending)), *self._state_groups)
         return tuple(sorted(groups, key=lambda group: (group.layers[0], group.of_states)))  # type: ignore[index]
 
@@ -213,6 +207,16 @@ class ModelDeclaration:
     def write(self, folder: str | Path) -> tuple[Path, ...]:
         """Write the declarations of each distinct layer, one file each, named by its kind. Errors: ConfigError."""
         return write_layers(self.distinct, folder)
+
+
+def _kept_sizes(layer: LayerDeclaration) -> dict[str, Any]:
+    """The fields of a group of a cache that say what attention keeps of a token: latents, or keys and values of each head."""
+    assert layer.declaration is not None
+    if layer.latent is not None and (sizes := layer.latent.latent) is not None:
+        return {"kind": "latent", "head_dim": sizes.latent_dim + sizes.rope_dim, "value_dim": sizes.latent_dim}
+    call = layer.declaration.call
+    value_dim = call.head_dim if call.value_dim is None else call.value_dim
+    return {"kv_heads": call.kv_heads, "head_dim": call.head_dim, "value_dim": value_dim}
 
 
 def write_layers(layers: Sequence[LayerDeclaration], folder: str | Path) -> tuple[Path, ...]:

@@ -56,9 +56,15 @@ def _heads(cache: Any) -> str | None:
         given = [
             f"{name}=0: Input should be greater than or equal to 1" if cache.is_set(name) else f"{name} is missing"
             for name in sizes
-            if not sizes[name]
+            if not sizes[name] and any(_needs(name, group, cache.kind) for group in cache.groups)
         ]
     return "; ".join(given) or None
+
+
+def _needs(name: str, group: Any, kind: str) -> bool:
+    """Whether a group's size is the cache's: it has pages, none of its own, and no kind that implies it."""
+    implied = name == "kv_heads" and (group.kind or kind) == "latent"
+    return not group.of_states and getattr(group, name) is None and not implied
 
 
 def _reads(cache: Any) -> str | None:

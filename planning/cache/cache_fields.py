@@ -71,8 +71,8 @@ class CacheFields(CacheLayers):
             "head_dim is both together, value_dim the latent alone."
         ),
     ] = "kv"
-    kv_heads: Annotated[_SizeOfPages, Field(description="KV heads; left out if no layer has pages.")] = 0
-    head_dim: Annotated[_SizeOfPages, Field(description="Size of a key; left out if no layer has pages.")] = 0
+    kv_heads: Annotated[_SizeOfPages, Field(description="KV heads; left out if no group of layers needs them.")] = 0
+    head_dim: Annotated[_SizeOfPages, Field(description="Size of a key; left out if no group of layers needs it.")] = 0
     value_dim: Annotated[_Size | None, Field(description="Head dimension of values; null: head_dim.")] = None
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     quantised: QuantisedPages | None = None

@@ -16,7 +16,7 @@ import pytest
 from hybrid_models import HYBRIDS
 from hybrid_probe import CASES, LENGTH, TRUTH, config_of, layers_of
 
-from attnops import Attention, Declaration, ModelDeclaration, OperationMetadata
+from attnops import Attention, Declaration, KVCache, ModelDeclaration, OperationMetadata
 from attnops.errors import ConfigError, ConfigWarning
 from attnops.models.families import FAMILIES
 
@@ -229,6 +229,28 @@ def test_bytes_of_kimi_linear() -> None:
     state, convolution, token = 32 * 128 * 128 * 4, 3 * 3 * 32 * 128 * 2, (512 + 64) * 2
     assert model.cache_bytes(1048576) == 20 * (state + convolution) + 7 * 1048576 * token
     assert model.full_attention_bytes(1048576) == 27 * 1048576 * token
+
+
+def test_the_cache_of_latents_and_states_is_declared_by_its_groups() -> None:
+    """No size is left for the cache itself to declare."""
+    model = ModelDeclaration.from_config(KIMI)
+    states, latents = model.layer_groups
+    assert (latents.kind, latents.head_dim, latents.value_dim, latents.kv_heads) == ("latent", 512 + 64, 512, None)
+    assert latents.layers == (3, 7, 11, 15, 19, 23, 26)
+    assert states.kind == "state"
+    cache = KVCache(layers=model.layer_groups, page_size=128, bytes_per_device=2**30, max_sequences=4, max_length=4096)
+    assert KVCache.from_json(cache.to_json()) == cache
+    plan = cache.plan()
+    assert plan.refused == ()
+    state, convolution = 32 * 128 * 128 * 4, 3 * 3 * 32 * 128 * 2
+    assert plan.groups[0].sequence_bytes == 20 * (state + convolution)
+    assert plan.groups[1].get("kv_pages").fitted.shape[2:] == (128, 640)
+    whole = {
+        "kv_heads": 1,
+        "layers": [{"layers": [0]}, {"layers": [1], "kind": "latent", "head_dim": 96, "value_dim": 64}],
+    }
+    with pytest.raises(ConfigError, match="head_dim is missing"):
+        KVCache.from_dict({**whole, "bytes_per_device": 2**30, "max_sequences": 4, "max_length": 4096})
 
 
 def test_bytes_of_models_without_attention_and_with_windows() -> None:
