@@ -149,7 +149,7 @@ class ModelDeclaration:
         keep, as for KVCache(layers=...), which takes `stateless_layers` too. Layers with another mask keep all tokens; a layer
         with attention and a state is in two groups."""
         attending = {number: layer for number, layer in enumerate(self.layers) if layer.declaration is not None}
-        windows = [window_tokens(layer.declaration) for layer in attending.values()]
+        windows = [window_tokens(x.declaration) for x in attending.values() if x.declaration is not None]
         sizes = [_kept_sizes(layer) for layer in attending.values()]
         differ = any(own != sizes[0] for own in sizes) or ("kind" in sizes[0] and bool(self._state_groups))
         geometry = sizes if differ else None
