@@ -1,4 +1,4 @@
-"""attnops on a GPU against jax.nn, JAX's Pallas kernel, tokamax and torch, timed on the GPU of this machine.
+"""attnops' kernels in Triton on a GPU against jax.nn, JAX's Pallas kernel, tokamax and torch, timed on the GPU of this machine.
 
     python benchmarks/gpu.py --json FILE [--only TEXT] [--rounds N]
     python benchmarks/gpu.py --json FILE --report
@@ -116,7 +116,7 @@ def rivals(cell: dict[str, Any]) -> dict[str, Run]:
         return run
 
     found = {
-        "attnops": operation("flash_attn2", "forward_cuda"),
+        "attnops": operation("flash_attn2", "forward_cuda", {"kernel": "triton"}),
         "attnops native": operation("vanilla", "forward_native"),
         "cudnn": jax_nn("cudnn"),
         "jax.nn xla": jax_nn("xla"),

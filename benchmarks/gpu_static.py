@@ -1,4 +1,4 @@
-"""attnops' GPU kernels against JAX's and tokamax's in Pallas' Triton flavour, through the same compiler, without a GPU.
+"""attnops' GPU kernels against JAX's and tokamax's in Pallas, through the same compiler, without a GPU.
 
     python benchmarks/gpu_static.py --json FILE [--only TEXT]     (an environment with attnops[cuda-compile,cuda-sass,tokamax])
     python benchmarks/gpu_static.py --json FILE --report
@@ -44,6 +44,9 @@ MASKS = {"full": Full(), "causal": Causal(), "window": Causal() & SlidingWindow(
 DOCUMENTS = (1000, 531, 747, 290, 873, 117, 401, 137)
 IDS = np.repeat(np.arange(len(DOCUMENTS), dtype=np.int32), DOCUMENTS)[None].repeat(BATCH, 0)
 WHO = ("attnops", "jax", "tokamax")
+# Forward kernels for Hopper in Mosaic GPU, from jax 0.12 on: attnops' and JAX's. One warpgroup of a block only loads.
+MOSAIC = ("attnops mosaic", "jax mosaic") if jax.__version_info__ >= (0, 12) else ()
+LOADING_WARPS = 4
 PASSES = ("forward", "backward")
 
 
@@ -56,8 +59,9 @@ def cases() -> list[dict[str, Any]]:
         for dim in (64, 128, 256)
         for part in PASSES
         for mask in MASKS
-        for who in WHO
+        for who in (*WHO, *(MOSAIC if (target, part) == ("h100", "forward") else ()))
         if not (who == "tokamax" and (part == "backward" or mask == "packed"))  # tokamax uses XLA for the gradients
+        if not (who == "jax mosaic" and mask in ("window", "packed"))
     ]
 
 
@@ -67,7 +71,10 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     here = NamedSharding(mesh, PartitionSpec())
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, case["dim"]), jnp.bfloat16, sharding=here)
     ids = [jax.ShapeDtypeStruct(IDS.shape, IDS.dtype, sharding=here)] if case["mask"] == "packed" else []
-    run, loops_of = {"attnops": _attnops, "jax": _jax, "tokamax": _tokamax}[case["who"]](case, mesh)
+    makers = {
+        "attnops": _attnops, "attnops mosaic": _attnops, "jax": _jax, "tokamax": _tokamax, "jax mosaic": _jax_mosaic,
+    }  # fmt: skip
+    run, loops_of = makers[case["who"]](case, mesh)
 
     def loss(*arguments: Any) -> Any:
         return run(*arguments).astype(jnp.float32).sum()
@@ -87,7 +94,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
             continue
         assert kernel.loops is not None, "nvdisasm isn't installed: pip install 'attnops[cuda-sass]'"
         assert len(kernel.loops) == len(counts), f"{kernel.name} has {len(kernel.loops)} loops; wanted {len(counts)}"
-        warps = (kernel.threads or 0) // 32
+        warps = (kernel.threads or 0) // 32 - (LOADING_WARPS if case["who"] in MOSAIC else 0)
         for one, tiles in zip(kernel.loops, counts, strict=True):
             instructions += one.loop.instructions * warps * tiles / live
             stalls += one.loop.stall_cycles * warps * tiles / live
@@ -110,20 +117,22 @@ def _packed_tiles(block: tuple[int, int], slow: str) -> list[float]:
 
 
 def _attnops(case: dict[str, Any], mesh: Any) -> Any:
-    metadata = OperationMetadata(mesh=mesh, fallback="error", tuning="off")
+    configs = {"flash_attn2": {"kernel": "mosaic" if case["who"] in MOSAIC else "triton"}}
+    metadata = OperationMetadata(mesh=mesh, fallback="error", tuning="off", operation_configs=configs)
     attend = OperationRegistry.create("flash_attn2", metadata)
     mask = MASKS[case["mask"]]
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, case["dim"]), jnp.bfloat16)
     config: Any = attend.plan(x, x, x, mask=mask).config
     sizes = {
         "attnops_flash_forward": (config.block_q, config.block_kv, "q"),
+        "attnops_hopper_forward": (config.block_q, config.block_kv, "q"),
         "attnops_flash_dkv": (config.block_q_dkv, config.block_kv_dkv, "kv"),
         "attnops_flash_dq": (config.block_q_dq, config.block_kv_dq, "q"),
     }
 
     def loops_of(kernel: GpuKernelUse) -> tuple[list[float], int]:
         """Tiles of the loop without a mask, then of the loop with it; logits of a tile."""
-        if (kernel.name == "attnops_flash_forward") == (case["pass"] == "backward"):
+        if kernel.name.endswith("_forward") == (case["pass"] == "backward"):
             return [], 0
         block_q, block_kv, slow = sizes[kernel.name]
         if case["mask"] == "packed":
@@ -160,6 +169,26 @@ def _jax(case: dict[str, Any], mesh: Any) -> Any:
 
     scale = case["dim"] ** -0.5
     return (lambda q, k, v, ids=None: attention.mha(q, k, v, ids, scale, causal, block_sizes=sizes)), loops_of
+
+
+def _jax_mosaic(case: dict[str, Any], mesh: Any) -> Any:
+    """Its two warpgroups share tiles of 128 rows and 128 keys. It masks each tile of a causal mask."""
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    del mesh
+    causal, keys = case["mask"] != "full", 64 if case["dim"] == 256 else 128
+    config = attention_mgpu.TuningConfig(block_q=64, block_kv=keys, max_concurrent_steps=2, causal=causal)
+    rows = 128
+    ends = -(-rows * (np.arange(LENGTH // rows) + 1) // keys)
+    tiles = int(ends.sum()) if causal else (LENGTH // rows) * (LENGTH // keys)
+
+    def loops_of(kernel: GpuKernelUse) -> tuple[list[float], int]:
+        # Loops for tiles without a mask, if there are some: JAX divides a causal row into those and the last ones.
+        loops = len(kernel.loops or ())
+        full = int((rows * np.arange(LENGTH // rows) // keys).sum())
+        return ([full, tiles - full] if loops == 2 and causal else [tiles]), rows * keys
+
+    return (lambda q, k, v: attention_mgpu.attention(q, k, v, config)), loops_of
 
 
 def _tokamax(case: dict[str, Any], mesh: Any) -> Any:

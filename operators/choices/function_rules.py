@@ -27,7 +27,7 @@ MOSAIC = _OPERATIONS | {"cond", "erf", "reduce_or", "round"}
 # Those of Mosaic GPU on a tile of a warpgroup.
 MOSAIC_GPU = frozenset((
     "abs", "add", "and", "broadcast_in_dim", "clamp", "convert_element_type", "div", "eq", "exp", "exp2", "ge", "gt",
-    "integer_pow", "jit", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pjit", "rem", "rsqrt", "select_n",
+    "integer_pow", "jit", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "or", "pjit", "rem", "rsqrt", "select_n",
     "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sqrt", "square", "stop_gradient", "sub", "tanh",
     "xor",
 ))  # fmt: skip

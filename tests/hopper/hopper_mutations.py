@@ -153,12 +153,9 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "reads of products not committed": lambda: _no_commit(tensor_cores),
     "keys waited for as values": lambda: _wait_for("key_full", "value_full"),
     "values waited for as keys": lambda: _wait_for("value_full", "key_full"),
-    "free values waited for as keys": lambda: _wait_for("value_free", "key_free"),
     "free keys waited for as values": lambda: _wait_for("key_free", "value_free"),
     "keys in the next place": lambda: _copy(_next_slot, "key_full"),
     "values in the next place": lambda: _copy(_next_slot, "value_full"),
-    "the next place of keys released": lambda: _slots(_next, "barrier_arrive", "key_free"),
-    "the next place of values released": lambda: _slots(_next, "barrier_arrive", "value_free"),
     "the next place of keys waited for": lambda: _slots(_next, "barrier_wait", "key_full"),
     "the next place of values waited for": lambda: _slots(_next, "barrier_wait", "value_full"),
 }  # fmt: skip

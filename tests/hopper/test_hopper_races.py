@@ -16,19 +16,15 @@ if jax.__version_info__ < JAX_NEEDED:
 
 from hopper_mutations import MUTATIONS
 
-NOTICED = ("RACE DETECTED",)
-SECONDS = 300  # a wait that never ends is noticed too
+NOTICED = ("RACE DETECTED", "Barrier completed phase")  # a race, or a phase that nobody has waited for
+SECONDS = 600
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mistake_is_noticed(name: str) -> None:
     program = Path(__file__).with_name("hopper_mutations.py")
-    try:
-        run = subprocess.run([sys.executable, program, name], capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        assert name != "none"
-        return
-    said = run.stdout.split()[-1:] if run.returncode == 0 else []
+    run = subprocess.run([sys.executable, program, name], capture_output=True, text=True, timeout=SECONDS)
+    unnoticed = run.returncode == 0 and run.stdout.split()[-1:] == ["unnoticed"]
     noticed = "numbers" in run.stdout or any(words in run.stderr for words in NOTICED)
-    assert (said == ["unnoticed"], noticed) == ((True, False) if name == "none" else (False, True)), run.stderr[-2000:]
+    assert (unnoticed, noticed) == ((True, False) if name == "none" else (False, True)), run.stderr[-2000:]

@@ -123,7 +123,9 @@ class PartialHopper(PartialFlash):
         if value_dim != dim:
             scratch["output_tile"] = places(tiles.consumers, ROWS, value_dim)
         names = (*inputs, *shapes, *scratch)
-        interpreted = {"interpret": plgpu.InterpretGPUParams(detect_races=True)} if self.interpret else {}
+        interpreted: dict[str, Any] = {}
+        if self.interpret:
+            interpreted["interpret"] = plgpu.InterpretGPUParams(detect_races=True)  # type: ignore[attr-defined] # not in jax 0.10
         run = plgpu.kernel(
             lambda *refs: kernel(dict(zip(names, refs, strict=True))),
             out_type=tuple(shapes.values()),

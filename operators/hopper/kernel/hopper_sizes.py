@@ -13,7 +13,7 @@ KEYS = (
     256,
 )  # of a tile: a product with values goes through 64 keys at once, one for logits has at most 256 columns
 DIM_STEP = 64  # 128 bytes of 16-bit numbers, the widest rows that shared memory swizzles
-_ALIGNMENT = 1024  # of an array that is swizzled
+_ALIGNMENT = 2560  # what Mosaic adds so that arrays begin where they may
 _BARRIER, _FLOAT = 8, 4
 
 

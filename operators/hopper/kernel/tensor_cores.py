@@ -27,7 +27,9 @@ class TensorCores:
             plgpu.wgmma(sums, query, keys.transpose((1, 0)))
             return sums[...]
 
-        result: jax.Array = pl.run_scoped(multiply, plgpu.ACC((query.shape[0], keys.shape[0]), jnp.float32))
+        result: jax.Array = pl.run_scoped(
+            multiply, plgpu.WGMMAAccumulatorRef((query.shape[0], keys.shape[0]), jnp.float32)
+        )
         return result
 
     def add_values(self, sums: jax.Array, weights: jax.Array, values: Any) -> jax.Array:
@@ -37,7 +39,7 @@ class TensorCores:
         def multiply(added: Any) -> None:
             plgpu.wgmma(added, weights, values)
 
-        result: jax.Array = pl.run_state(multiply)(plgpu.ACC.init(sums))
+        result: jax.Array = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sums))
         return result
 
 

@@ -6,6 +6,7 @@ computes each of them once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ....masks import Mask, Not
 from ...kernels.tile_mask import TileLogits, TileMask
 
 __all__ = ["BY_KEY", "BY_ROW", "TILE", "HopperTile"]
@@ -21,6 +23,31 @@ __all__ = ["BY_KEY", "BY_ROW", "TILE", "HopperTile"]
 TILE = plgpu.Layout.WGMMA  # how a tile's numbers lie in the registers of a warpgroup
 BY_ROW = TILE.reduce(1)  # one number a row
 BY_KEY = TILE.reduce(0)  # one number a key
+
+
+class _Negated(Mask):
+    """Visible where the mask is not. Mosaic GPU has no negation of booleans."""
+
+    kind = "negated"
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+
+    def children(self) -> tuple[Mask, ...]:
+        return (self.mask,)
+
+    def with_children(self, children: Sequence[Mask]) -> Mask:
+        return _Negated(children[0])
+
+    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
+        return self.mask.test(rows, positions, cols) ^ True
+
+
+def _with_negations(mask: Mask) -> Mask:
+    if not mask.children():
+        return mask
+    children = [_with_negations(child) for child in mask.children()]
+    return _Negated(children[0]) if isinstance(mask, Not) else mask.with_children(children)
 
 
 class HopperTile(TileMask):
@@ -44,7 +71,7 @@ class HopperTile(TileMask):
     def visible(self) -> list[jax.Array]:
         """The tests that a visible key passes, each [rows, keys]."""
         keys = self._local_keys()
-        seen = self._tests(self.static_args.mask, self._local_rows(), self._global_keys(keys))
+        seen = self._tests(_with_negations(self.static_args.mask), self._local_rows(), self._global_keys(keys))
         if self.padded:
             seen.append(keys < self.static_args.kv_len)
         return seen
@@ -80,5 +107,6 @@ class HopperTile(TileMask):
     def _spread(self, ref: Any, place: tuple[Any, ...], first: Any, axis: int) -> jax.Array:
         """Numbers of an array's last axis, along an axis of the tile."""
         cut = ref.at[(*place, pl.ds(first, self.shape[axis]))]
-        numbers = plgpu.load(cut, layout=BY_KEY if axis else BY_ROW, optimized=False)
+        along = BY_KEY if axis else BY_ROW
+        numbers: jax.Array = plgpu.load(cut, layout=along, optimized=False)  # type: ignore[call-arg] # of jax 0.10
         return lax.broadcast_in_dim(numbers, self.shape, (axis,))
