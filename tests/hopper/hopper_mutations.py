@@ -133,7 +133,7 @@ def _next(slot: Any) -> Any:
 
 
 def _next_slot(source: Any, target: Any, barrier: Any) -> tuple[Any, Any, Any]:
-    (place,) = target.transforms
+    (place,) = barrier.transforms
     name = "key_tiles" if PLANTED.name(barrier) == "key_full" else "value_tiles"
     return source, PLANTED.refs[name].at[_next(place.indices[0])], barrier
 
