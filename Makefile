@@ -1,5 +1,6 @@
 # make run        the main example, from a fresh checkout
 # make decoder    train a decoder, then let it write
+# make hybrid     train decoders with recurrent layers, then serve them
 # make serve      serve a real model over a paged cache; make serve ARGS=--chat talks to it
 # make test       the tests that CI runs            make test-all   every test, slow ones too
 # make test-gpu   the conformance tests on this machine's NVIDIA GPU
@@ -20,7 +21,7 @@ PACKAGES   := .venv-packages
 
 .DEFAULT_GOAL := run
 .NOTPARALLEL:
-.PHONY: run decoder serve test test-all test-easydel test-gpu lint types docs packages clean
+.PHONY: run decoder hybrid serve test test-all test-easydel test-gpu lint types docs packages clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -49,6 +50,9 @@ run: $(RUN_STAMP)
 
 decoder: $(EXAMPLES)
 	$(BIN)/python examples/decoder/main.py --picture decoder.png
+
+hybrid: $(EXAMPLES)
+	$(BIN)/python examples/hybrid/main.py
 
 serve: $(SERVE)
 	$(BIN)/python examples/serve/main.py --picture serve.png $(ARGS)

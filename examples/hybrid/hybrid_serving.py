@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from hybrid_model import FOLDER, Model
@@ -33,16 +33,17 @@ class Steps:
     over_slots: dict[str, Attention]
 
     @classmethod
-    def load(cls, name: str, mesh: jax.sharding.Mesh | None = None) -> Steps:
-        """The steps of a folder's model, on a mesh or on one device."""
+    def load(cls, name: str, mesh: jax.sharding.Mesh | None = None, **cache: Any) -> Steps:
+        """The steps of a folder's model, on a mesh or on one device. cache: fields that replace those of its cache."""
         model, folder = Model.load(name, mesh=mesh, sequence_parallel="auto"), FOLDER / name / "serve"
         whole = {
             one.declaration.operation for layer in model.layers for one in (layer.recurrence, layer.convolution) if one
         }
-        cache = Declaration.load(folder / "attention.json").cache
-        assert cache is not None
+        declared = Declaration.load(folder / "attention.json").to_dict()
+        attention = Attention(declared | {"cache": declared["cache"] | cache}, mesh=mesh)
+        assert attention.declaration.cache is not None
         made = {operation: Attention(folder / f"{operation}.json", mesh=mesh) for operation in whole}
-        return cls(model, cache, Attention(folder / "attention.json", mesh=mesh), made)
+        return cls(model, attention.declaration.cache, attention, made)
 
     def __call__(
         self, weights: Weights, state: CacheState, batch: Batch, *, max_q_len: int | None = None

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from hybrid_decoder_probe import NEW, PROMPTS, RECORD
 
-from attnops import KVCache, PagePool, RaggedBatch, StateBatch
+from attnops import PagePool, RaggedBatch, StateBatch
 from attnops.operators.paged_cache import init
 
 __all__ = ["LENGTH", "Rows", "recorded", "served_logits"]
@@ -36,16 +36,22 @@ def recorded(name: str) -> Rows:
     return Rows(tokens, logits, valid, weights)
 
 
-def served_logits(steps: Any, weights: Any, rows: Rows, cache: KVCache, mesh: Any = None) -> np.ndarray:
+def served_logits(steps: Any, weights: Any, rows: Rows, mesh: Any = None) -> np.ndarray:
     """Logits of all positions, from steps with the tokens of every sequence that has come: chunks of prompts and single tokens
     together. Row n is on shard n % shards, and its states are in slot n // shards there."""
     from hybrid_serving import Batch
 
-    plan = cache.plan(mesh).require()
+    cache, plan = steps.cache, steps.cache.plan(mesh).require()
     pages, slots = plan.groups
     shards, size = plan.shards, plan.local_sequences * CHUNK
     pools = [
-        PagePool(pages.local_pages, cache.page_size, max_pages_per_sequence=pages.table_width) for _ in range(shards)
+        PagePool(
+            pages.local_pages,
+            cache.page_size,
+            max_pages_per_sequence=pages.table_width,
+            sequence_shards=pages.sequence_shards,
+        )
+        for _ in range(shards)
     ]
     state, found = init(cache, mesh), np.zeros(rows.logits.shape, np.float32)
     run = jax.jit(steps, donate_argnums=1, static_argnames="max_q_len")

@@ -17,11 +17,11 @@ from hybrid_rows import Rows, recorded, served_logits
 
 pytest.importorskip("optax")
 
-from attnops import Attention, KVCache
+from attnops import Attention
 from attnops.registry.model_declaration import ModelDeclaration
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "hybrid"
-WITHIN = {"qwen3_next": 5e-5, "nemotron_h": 2e-5}  # of the largest logit
+WITHIN = 3e-5  # of the largest logit
 ALONE: dict[str, Any] = {"mesh": None, "sequence_parallel": "auto"}
 
 
@@ -30,10 +30,10 @@ def hybrid(example: Callable[[str], ModuleType]) -> ModuleType:
     return example("hybrid")
 
 
-def close(name: str, found: Any, rows: Rows) -> None:
+def close(found: Any, rows: Rows) -> None:
     """The logits are transformers', and so are the tokens that they choose."""
     wanted = rows.logits[rows.valid]
-    np.testing.assert_allclose(np.asarray(found)[rows.valid], wanted, rtol=0, atol=WITHIN[name] * np.abs(wanted).max())
+    np.testing.assert_allclose(np.asarray(found)[rows.valid], wanted, rtol=0, atol=WITHIN * np.abs(wanted).max())
     for row, prompt in enumerate(PROMPTS):
         chosen = np.asarray(found)[row, prompt - 1 : prompt + NEW - 1].argmax(-1)
         assert chosen.tolist() == rows.tokens[row, prompt : prompt + NEW].tolist()
@@ -64,7 +64,7 @@ def in_parts(hybrid: ModuleType, name: str, chunk: int, **metadata: Any) -> None
 
     model, rows = hybrid.Model.load(name, **metadata), recorded(name)
     placed = hybrid.placed(rows.weights, model.mesh)
-    close(name, logits_in_parts(model, placed, rows.tokens, np.array(PROMPTS), chunk), rows)
+    close(logits_in_parts(model, placed, rows.tokens, np.array(PROMPTS), chunk), rows)
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", pytest.param("qwen3_next", marks=pytest.mark.slow)])
@@ -92,7 +92,7 @@ def test_whole_sequences(hybrid: ModuleType, name: str, devices: int) -> None:
     model, rows = hybrid.Model.load(name, **(ALONE if devices == 1 else {})), recorded(name)
     placed = hybrid.placed(rows.weights, model.mesh)
     run = jax.jit(lambda weights, tokens: model(weights, tokens, hybrid.Whole(model, tokens)))
-    close(name, run(placed, rows.tokens), rows)
+    close(run(placed, rows.tokens), rows)
     for layer in model.layers:
         for attend in filter(None, (layer.attention, layer.recurrence, layer.convolution)):
             (plan,) = attend.plans
@@ -106,7 +106,7 @@ def test_whole_sequences(hybrid: ModuleType, name: str, devices: int) -> None:
 def test_served_from_pages_and_slots(hybrid: ModuleType, name: str) -> None:
     """Four sequences that come one after the other: chunks of prompts beside single tokens, 64 of each."""
     rows, steps = recorded(name), hybrid.Steps.load(name)
-    close(name, served_logits(steps, hybrid.placed(rows.weights, None), rows, steps.cache), rows)
+    close(served_logits(steps, hybrid.placed(rows.weights, None), rows), rows)
 
 
 @pytest.mark.slow
@@ -137,14 +137,15 @@ def test_served_by_the_loop(hybrid: ModuleType, name: str) -> None:
     assert alone.totals.preempted > 0
 
 
+# The states are whole on each device of sp, whose recurrences repeat their work, of which a step warns.
+@pytest.mark.filterwarnings("ignore::attnops.ShardingWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids="-".join)
-def test_served_on_several_devices(hybrid: ModuleType, name: str, axes: dict[str, int]) -> None:
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[: int(np.prod([*axes.values()]))])
-    rows, steps = recorded(name), hybrid.Steps.load(name, mesh)
-    cache = KVCache.from_dict(steps.cache.to_dict() | ({"pages_axis": "dp"} if "dp" in axes else {}))
-    close(name, served_logits(steps, hybrid.placed(rows.weights, mesh), rows, cache, mesh), rows)
+def test_served_on_eight_devices(hybrid: ModuleType, name: str) -> None:
+    """Sequences are split over dp, the pages of each over sp, heads over tp."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()).reshape(2, 2, 2), ("dp", "sp", "tp"))
+    rows, steps = recorded(name), hybrid.Steps.load(name, mesh, pages_axis="dp", page_sequence_axis="sp")
+    close(served_logits(steps, hybrid.placed(rows.weights, mesh), rows, mesh), rows)
 
 
 @pytest.mark.slow
