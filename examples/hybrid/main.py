@@ -3,8 +3,8 @@
     python examples/hybrid/main.py [--model qwen3_next] [--steps 24]
 
 Each layer is declared in JSON: its attention, its recurrence, its convolution. Prints what each runs and how it splits sequences,
-the loss beside the entropy of single characters, and what the model writes when several prompts are served together. Exits with
-status 1 if the loss isn't below that of counting characters, or a token served isn't the one that the whole forward pass chooses.
+the loss beside the entropy of single characters, and how prompts are served together. Exits with status 1 if the loss isn't well
+below that of counting characters, or a token served isn't the one that the whole forward pass chooses.
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ def run(name: str, steps: int) -> bool:
     print(
         f"{same} of {len(asked)} got the tokens that the whole forward pass chooses; leads of their logits differ by {apart:.0e}"
     )
-    print(repr(alphabet.decode(np.array(asked[-1].out))) + "\n")
     return final < 0.8 * entropy and same == len(asked) and apart < 1e-3
 
 
