@@ -151,7 +151,7 @@ class ModelDeclaration:
         attending = {number: layer for number, layer in enumerate(self.layers) if layer.declaration is not None}
         windows = [window_tokens(x.declaration) for x in attending.values() if x.declaration is not None]
         sizes = [_kept_sizes(layer) for layer in attending.values()]
-        differ = any(own != sizes[0] for own in sizes) or ("kind" in sizes[0] and bool(self._state_groups))
+        differ = any(own != sizes[0] for own in sizes) or (bool(self._state_groups) and any("kind" in x for x in sizes))
         geometry = sizes if differ else None
         groups = (*layer_groups(windows, geometry, tuple(attending)), *self._state_groups)
         return tuple(sorted(groups, key=lambda group: (group.layers[0], group.of_states)))  # type: ignore[index]

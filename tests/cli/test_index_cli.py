@@ -75,7 +75,7 @@ def test_a_run_is_held_against_the_reference(name: str, tmp_path: Path, capsys: 
 
 def test_what_is_selected_and_how_it_lies_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = _json(capsys, "plan", _file(tmp_path, _index()), "--mesh", "fsdp=2,sp=2", "--target", "tpu")
-    assert plan["tensors"]["index_query"]["local_shape"] == [1, 4, 3, 4]
+    assert plan["tensors"]["index_query"]["device_shape"] == [1, 4, 3, 4]
     assert plan["sizes"]["top_k"] == 4
     plan = _json(capsys, "plan", _file(tmp_path, _step(cache={"pages_axis": "dp"})), "--mesh", "dp=2")
     assert plan["top_k"] == 4

@@ -312,7 +312,8 @@ def test_what_was_decided_is_told() -> None:
     assert "num_attention_heads=8" in notes["model.defaults"]["fields"]
     assert "model.leaves_out" in notes
     assert _notes(MODELS / "llama-3.1-8b.json") == {}
-    assert _notes(MODELS / "deepseek-v3.json") == {}
+    of_v3 = {"model.defaults": {"fields": ["rope_interleave=True"], "model": "deepseek_v3"}}
+    assert _notes(MODELS / "deepseek-v3.json") == of_v3
     types = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window_pattern": 6, "sliding_window": 8}
     assert _notes(LLAMA | {"model_type": "cohere2"} | types)["model.layer_types"] == {
         "patterns": ["sliding_window_pattern"]
