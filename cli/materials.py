@@ -11,13 +11,15 @@ import numpy as np
 from ..errors import InputError
 from ..masks import Mask
 from ..planning import AttentionProblem
+from ..verify.selection_error import chosen_keys
 
 __all__ = ["Materials", "canonical", "materials"]
 
 
 class Materials(NamedTuple):
     """A call's host arrays in canonical form and the run-time dtype. A quantised key or value is multiplied by its scale in
-    float64. `query_offset` is an int or an array [batch]."""
+    float64. `query_offset` is an int or an array [batch]; `selected` are the positions [batch, q, n] that queries attend to, None
+    for all."""
 
     query: np.ndarray
     key: np.ndarray
@@ -26,18 +28,20 @@ class Materials(NamedTuple):
     sinks: np.ndarray | None
     mask: Mask
     query_offset: int | np.ndarray
+    selected: np.ndarray | None = None
 
     def visible(self, rows: slice) -> np.ndarray:
         """The mask for some query rows and all keys, bool [batch | 1, heads | 1, rows, kv]."""
-        visible = self.mask.materialise(rows, slice(0, self.key.shape[1]), query_offset=self.query_offset)
-        return np.asarray(visible)
+        kv_len = self.key.shape[1]
+        visible = np.asarray(self.mask.materialise(rows, slice(0, kv_len), query_offset=self.query_offset))
+        return visible if self.selected is None else visible & chosen_keys(self.selected[:, rows], kv_len)[:, None]
 
 
 def materials(problem: AttentionProblem, arrays: Mapping[str, Any]) -> Materials:
     """Collect the materials. The mask is the problem's, with the arrays in its slots."""
-    if further := problem.own_operands:
+    if further := set(problem.own_operands) - {"selected"}:
         raise InputError(
-            f"the float64 reference is one of attention and doesn't know {', '.join(further)}; run without --check."
+            f"the float64 reference is one of attention and doesn't know {', '.join(sorted(further))}; run without --check."
         )
     dtype = jnp.dtype(problem.runtime_dtype)
 
@@ -56,7 +60,11 @@ def materials(problem: AttentionProblem, arrays: Mapping[str, Any]) -> Materials
         query_offset = arrays.get("query_offset")
         offset = np.asarray(arrays["kv_lengths"]) - problem.q_len if query_offset is None else np.asarray(query_offset)
     bias = None if "bias" not in arrays else np.asarray(arrays["bias"])
-    return Materials(q, k, v, bias, _sinks(problem, arrays), mask, offset)
+    selected = None
+    if "selected" in problem.own_operands:
+        selected = np.asarray(arrays["selected"])
+        selected = selected[None] if problem.layout == "thd" else selected
+    return Materials(q, k, v, bias, _sinks(problem, arrays), mask, offset, selected)
 
 
 def canonical(x: np.ndarray, layout: str) -> np.ndarray:

@@ -21,8 +21,9 @@ from ..planning.score_operands import capture_sizes, captured_names, held_captur
 from ..planning.unset_fields import UnsetFieldsModel
 from ..scores import Score
 from ..sharding import ATTENTION, MODES, Operand, OperandTable, canonical_mode
+from .drawn_integers import distinct_places, segments
 
-__all__ = ["DECLARED_BY", "CallDeclaration", "Size", "segments"]
+__all__ = ["DECLARED_BY", "CallDeclaration", "Size"]
 
 Size = Annotated[int, Field(strict=True, ge=1, le=LIMIT)]
 _Distance = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
@@ -282,19 +283,10 @@ class CallDeclaration(UnsetFieldsModel):
                 continue
             elif name == "mask":
                 arrays[name] = random.random(struct.shape) < 0.7
+            elif name in table and table[name].indexes == "kv_len":
+                arrays[name] = distinct_places(random, struct.shape, n["kv_len"])
             elif struct.dtype == jnp.int32:
                 arrays[name] = np.zeros(struct.shape, np.int32)
             else:
                 arrays[name] = random.standard_normal(struct.shape, np.float32).astype(struct.dtype)
         return arrays
-
-
-def segments(random: np.random.Generator, shape: tuple[int, ...], count: int) -> np.ndarray:
-    """Sorted ids 1..count; every row has each id at least once."""
-    length = shape[-1]
-
-    def row() -> np.ndarray:
-        cuts = np.sort(random.choice(np.arange(1, length), count - 1, replace=False))
-        return np.searchsorted(cuts, np.arange(length), side="right").astype(np.int32) + 1
-
-    return row() if len(shape) == 1 else np.stack([row() for _ in range(shape[0])])

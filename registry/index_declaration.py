@@ -12,7 +12,8 @@ import numpy as np
 from ..errors import ConfigError
 from ..planning.quantised import quantise
 from ..planning.selection.index_operands import INDEX
-from .call_declaration import CallDeclaration, segments
+from .call_declaration import CallDeclaration
+from .drawn_integers import segments
 
 __all__ = ["index_arguments", "index_arrays", "index_shapes"]
 

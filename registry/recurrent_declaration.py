@@ -11,7 +11,8 @@ import numpy as np
 
 from ..errors import ConfigError, nearest
 from ..sharding import Operand, OperandTable
-from .call_declaration import CallDeclaration, segments
+from .call_declaration import CallDeclaration
+from .drawn_integers import segments
 from .slots_declaration import STEP_FIELDS, batch_shapes, drawn_batch, is_step, step_sizes
 
 __all__ = ["recurrent_arguments", "recurrent_arrays", "recurrent_shapes"]

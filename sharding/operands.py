@@ -31,6 +31,8 @@ class Operand:
     gradient: whether a call has a gradient for it. part: what it is a part of: 'operands', 'mask' or 'dropout'. feature: the
     feature that a call with it requests. moves: 'rows' or 'keys' if it is sent with them where the sequence is split.
 
+    indexes: the dim whose places its integers are, distinct along its last dimension; '' for none.
+
     inside: its dims on a device, where they aren't those of the call in the kernel's layout; inside_dtype: its dtype there,
     'given', 'runtime', 'softmax' or a dtype's name. hint: what to pass instead of another dtype.
     """
@@ -47,6 +49,7 @@ class Operand:
     part: Literal["operands", "mask", "dropout"] = "operands"
     feature: str = ""
     moves: Literal["", "rows", "keys"] = ""
+    indexes: str = ""
     inside: tuple[str, ...] | None = None
     inside_dtype: str = "given"
     hint: str = ""
@@ -167,7 +170,7 @@ class OperandTable:
                 got = f"dtype={row.dtype!r}" if not used else ", ".join(f"{x}={getattr(row, x)!r}" for x in used)
                 raise ValueError(
                     f"operand {row.name!r} has {got}; an operation's own operands are optional floats or integers with dims, "
-                    "order, broadcasts, split_as, gradient, inside_dtype and hint."
+                    "order, broadcasts, split_as, gradient, indexes, inside_dtype and hint."
                 )
         return OperandTable(*self, *rows)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..masks.causal_window import CausalWindow
 
-__all__ = ["index_reference", "selection_error", "window_shows"]
+__all__ = ["chosen_keys", "index_reference", "selection_error", "window_shows"]
 
 
 _TINY = float(np.finfo(np.float32).tiny)
@@ -28,6 +28,14 @@ def window_shows(positions: np.ndarray, keys: np.ndarray, window: CausalWindow) 
     if window.right is not None:
         seen &= col <= row + window.right
     return seen
+
+
+def chosen_keys(positions: np.ndarray, kv_len: int) -> np.ndarray:
+    """Bool [batch, q, keys] of positions [batch, q, n]; a number that isn't a key's chooses nothing."""
+    chosen = np.zeros((*positions.shape[:-1], kv_len + 1), bool)
+    places = np.where((positions >= 0) & (positions < kv_len), positions, kv_len)
+    np.put_along_axis(chosen, places.astype(np.int64), True, axis=-1)
+    return chosen[..., :kv_len]
 
 
 def index_reference(

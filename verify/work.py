@@ -37,7 +37,9 @@ def exact_products(plan: Plan) -> bool:
 
 def _weights(plan: Plan, kernel: PassSizes) -> int:
     """Weights per head, in tiles that may be live."""
-    problem = plan.problem
+    problem, selected = plan.problem, plan.problem.operand("selected")
+    if selected is not None:  # as many as can be
+        return problem.q_len * min(problem.kv_len, selected.shape[-1])
     q_len, kv_len, offset = problem.q_len, problem.kv_len, problem.query_offset or 0
     is_static = problem.mask.is_static and not problem.dynamic_query_offset
     if kernel.compute_q is not None and kernel.compute_kv is not None and is_static:

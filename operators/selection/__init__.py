@@ -16,6 +16,7 @@ from .kernel.distillation import indexer_loss
 from .kernel.selected import selected_attention
 from .kernel.top_k import Selection, top_k_keys
 from .paged_indexer import IndexStepOutput, PagedIndexer
+from .selected_operation import SelectedAttention, SelectedConfig
 
 __all__ = [
     "DsaIndexer",
@@ -24,6 +25,8 @@ __all__ = [
     "IndexStepOutput",
     "Indexer",
     "PagedIndexer",
+    "SelectedAttention",
+    "SelectedConfig",
     "Selection",
     "indexer_loss",
     "merge_branches",

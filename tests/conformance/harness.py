@@ -83,6 +83,9 @@ HOPPER = Implementation(
 DECLARED_ONLY = {
     "flash_attn2.forward_hopper": HOPPER,
     "sdpa.forward_cuda": Implementation("sdpa", "forward_cuda", backend="cuda"),
+    "selected.forward_native": Implementation(
+        "selected", "forward_native"
+    ),  # test_selected_operation.py passes its positions
     "splash.forward_rocm": Implementation("splash", "forward_rocm", backend="rocm"),
 }
 

@@ -24,7 +24,7 @@ ELSEWHERE = {"splash": "test_splash_config.py", "flash_attn2": "test_flash.py"} 
 ELSEWHERE |= dict.fromkeys(("indexer", "dsa_indexer", "glm_moe_dsa_indexer"), "test_indexer.py")
 RECURRENT = tuple(name for name in OperationRegistry.names() if OperationRegistry.get(name).family == "recurrence")
 ELSEWHERE |= dict.fromkeys(RECURRENT, "test_recurrent_config.py")
-ELSEWHERE |= {"paged_indexer": "test_paged_indexer.py"}
+ELSEWHERE |= {"paged_indexer": "test_paged_indexer.py", "selected": "test_selected_operation.py"}
 AS_SPLASH = ("ring", "ulysses")  # its methods and fields under other names
 COMMON = {"operation", "schema_version"}
 # (what else is declared, a value whose program differs from that of the field left out)

@@ -20,7 +20,7 @@ from ....errors import InputError, is_whole, shown
 from ...kernels.derivatives import once, reverse_only
 from ...kernels.lse import divisor_and_lse, subtracted
 from ...kernels.precision import exact
-from ...kernels.varying import vary, varying
+from ...kernels.varying import alike, vary, varying
 from .checks import check_attention, check_positions
 from .key_tiles import GatheredKeys, KeyTile, KeyTiles, SelectedTiles, fold_blocks, heads_first, heads_last
 from .row_blocks import block_of, long_enough, put_block
@@ -82,8 +82,8 @@ def selected_attention(
         block_kv=block_kv,
     )
     static = _Static(softmax_scale, soft_cap, value_size, sizes)
-    arrays = reverse_only(_Operands(query, key, value, sinks), _NAME)
-    return _attend(static, arrays, lax.stop_gradient(positions.astype(jnp.int32)))
+    arrays, positions = alike((_Operands(query, key, value, sinks), positions.astype(jnp.int32)))
+    return _attend(static, reverse_only(arrays, _NAME), lax.stop_gradient(positions))
 
 
 class _Operands(NamedTuple):
