@@ -12,6 +12,9 @@ from .layer_groups import groups_problem, reads_problem
 __all__ = ["CHECKS", "axis_names"]
 
 
+_OF_PAGES = ("kind", "kv_heads", "head_dim", "value_dim", "quantised", "pages", "max_tokens", "layout")
+
+
 def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The names of a declared axis field."""
     return () if axes is None else (axes,) if isinstance(axes, str) else axes
@@ -49,16 +52,18 @@ def _groups(cache: Any) -> str | None:
 
 
 def _heads(cache: Any) -> str | None:
-    sizes = {name: getattr(cache, name) for name in ("kv_heads", "head_dim")}
     if not cache.has_pages:
-        given = [f"{name}={sizes[name]}, but no layer has pages; leave it out" for name in sizes if cache.is_set(name)]
-    else:
-        given = [
-            f"{name}=0: Input should be greater than or equal to 1" if cache.is_set(name) else f"{name} is missing"
-            for name in sizes
-            if not sizes[name] and any(_needs(name, group, cache.kind) for group in cache.groups)
-        ]
-    return "; ".join(given) or None
+        given = [name for name in _OF_PAGES if cache.is_set(name) and getattr(cache, name) is not None]
+        return "; ".join(
+            f"{name}={shown(getattr(cache, name))}, but no layer has pages; leave it out" for name in given
+        )
+    sizes = {name: getattr(cache, name) for name in ("kv_heads", "head_dim")}
+    problems = [
+        f"{name}=0: Input should be greater than or equal to 1" if cache.is_set(name) else f"{name} is missing"
+        for name in sizes
+        if not sizes[name] and any(_needs(name, group, cache.kind) for group in cache.groups)
+    ]
+    return "; ".join(problems) or None
 
 
 def _needs(name: str, group: Any, kind: str) -> bool:
@@ -73,7 +78,7 @@ def _reads(cache: Any) -> str | None:
 
 def _size(cache: Any) -> str | None:
     if not cache.has_pages:
-        return None if cache.pages is None else f"pages={cache.pages}, but no layer has pages; leave it out"
+        return None
     with_pages = [number for number, group in enumerate(cache.groups) if not group.of_states]
     sized = [number for number, group in enumerate(cache.groups) if group.pages is not None]
     if sized and (cache.pages is not None or cache.bytes_per_device is not None):

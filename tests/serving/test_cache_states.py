@@ -139,6 +139,11 @@ def test_a_mistake_is_named(fields: dict[str, Any], said: str) -> None:
     [
         ({"pages": 3}, "pages=3, but no layer has pages"),
         ({"kv_heads": 3}, "kv_heads=3, but no layer has pages"),
+        ({"quantised": {"dtype": "int8", "scale": "head"}}, "quantised=.*, but no layer has pages"),
+        ({"value_dim": 3}, "value_dim=3, but no layer has pages"),
+        ({"max_tokens": 8}, "max_tokens=8, but no layer has pages"),
+        ({"layout": "joined"}, "layout='joined', but no layer has pages"),
+        ({"kind": "latent"}, "kind='latent', but no layer has pages"),
         ({"layers": 3}, "kv_heads is missing; head_dim is missing"),
     ],
 )
