@@ -55,6 +55,6 @@ NOTES_OF_CACHES: tuple[tuple[str, str, str] | tuple[str, str, str, Literal["info
     ("cache.axis_dropped", "mesh", "{field} {axis!r}: {reason}"),
     ("cache.repeated_states", "mesh", "{axes:list} of the mesh split nothing of {name}: all their devices hold the same states"),
     ("cache.padded_state", "layers",
-     "{dim} {size} of {name} is padded to {lanes} lanes on a TPU: {share:.0%} of it is padding, included in the bytes"),
+     "{name} of {shape} per device fills no tiles of a TPU: {share:.0%} of it is padding, included in the bytes"),
     ("cache.few_slots", "slots", "{slots} slots hold {sequences} sequences; max_sequences is {wanted}"),
 )  # fmt: skip

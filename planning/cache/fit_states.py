@@ -13,7 +13,7 @@ from ..capability import Reason
 from ..notes import Note, note
 from .cache_arrays import CacheArray
 from .cache_fields import CacheFields
-from .cache_target import CacheTarget, device_bytes, lanes_of
+from .cache_target import CacheTarget, state_bytes
 from .state_plan import StatePlan
 
 __all__ = ["fit_states"]
@@ -57,9 +57,8 @@ def _arrays(cache: CacheFields, shards: int, axes: tuple[MeshAxis, ...], target:
     ) -> None:
         size = jnp.dtype(dtype).itemsize
         fitted = fit_tensor(name, spec, TensorShape(shape, size), dims, axes)
-        arrays.append(
-            CacheArray(fitted, dtype, count, device_bytes(fitted, size, target, 3 if dims[:1] == ("slots",) else 4))
-        )
+        held = state_bytes(fitted, size, target) if dims[:1] == ("slots",) else fitted.local_bytes
+        arrays.append(CacheArray(fitted, dtype, count, held))
 
     for one in declared.states or ():
         heads = [cache.kv_head_axis if at == one.heads_at else None for at in range(len(one.shape))]
@@ -124,12 +123,9 @@ def _notes(plan: StatePlan) -> list[Note]:
             entries.append(
                 note("cache.repeated_states", name=name, axes=[f"{axis}={size}" for axis, size in ways.items()])
             )
-        last = fitted.local_shape[-1]
-        if plan.platform == "tpu" and last != lanes_of(last):
-            share = 1 - last / lanes_of(last)
-            entries.append(
-                note("cache.padded_state", name=name, dim=fitted.dims[-1], size=last, lanes=lanes_of(last), share=share)
-            )
+        if plan[name].device_bytes > fitted.local_bytes:
+            share = 1 - fitted.local_bytes / plan[name].device_bytes
+            entries.append(note("cache.padded_state", name=name, shape=fitted.local_shape, share=share))
     if plan.sequences < plan.cache.max_sequences:
         entries.append(
             note("cache.few_slots", slots=plan.slots, sequences=plan.sequences, wanted=plan.cache.max_sequences)

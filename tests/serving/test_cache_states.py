@@ -189,6 +189,27 @@ def test_slots_and_bytes(own: dict[str, Any], slots: int, snapshots: int) -> Non
     assert has_note(hybrid(slots=3).plan().notes, "cache.few_slots")
 
 
+@pytest.mark.parametrize(
+    ("one", "slots", "held"),
+    [  # bytes of one layer's array as an argument of a program compiled for a TPU v5e
+        ({"sizes": {"heads": 32, "a": 64, "b": 64}}, 20, 20971520),
+        ({"sizes": {"heads": 32, "a": 128, "b": 64}}, 20, 20971520),  # the dim of 128 lies along the lanes
+        ({"sizes": {"heads": 32, "a": 64, "b": 64}}, 128, 67108864),  # slots do
+        ({"operation": "mamba1", "sizes": {"channels": 4096, "state_dim": 16}}, 20, 5242880),
+        ({"operation": "mamba1", "sizes": {"channels": 5000, "state_dim": 16}}, 20, 6553600),
+        ({"sizes": {"rows": 3, "channels": 384}}, 20, 110592),
+        ({"sizes": {"rows": 3, "channels": 8192}, "dtype": "bfloat16"}, 12, 786432),
+    ],
+)  # fmt: skip
+def test_bytes_on_a_tpu_are_those_of_its_tiles(one: dict[str, Any], slots: int, held: int) -> None:
+    group = {"layers": 1, "kind": "state", "states": [one | {"name": "state"}], "slots": slots}
+    plan = KVCache.from_dict(PURE | {"layers": [group], "max_sequences": 1}).plan(device_kind="TPU v5 lite")
+    (group_plan,) = plan.groups
+    array = group_plan["state"]
+    assert array.device_bytes == held
+    assert has_note(plan.notes, "cache.padded_state") == (held > array.fitted.local_bytes)
+
+
 def test_from_which_length_on_pages_are_larger() -> None:
     fixed = 3 * (STATE_BYTES + WINDOW_BYTES)  # 8448 bytes; a page has 1024
     assert (fixed, PAGE_BYTES) == (8448, 1024)
