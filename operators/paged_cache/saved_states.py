@@ -119,12 +119,14 @@ def _at(written: Any, first: tuple[int, ...], read: Any, index: tuple[int, ...],
 
 
 def _check_alone(batch: StateBatch, index: tuple[int, ...], slot: int, slots: int, sequence: Any) -> None:
-    """Errors: InputError for a slot that another row reads or writes."""
+    """Errors: InputError for a slot that another row in use, which has a past, reads, or that it writes."""
     *shard, row = index
-    read, written = (known_values(x) for x in (batch.read_slots, batch.write_slots))
-    if read is None or written is None or not 0 <= slot < slots:
+    known: Any = {name: known_values(x) for name, x in batch.arrays.items()}
+    if any(x is None for x in known.values()) or not 0 <= slot < slots:
         return
-    both = np.concatenate([read[tuple(shard)][:, None], written[tuple(shard)]], axis=1)
-    others = [int(other) for other in np.flatnonzero((both == slot).any(1)) if other != row]
+    starts, lens, count, read, written = (x[tuple(shard)] for x in known.values())
+    past = lens > np.diff(starts)
+    taken = (past & (read == slot)) | (written == slot).any(1)
+    others = [int(other) for other in np.flatnonzero(taken[: int(count)]) if other != row]
     if others:
         raise InputError(f"sequence {sequence}: slot {slot} is row {others[0]}'s too; give the row a slot of its own.")

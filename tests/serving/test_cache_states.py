@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +369,10 @@ def test_a_state_is_saved_and_restored() -> None:
     assert numbers(back, 2, "convolution") == [3, 2, 3, 4, 5, 6]
     traced = jax.jit(lambda state, rows: paged_cache.restore(state, saved, rows, 0))
     assert numbers(traced(state, later)) == [3, 2, 3, 4, 5, 6]
+    # Rows that start from zeros and rows not in use may name any slot.
+    others = batch([0, 1, 2, 2], [6, 1, 9], [0, 0, 0], [[3], [4], [0]])
+    others = replace(others, num_seqs=np.asarray(2, np.int32))
+    assert numbers(paged_cache.restore(state, saved, others, 0), 2, "convolution") == [3, 2, 3, 4, 5, 6]
     for wrong, said in (
         (batch([0, 1], [5], [0], [[3]]), "4 tokens before this step, but 5 were saved"),
         (batch([0, 1], [6], [6], [[3]]), "reads slot 6; wanted 0 to 5"),
