@@ -14,9 +14,10 @@ from ...devices import vmem_of
 from ...planning import OperationConfig, Rule, declares
 from ...planning.notes import note
 from ...planning.text import bytes_text
+from ...planning.tiles import least_tiled, tiled
 from .arithmetic import Results
 from .implementations import TOLERANCE
-from .kernel.tpu_sizes import FORWARD, LEAST_CHUNK, STEP, Sizes, step_heads, step_vmem, vmem_parts
+from .kernel.tpu_sizes import FORWARD, LEAST_CHUNK, STEP, Sizes, step_heads, step_vmem, turns, vmem_parts
 from .local import RecurrentCall
 from .tpu import RecurrentOnTpu
 
@@ -79,9 +80,17 @@ class StepOnTpu(RecurrentOnTpu):
         return {STEP: local.get("shards", 1) * local["rows"] * (local["heads"] // heads)}
 
     def notes(self, problem: Any, placement: Any, config: OperationConfig) -> tuple[str, ...]:
-        """Which tokens the kernels leave to XLA."""
-        del placement, config
-        return () if _decodes(problem) else (note("recurrent.step_on_xla", columns=problem.size["columns"]),)
+        """Which tokens the kernels leave to XLA, and slots that the kernel takes in another layout than programs do."""
+        del config
+        if not _decodes(problem):
+            return (note("recurrent.step_on_xla", columns=problem.size["columns"]),)
+        tensor = next(x for x in placement.tensors if x.tensor == "state")
+        shape = tensor.local_shape
+        row, lane = (3, 2) if turns(*shape[2:]) else (2, 3)
+        if problem.platform != "tpu" or least_tiled(shape) == tiled(shape, row, lane):
+            return ()
+        size = tiled(shape, row, lane) * _itemsize(problem)
+        return (note("recurrent.slots_copied", shape=shape, size=size),)
 
     @property
     def _delta(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -14,14 +13,13 @@ from ...errors import ConfigError, shown
 from ...names import checked_name
 from ...sharding import FittedSpec, MeshAxis, devices_platform
 from ...sharding.mesh import AnyMesh, devices_cores, gpu_vendor
+from ..tiles import lanes_of, least_tiled
 from .cache_checks import axis_names
 
-__all__ = ["CacheTarget", "cache_target", "device_bytes", "lanes_of", "state_bytes", "ways"]
+__all__ = ["CacheTarget", "cache_target", "device_bytes", "state_bytes", "ways"]
 
 _config: Any = jax.config
 _PLATFORMS = ("cpu", "cuda", "rocm", "gpu", "tpu")
-_ROWS = 8
-_LANES = 128  # XLA pads the last dimension of an array on a TPU to a multiple of this; other dimensions lose nothing
 
 
 class CacheTarget(NamedTuple):
@@ -33,11 +31,6 @@ class CacheTarget(NamedTuple):
     memory: int | None
 
 
-def lanes_of(size: int) -> int:
-    """The size of a last dimension on a TPU."""
-    return -(-size // _LANES) * _LANES
-
-
 def device_bytes(fitted: FittedSpec, itemsize: int, target: CacheTarget) -> int:
     """Bytes per device of an array; on a TPU with the last dimension of pages padded."""
     if target.platform != "tpu" or len(fitted.shape) < 4:
@@ -47,19 +40,9 @@ def device_bytes(fitted: FittedSpec, itemsize: int, target: CacheTarget) -> int:
 
 
 def state_bytes(fitted: FittedSpec, itemsize: int, target: CacheTarget) -> int:
-    """Bytes per device of an array of slots. On a TPU two of its dimensions lie along the rows and lanes of tiles, which are
-    padded; XLA takes those two that take the fewest bytes, whatever their order."""
+    """Bytes per device of an array of slots; on a TPU with what its tiles pad."""
     shape = fitted.local_shape
-    if target.platform != "tpu" or len(shape) < 2:
-        return fitted.local_bytes
-    pairs = itertools.permutations(shape, 2)
-    return min(math.prod(shape) // (row * lane) * _rows_of(row) * lanes_of(lane) for row, lane in pairs) * itemsize
-
-
-def _rows_of(size: int) -> int:
-    """The size of a dimension along the rows of tiles, of which there are 1, 2, 4 or 8."""
-    tile = min(_ROWS, 1 << (size - 1).bit_length())
-    return -(-size // tile) * tile
+    return least_tiled(shape) * itemsize if target.platform == "tpu" and len(shape) > 1 else fitted.local_bytes
 
 
 def ways(declared: Any, axes: tuple[MeshAxis, ...]) -> int:

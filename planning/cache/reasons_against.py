@@ -11,9 +11,9 @@ from ...sharding import describe_mesh
 from ..capability import Reason
 from ..notes import Note, note
 from ..text import bytes_text
+from ..tiles import lanes_of
 from .cache_checks import axis_names
 from .cache_plan import CachePlan
-from .cache_target import lanes_of
 
 __all__ = ["CacheSizes", "bytes_refusal", "memory_refusal", "notes", "refusals", "without_duplicates"]
 

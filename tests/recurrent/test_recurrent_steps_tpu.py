@@ -79,6 +79,27 @@ def test_rows_of_several_tokens(kind: str) -> None:
     assert "recurrent.step_on_xla" in [getattr(x, "code", "") for x in plan.notes]
 
 
+@pytest.mark.parametrize(
+    ("slots", "head_dim", "value_dim", "copied"),
+    [  # whether the program compiled for a TPU v5e copies the slots
+        (128, 64, 64, True), (20, 64, 64, False), (128, 128, 64, False), (100, 128, 128, False), (40, 72, 40, True),
+    ],
+)  # fmt: skip
+def test_slots_that_the_kernel_takes_in_another_layout_are_told(
+    slots: int, head_dim: int, value_dim: int, copied: bool
+) -> None:
+    rows, heads = 4, 16
+    sizes = {"query": (rows, heads, head_dim), "key": (rows, heads, head_dim), "value": (rows, heads, value_dim)}
+    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in sizes.items()}
+    state = jax.ShapeDtypeStruct((slots, heads, head_dim, value_dim), jnp.float32)
+    shapes = ((rows + 1,), (rows,), (), (rows,), (rows, 1))
+    batch = StateBatch(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))
+    operation = OperationRegistry.create(STEPS["simple_gla"], OperationMetadata(platform="tpu"))
+    plan = operation.plan(**arrays, state=state, batch=batch, max_q_len=1)
+    assert plan.method == "forward_tpu"
+    assert ("recurrent.slots_copied" in [x.code for x in plan.notes]) == copied
+
+
 def test_on_a_mesh() -> None:
     step = joined([drawn("kda", Rows((1, 1), (5, 0))), drawn("kda", Rows((1, 1), (3, 0)), seed=1)])
     metadata = OperationMetadata(mesh=jax.make_mesh((2, 2), ("dp", "tp"), devices=jax.devices()[:4]))
