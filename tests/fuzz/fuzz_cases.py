@@ -87,8 +87,15 @@ _RICH: list[dict[str, Any]] = [
     },
 ]  # fmt: skip
 _SIZES = {"q_len": 32, "q_heads": 4, "head_dim": 8}  # of files that leave them to the program
+
+
+def _has_a_state(data: dict[str, Any]) -> bool:
+    """Whether it declares a recurrence, which has its own sizes."""
+    return bool(OperationRegistry.get(data["operation"]).family == "recurrence")
+
+
 DECLARATIONS = [
-    data if "step" in data else data | {"call": _SIZES | data.get("call", {})}
+    data if "step" in data or _has_a_state(data) else data | {"call": _SIZES | data.get("call", {})}
     for data in (*_FILES.values(), *_RICH)
     if "operation" in data
 ]

@@ -126,10 +126,11 @@ def test_equal_by_class_and_metadata() -> None:
 )
 def test_a_warm_operation_is_copied_and_pickled(name: str) -> None:
     attend = OperationRegistry.create(name)
-    out = attend(X, X, X).attention_outputs
+    own = {"selected": jnp.zeros((X.shape[0], X.shape[1], 1), jnp.int32)} if name == "selected" else {}
+    out = attend(X, X, X, **own).attention_outputs
     for other in (pickle.loads(pickle.dumps(attend)), copy.copy(attend), copy.deepcopy(attend)):
         assert other == attend
-        assert (other(X, X, X).attention_outputs == out).all()
+        assert (other(X, X, X, **own).attention_outputs == out).all()
 
 
 def test_branches_may_have_other_masks() -> None:

@@ -13,7 +13,7 @@ import attnops.operators.recurrent as recurrent
 from attnops import ConfigError, OperationMetadata, OperationRegistry
 from attnops.verify.recurrent_of_call import recurrent_reference
 
-COMMON = {"operation", "schema_version"}
+COMMON = {"operation", "schema_version", "exchange"}  # test_exchange.py has the last, which is of split sequences
 NAMES = {cls.name: cls for cls in (getattr(recurrent, name) for name in recurrent.__all__) if hasattr(cls, "config")}
 RAW = {"gate": "raw"}
 # field -> (what else is declared, a value whose program differs from that of the field left out)
