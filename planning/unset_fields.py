@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -16,11 +16,13 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
 from pydantic_core.core_schema import SerializationInfo
 
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, a_type, shown
 from ..names import unprintable
 from .other_names import other_name
 
-__all__ = ["UnsetFieldsModel", "explain_validation"]
+__all__ = ["UnsetFieldsModel", "explain_validation", "models_of"]
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 if TYPE_CHECKING:  # type checkers get the fields of a model from pydantic's metaclass
@@ -139,6 +141,19 @@ def _without_unset(
 def _names(cls: type[UnsetFieldsModel]) -> set[str]:
     known: Mapping[str, Any] = cls.model_fields
     return {key for name, field in known.items() for key in (name, field.alias) if key}
+
+
+def models_of(values: Iterable[Any], model: type[_Model], name: str, example: str) -> tuple[_Model, ...]:
+    """The items of a list as models. name: of the field; example: of an item. Errors: ValueError that names the item."""
+    made = []
+    for number, item in enumerate(values):
+        if not isinstance(item, model | dict):
+            raise ValueError(f"{name}[{number}] is {a_type(item)}; wanted an object such as {example}")
+        try:
+            made.append(model.model_validate(item))
+        except ValidationError as error:
+            raise ValueError(f"{name}[{number}]: {explain_validation(error, model)}") from None
+    return tuple(made)
 
 
 def explain_validation(error: ValidationError, model: type[BaseModel]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...planning import ALL_FEATURES, Rule
+from ..choices.dtype_rules import float32_softmax
 from ..choices.function_rules import TRITON, function_rules
 from .flash_config import FlashAttention2Config
 
@@ -24,13 +25,7 @@ FLASH_RULES = (
         "runtime dtype {p.runtime_dtype}: the kernels' products are summed in float32",
         "Declare runtime_dtype bfloat16, float16 or float32.",
     ),
-    Rule(
-        "flash.softmax_dtype",
-        "runtime_softmax_dtype",
-        lambda p, c: p.softmax_dtype == "float32",
-        "softmax dtype {p.softmax_dtype}: the kernels' softmax is float32",
-        "Leave runtime_softmax_dtype at float32.",
-    ),
+    float32_softmax("flash", "the kernels' softmax is"),
     Rule(
         "flash.head_dim",
         "head_dim",

@@ -9,6 +9,7 @@ import jax
 
 from ...devices import gpu_variant
 from ...planning import STATIC_MASKS, AttentionProblem, OperationConfig, Rule
+from ..choices.dtype_rules import float32_softmax
 from ..choices.function_rules import MOSAIC_GPU, function_rules
 from ..flash.flash_config import FlashAttention2Config
 from .kernel.hopper_sizes import KEYS, ROWS, padded_dim
@@ -82,13 +83,7 @@ HOPPER_RULES = (
         "runtime dtype {p.runtime_dtype}: the kernel's products are of 16-bit numbers",
         "Declare runtime_dtype bfloat16 or float16.",
     ),
-    Rule(
-        "hopper.softmax_dtype",
-        "runtime_softmax_dtype",
-        lambda p, c: p.softmax_dtype == "float32",
-        "softmax dtype {p.softmax_dtype}: the kernel's softmax is float32",
-        "Leave runtime_softmax_dtype at float32.",
-    ),
+    float32_softmax("hopper", "the kernel's softmax is"),
     Rule(
         "hopper.head_dim",
         "head_dim",

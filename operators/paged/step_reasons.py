@@ -8,23 +8,12 @@ from typing import Any
 from ...masks.page_mask import page_mask
 from ...planning import Reason, Rule
 from ...planning.paged.paged_problem import PagedProblem
+from ..choices.dtype_rules import float32_softmax, plain_dtypes
 
 __all__ = ["BY_HEAD", "DTYPE", "POSITIONS", "SOFTMAX", "step_reasons"]
 
-SOFTMAX = Rule(
-    "paged.softmax_dtype",
-    "runtime_softmax_dtype",
-    lambda p, c: p.softmax_dtype == "float32",
-    "softmax dtype {p.softmax_dtype}: over pages it is float32",
-    "Leave runtime_softmax_dtype at float32.",
-)
-DTYPE = Rule(
-    "paged.dtype",
-    "runtime_dtype",
-    lambda p, c: p.runtime_dtype in ("float32", "bfloat16", "float16"),
-    "runtime dtype {p.runtime_dtype}: queries over pages are float32, bfloat16 or float16",
-    "Leave runtime_dtype out, or declare one of these.",
-)
+SOFTMAX = float32_softmax("paged", "over pages it is")
+DTYPE = plain_dtypes("paged", "queries over pages are")
 _BY_HEAD = frozenset({"heads", "buckets", "entries"})
 BY_HEAD = Rule(
     "paged.score",

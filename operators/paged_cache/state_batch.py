@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int32
 
-from ...errors import InputError
+from ...errors import InputError, is_whole, shown
 from ...masks.int_arrays import known_values
 from ...pytree_export import exported
 from .batch_checks import int32_arrays, int32_numbers
@@ -60,6 +60,9 @@ class StateBatch:
         InputTypeError for values that aren't whole numbers; InputError, naming the row, for those that don't fit, slots that are
         out of range or written twice, and those that one row reads and another writes.
         """
+        for name, size, least in (("max_sequences", max_sequences, 1), ("drafts", drafts, 0)):
+            if size is not None and not is_whole(size, least, numpy=True):
+                raise InputError(f"{name}={shown(size)}; wanted a whole number from {least} on, or None.")
         lens, starts = int32_numbers("kv_lens", kv_lens), int32_numbers("cu_q_lens", cu_q_lens)
         read = int32_numbers("read_slots", read_slots)
         listed = [

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import InputError, InputTypeError, a_type, nearest, shown
+from ...errors import InputError, InputTypeError, a_type, is_whole, nearest, shown
 from ...masks.int_arrays import known_values
 from ...planning import plan
-from ...planning.recurrent.step_operands import STATE_BATCH
+from ...planning.recurrent.step_operands import STATE_BATCH, of_step
 from ...planning.recurrent.steps import SLOT_STEPS
 from ...planning.tables.table_plan import TablePlan
 from ...planning.tables.table_problem import TableProblem
@@ -22,10 +22,12 @@ from ..call.program import Program, attention
 from ..paged_cache.state_batch import StateBatch
 from ..paged_cache.state_checks import check_states_later, state_problem
 from .arithmetic import Results
+from .implementations import over_slots
 from .kernel.over_rows import FEW, Rows
 from .local import RecurrentCall
 from .operation import RecurrentOperation, alone
 from .output import RecurrentOutput
+from .step_tpu import StepOnTpu
 
 __all__ = ["STEP_MODES", "SlotsOperation"]
 
@@ -36,11 +38,26 @@ _COPIED = 1 << 16  # numbers of a device's array that are copied to the host for
 
 
 class SlotsOperation(RecurrentOperation):
-    """Base class of steps over slots. `operands` and `results` are those of the whole call, made by `of_step`."""
+    """Base class of steps over slots. A subclass has the operation of whole calls as its second base, from which its table, its
+    results and its implementations follow."""
 
     planner = SLOT_STEPS
     unsized: ClassVar[tuple[str, ...]] = ("batch", "bounds")
     static: ClassVar[tuple[str, ...]] = ("mode", "max_q_len", "debug")
+
+    forward_tpu: ClassVar[Any]
+    forward_native: ClassVar[Any]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        whole: Any = next((x for x in cls.__bases__ if not issubclass(x, SlotsOperation)), None)
+        if whole is None:  # what several steps have in common, or another name of one
+            return
+        cls.backend_operation = whole.name
+        cls.operands, cls.results = of_step(whole.operands, whole.results)
+        cls.forward_native = over_slots(whole.forward_native)
+        if (kernels := getattr(whole, "forward_tpu", None)) is not None:
+            cls.forward_tpu = StepOnTpu(kernels)
 
     @classmethod
     def flops(cls, plan: TablePlan) -> float:
@@ -113,8 +130,10 @@ class SlotsOperation(RecurrentOperation):
 
     def _options(self, call: Mapping[str, Any], config: Any) -> tuple[tuple[str, Any], ...]:
         longest = call.get("max_q_len")
-        if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
-            raise InputError(f"max_q_len={shown(longest)}; wanted a whole number from 1 on, or None for any.")
+        if longest is not None:
+            if not is_whole(longest, 1, numpy=True):
+                raise InputError(f"max_q_len={shown(longest)}; wanted a whole number from 1 on, or None for any.")
+            longest = int(longest)
         if longest is None and self._form(call)[1] == "autoregressive":
             longest = 1
         return (*super()._options(call, config), ("max_q_len", longest))

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import TypedDict, Unpack
 
 from ...planning.call_arguments import CallArray
-from ...planning.recurrent.step_operands import of_step
 from ...planning.tables.table_plan import TablePlan
 from ..paged_cache.state_batch import StateBatch
 from .channel_operations import CausalConv1d, Mamba1, Mamba2
-from .implementations import over_slots
 from .linear_operations import GatedDeltaRule, Gla, Kda, Lightning, Retention, SimpleGla
 from .output import RecurrentOutput
 from .slots_config import (
@@ -25,7 +23,6 @@ from .slots_config import (
     RaggedSimpleGlaConfig,
 )
 from .slots_operation import SlotsOperation
-from .step_tpu import StepOnTpu
 
 __all__ = [
     "ConvolutionStepArguments", "LinearStepArguments", "MambaStepArguments", "RaggedCausalConv1d", "RaggedGatedDeltaRule",
@@ -140,9 +137,6 @@ class RaggedCausalConv1d(SlotsOperation, CausalConv1d):
 
     name = "ragged_causal_conv1d"
     config = RaggedCausalConv1dConfig
-    backend_operation = "causal_conv1d"
-    operands, results = of_step(CausalConv1d.operands, CausalConv1d.results)
-    forward_native = over_slots(CausalConv1d.forward_native)
 
     def __call__(self, x: CallArray, weight: CallArray, **call: Unpack[ConvolutionStepArguments]) -> RecurrentOutput:  # type: ignore[override]
         """Convolve, with the tokens before those of a row from its slot, and write the last ones to its slots.
@@ -170,10 +164,6 @@ class RaggedGatedDeltaRuleV2(_LinearStep, GatedDeltaRule):  # type: ignore[misc]
 
     name = "ragged_gated_delta_rule_v2"
     config = RaggedGatedDeltaRuleV2Config
-    backend_operation = "gated_delta_rule"
-    operands, results = of_step(GatedDeltaRule.operands, GatedDeltaRule.results)
-    forward_tpu = StepOnTpu(GatedDeltaRule.forward_tpu)
-    forward_native = over_slots(GatedDeltaRule.forward_native)
 
 
 class RaggedGatedDeltaRule(RaggedGatedDeltaRuleV2):
@@ -189,10 +179,6 @@ class RaggedKda(_LinearStep, Kda):  # type: ignore[misc]  # the calls differ
 
     name = "ragged_kda"
     config = RaggedKdaConfig
-    backend_operation = "kda"
-    operands, results = of_step(Kda.operands, Kda.results)
-    forward_tpu = StepOnTpu(Kda.forward_tpu)
-    forward_native = over_slots(Kda.forward_native)
 
 
 class RaggedGla(_LinearStep, Gla):  # type: ignore[misc]  # the calls differ
@@ -200,10 +186,6 @@ class RaggedGla(_LinearStep, Gla):  # type: ignore[misc]  # the calls differ
 
     name = "ragged_gla"
     config = RaggedGlaConfig
-    backend_operation = "gla"
-    operands, results = of_step(Gla.operands, Gla.results)
-    forward_tpu = StepOnTpu(Gla.forward_tpu)
-    forward_native = over_slots(Gla.forward_native)
 
 
 class RaggedSimpleGla(_LinearStep, SimpleGla):  # type: ignore[misc]  # the calls differ
@@ -211,10 +193,6 @@ class RaggedSimpleGla(_LinearStep, SimpleGla):  # type: ignore[misc]  # the call
 
     name = "ragged_simple_gla"
     config = RaggedSimpleGlaConfig
-    backend_operation = "simple_gla"
-    operands, results = of_step(SimpleGla.operands, SimpleGla.results)
-    forward_tpu = StepOnTpu(SimpleGla.forward_tpu)
-    forward_native = over_slots(SimpleGla.forward_native)
 
 
 class RaggedLightning(_LinearStep, Lightning):  # type: ignore[misc]  # the calls differ
@@ -222,10 +200,6 @@ class RaggedLightning(_LinearStep, Lightning):  # type: ignore[misc]  # the call
 
     name = "ragged_lightning"
     config = RaggedLightningConfig
-    backend_operation = "lightning"
-    operands, results = of_step(Lightning.operands, Lightning.results)
-    forward_tpu = StepOnTpu(Lightning.forward_tpu)
-    forward_native = over_slots(Lightning.forward_native)
 
 
 class RaggedRetention(_LinearStep, Retention):  # type: ignore[misc]  # the calls differ
@@ -233,10 +207,6 @@ class RaggedRetention(_LinearStep, Retention):  # type: ignore[misc]  # the call
 
     name = "ragged_retention"
     config = RaggedRetentionConfig
-    backend_operation = "retention"
-    operands, results = of_step(Retention.operands, Retention.results)
-    forward_tpu = StepOnTpu(Retention.forward_tpu)
-    forward_native = over_slots(Retention.forward_native)
 
 
 class RaggedMamba2(_MambaStep, Mamba2):  # type: ignore[misc]  # the calls differ
@@ -244,10 +214,6 @@ class RaggedMamba2(_MambaStep, Mamba2):  # type: ignore[misc]  # the calls diffe
 
     name = "ragged_mamba2"
     config = RaggedMamba2Config
-    backend_operation = "mamba2"
-    operands, results = of_step(Mamba2.operands, Mamba2.results)
-    forward_tpu = StepOnTpu(Mamba2.forward_tpu)
-    forward_native = over_slots(Mamba2.forward_native)
 
 
 class RaggedMamba1(_MambaStep, Mamba1):  # type: ignore[misc]  # the calls differ
@@ -255,6 +221,3 @@ class RaggedMamba1(_MambaStep, Mamba1):  # type: ignore[misc]  # the calls diffe
 
     name = "ragged_mamba1"
     config = RaggedMamba1Config
-    backend_operation = "mamba1"
-    operands, results = of_step(Mamba1.operands, Mamba1.results)
-    forward_native = over_slots(Mamba1.forward_native)

@@ -9,6 +9,7 @@ from ...masks.causal_window import causal_window
 from ...planning import STATIC_MASKS, AttentionProblem, Implementation, OperationConfig, Placement, Rule, declares
 from ..call.base import Operation
 from ..call.local import LocalCall, LocalOutput
+from ..choices.dtype_rules import float32_softmax
 from ..notes.precision_notes import default_precision_notes
 from .kernel.jax_sdpa import jax_sdpa
 from .score_bias import ONLY_ADDS, bias_note, with_score_as_bias
@@ -43,13 +44,7 @@ def _max_head_dim(p: AttentionProblem) -> int:
     return 256 if any(name in p.device_kind for name in _HOPPER_OR_LATER) else 128
 
 
-_SOFTMAX = Rule(
-    "sdpa.softmax_dtype",
-    "runtime_softmax_dtype",
-    lambda p, c: p.softmax_dtype == "float32",
-    "softmax dtype {p.softmax_dtype}: jax.nn.dot_product_attention has float32",
-    "Leave runtime_softmax_dtype at float32.",
-)
+_SOFTMAX = float32_softmax("sdpa", "jax.nn.dot_product_attention has")
 _CUDNN = (
     _SOFTMAX,
     ONLY_ADDS,

@@ -14,6 +14,7 @@ from ...planning import STATIC_MASKS, AttentionProblem, Implementation, Operatio
 from ...sharding import ATTENTION, Operand
 from ..call.base import Operation
 from ..call.local import LocalCall, LocalOutput
+from ..choices.dtype_rules import float32_softmax, plain_dtypes
 from ..kernels.local_mask import LocalMask
 from ..kernels.primitives import numbers, shifted
 from .kernel.selected import selected_attention
@@ -51,20 +52,8 @@ _SELECTED = Rule(
     "the call has no selected keys",
     "Pass selected, the positions that an indexer returns; attend to all keys with 'vanilla'.",
 )
-_SOFTMAX = Rule(
-    "selected.softmax_dtype",
-    "runtime_softmax_dtype",
-    lambda p, c: p.softmax_dtype == "float32",
-    "softmax dtype {p.softmax_dtype}: over selected keys it is float32",
-    "Leave runtime_softmax_dtype at float32.",
-)
-_DTYPE = Rule(
-    "selected.dtype",
-    "runtime_dtype",
-    lambda p, c: p.runtime_dtype in ("float32", "bfloat16", "float16"),
-    "runtime dtype {p.runtime_dtype}: over selected keys it is float32, bfloat16 or float16",
-    "Leave runtime_dtype out, or declare one of these.",
-)
+_SOFTMAX = float32_softmax("selected", "over selected keys it is")
+_DTYPE = plain_dtypes("selected", "over selected keys it is")
 
 
 class SelectedOnXla(Implementation[SelectedConfig]):

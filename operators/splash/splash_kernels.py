@@ -23,6 +23,7 @@ from ...planning import (
 from ...planning.implementations import dequantised_copy
 from ...planning.notes import note
 from ..call.local import LocalCall, LocalOutput
+from ..choices.dtype_rules import float32_softmax
 from ..choices.function_rules import MOSAIC, function_rules
 from ..choices.mask_blocks import block_remarks
 from ..sequence.ring_call import attend_call
@@ -56,13 +57,7 @@ _RULES = (
         "runtime dtype {p.runtime_dtype}: Mosaic has no such vector loads",
         "Declare runtime_dtype bfloat16 or float32.",
     ),
-    Rule(
-        "splash.softmax_dtype",
-        "runtime_softmax_dtype",
-        lambda p, c: p.softmax_dtype == "float32",
-        "softmax dtype {p.softmax_dtype}: the kernel's softmax is float32",
-        "Leave runtime_softmax_dtype at float32.",
-    ),
+    float32_softmax("splash", "the kernel's softmax is"),
     Rule(
         "splash.sum_by_product",
         "sum_by_product",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 from ...errors import a_type, is_whole, nearest, shown
 from ...sharding import Operand
 from ..recurrent.operands import OPERATIONS
-from ..unset_fields import UnsetFieldsModel, explain_validation
+from ..unset_fields import UnsetFieldsModel, models_of
 
 __all__ = ["KeptState", "checked_states", "states_problem"]
 
@@ -136,15 +136,9 @@ def checked_states(value: Any) -> Any:
             f'states is {a_type(value)}; wanted a list such as [{{"operation": "mamba2", "sizes": {{"heads": 64, "head_dim": '
             '128, "value_dim": 64}}]'
         )
-    states = []
-    for number, one in enumerate(value):
-        if not isinstance(one, KeptState | dict):
-            raise ValueError(f"states[{number}] is {a_type(one)}; wanted an object with an operation and sizes")
-        try:
-            states.append(KeptState.model_validate(one))
-        except ValidationError as error:
-            raise ValueError(f"states[{number}]: {explain_validation(error, KeptState)}") from None
-    return tuple(states)
+    return models_of(
+        value, KeptState, "states", '{"operation": "causal_conv1d", "sizes": {"channels": 64, "width": 4}}'
+    )
 
 
 def states_problem(states: tuple[KeptState, ...]) -> str:

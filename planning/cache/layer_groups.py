@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from ...errors import a_type, is_whole, shown
-from ..unset_fields import UnsetFieldsModel, explain_validation
+from ...errors import is_whole, shown
+from ..unset_fields import UnsetFieldsModel, models_of
 from .kept_states import KeptState, checked_states, states_problem
 
 __all__ = [
@@ -199,15 +199,7 @@ def checked_layers(value: Any) -> Any:
             f"layers={shown(value)}; wanted an integer greater than or equal to 1, or a list of groups: "
             '[{"layers": 5, "window_tokens": 1024}, {"layers": 1}]'
         )
-    groups = []
-    for number, group in enumerate(value):
-        if not isinstance(group, LayerGroup | dict):
-            raise ValueError(f'layers[{number}] is {a_type(group)}; wanted an object such as {{"layers": 5}}')
-        try:
-            groups.append(LayerGroup.model_validate(group))
-        except ValidationError as error:
-            raise ValueError(f"layers[{number}]: {explain_validation(error, LayerGroup)}") from None
-    return tuple(groups)
+    return models_of(value, LayerGroup, "layers", '{"layers": 5}')
 
 
 def groups_problem(groups: Sequence[LayerGroup], stateless: Sequence[int] = ()) -> str:

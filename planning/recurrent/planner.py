@@ -19,7 +19,7 @@ from .exchange import ALL_GATHER, LOG_STEP
 from .inside import repeats_keys
 from .traffic import gathered_bytes, passed_bytes
 
-__all__ = ["RECURRENCES", "Recurrences", "declared_strategy", "idle_axes", "unread_notes"]
+__all__ = ["RECURRENCES", "Recurrences", "declared_strategy", "idle_axes"]
 
 _STRATEGIES = ("auto", "gather", "state")
 
@@ -109,6 +109,20 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
         notes: list[str] = []
         if idle := idle_axes(problem, placement):
             notes.append(note("table.idle_axes", names=idle))
+        notes += self._of_split(operation, problem, policy, placement)
+        if policy.ring_order is not None and not (placement.manual and policy.ring_order == "zigzag"):
+            notes.append(note("recurrent.plain_order", value=policy.ring_order))
+        if not placement.exchange and (named := getattr(problem.config, "exchange", None)) is not None:
+            notes.append(note("recurrent.no_exchange", value=named))
+        if repeats_keys(placement):
+            notes.append(note("recurrent.repeated_keys", axes=list(placement.axes("state", "heads"))))
+        return tuple(notes)
+
+    def _of_split(
+        self, operation: type[PlannedOperation], problem: TableProblem, policy: Policy, placement: TablePlacement
+    ) -> list[str]:
+        """Notes on what is done about a split sequence."""
+        notes: list[str] = []
         if placement.over:
             exchange = placement.exchange or _exchange(operation, problem, placement)
             passed = passed_bytes(operation, problem, placement, exchange)
@@ -125,10 +139,7 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
             notes.append(note("recurrent.manual", axes=list(by_caller)))
         elif policy.sequence_parallel != "auto":
             notes.append(note("sequence.unsplit", strategy=policy.sequence_parallel))
-        notes += unread_notes(problem, policy, placement)
-        if repeats_keys(placement):
-            notes.append(note("recurrent.repeated_keys", axes=list(placement.axes("state", "heads"))))
-        return tuple(notes)
+        return notes
 
     def tune_key(self, method: str, problem: TableProblem, placement: TablePlacement) -> dict[str, Any]:
         shapes = {x.tensor: list(x.local_shape) for x in placement.tensors}
@@ -148,16 +159,6 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
         self, operation: type[PlannedOperation], method: str, problem: TableProblem, placement: TablePlacement
     ) -> Tuning:
         return searched(operation, method, problem, placement)
-
-
-def unread_notes(problem: TableProblem, policy: Policy, placement: TablePlacement) -> list[str]:
-    """Notes on what is declared about a split sequence and has no effect."""
-    notes = list[str]()
-    if policy.ring_order is not None and not (placement.manual and policy.ring_order == "zigzag"):
-        notes.append(note("recurrent.plain_order", value=policy.ring_order))
-    if not placement.exchange and (named := getattr(problem.config, "exchange", None)) is not None:
-        notes.append(note("recurrent.no_exchange", value=named))
-    return notes
 
 
 def idle_axes(problem: TableProblem, placement: TablePlacement) -> list[str]:

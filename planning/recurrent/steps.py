@@ -10,8 +10,7 @@ from ..operation import PlannedOperation
 from ..policy import Policy
 from ..tables.table_plan import TablePlacement, fitted_tensors, refuse_unfit
 from ..tables.table_problem import TableProblem
-from .inside import repeats_keys
-from .planner import Recurrences, declared_strategy, idle_axes, unread_notes
+from .planner import Recurrences, declared_strategy, idle_axes
 
 __all__ = ["SLOT_STEPS"]
 
@@ -44,24 +43,12 @@ class _SlotSteps(Recurrences):
         hint = "Make shards, tokens and slots multiples of the axes of the batch, or pass a batch of one shard."
         return (*reasons, Reason("recurrent.shards", "batch", f"the mesh splits {named}", hint))
 
-    def notes(
-        self,
-        operation: type[PlannedOperation],
-        problem: TableProblem,
-        policy: Policy,
-        placement: TablePlacement,
-        method: str,
-    ) -> tuple[str, ...]:
-        del operation, method
-        notes: list[str] = []
-        if idle := idle_axes(problem, placement):
-            notes.append(note("table.idle_axes", names=idle))
-        if policy.sequence_parallel != "auto":
-            notes.append(note("sequence.unsplit", strategy=policy.sequence_parallel))
-        notes += unread_notes(problem, policy, placement)
-        if repeats_keys(placement):
-            notes.append(note("recurrent.repeated_keys", axes=list(placement.axes("state", "heads"))))
-        return tuple(notes)
+    def _of_split(
+        self, operation: type[PlannedOperation], problem: TableProblem, policy: Policy, placement: TablePlacement
+    ) -> list[str]:
+        del operation, problem, placement
+        declared = policy.sequence_parallel
+        return [] if declared == "auto" else [note("sequence.unsplit", strategy=declared)]
 
 
 SLOT_STEPS = _SlotSteps()

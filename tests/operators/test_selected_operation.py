@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import Causal, Chunked, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops import Causal, Chunked, LatentAttention, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.cli.app import main
 from attnops.errors import RefusedError
 from attnops.verify import reference_attention, reference_gradients
@@ -205,3 +205,43 @@ def test_a_declared_call_is_planned_and_compiled(tmp_path: Path, capsys: pytest.
     page = tmp_path / "report.html"
     assert main(["report", path, "--output", str(page)]) == 0
     assert "selected" in page.read_text()
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+@pytest.mark.parametrize("mesh", [None, {"dp": 2, "tp": 2}])
+def test_latents_of_selected_keys(form: str, mesh: Any) -> None:
+    """As in DeepSeek V3.2: a formula of each head's keys and values, in float64, and its gradients."""
+    nope, rope, latent = 8, 4, 12
+    sizes = {"heads": HEADS, "nope_dim": nope, "rope_dim": rope, "value_dim": VALUE, "latent_dim": latent}
+    random = np.random.default_rng(5)
+    shapes = (
+        (B, Q, HEADS, nope), (B, Q, HEADS, rope), (B, Q, latent), (B, Q, rope), (latent, HEADS, nope), (latent, HEADS, VALUE)
+    )  # fmt: skip
+    arrays = [random.standard_normal(shape).astype(np.float32) for shape in shapes]
+    weights = random.standard_normal((B, Q, HEADS, VALUE)).astype(np.float32)
+    chosen = np.stack([[random.permutation(Q)[:N] for _ in range(Q)] for _ in range(B)]).astype(np.int32)
+    seen = (chosen[..., None] == np.arange(Q)).any(2) & np.tri(Q, dtype=bool)
+    attend = LatentAttention("selected", **sizes, form=form, mesh=mesh)
+
+    def run(*arrays: Any) -> jax.Array:
+        output: jax.Array = attend(*arrays, causal=True, selected=chosen).attention_outputs
+        return output
+
+    def formula(*arrays: Any) -> jax.Array:
+        q_nope, q_rope, latents, shared, w_uk, w_uv = arrays
+        logits = jnp.einsum("bqhd,bkc,chd->bhqk", q_nope, latents, w_uk) + jnp.einsum("bqhd,bkd->bhqk", q_rope, shared)
+        logits = jnp.where(seen[:, None], logits * (nope + rope) ** -0.5, -np.inf)
+        peak = jnp.max(logits, -1, keepdims=True, initial=-1e30)
+        parts = jnp.exp(logits - peak)
+        parts = parts / jnp.maximum(parts.sum(-1, keepdims=True), 1e-300)
+        return jnp.einsum("bhqk,bkc,chv->bqhv", parts, latents, w_uv)
+
+    output = run(*arrays)
+    gradients = jax.grad(lambda *a: (run(*a) * weights).sum(), argnums=tuple(range(6)))(*arrays)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x, jnp.float64) for x in arrays]
+        wanted = np.asarray(formula(*wide))
+        every = jax.grad(lambda *a: (formula(*a) * weights.astype(np.float64)).sum(), argnums=tuple(range(6)))(*wide)
+    np.testing.assert_allclose(output, wanted, rtol=0, atol=1e-5)
+    for found, want in zip(gradients, every, strict=True):
+        np.testing.assert_allclose(found, want, rtol=0, atol=2e-5 * np.abs(want).max())

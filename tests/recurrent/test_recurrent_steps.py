@@ -239,6 +239,25 @@ def test_wrong_steps_are_refused(change: dict[str, Any], error: type[Exception],
         step.operation()(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"drafts": "x"}, "drafts='x'"), ({"drafts": -1}, "drafts=-1"),
+        ({"max_sequences": 2.0}, "max_sequences=2.0"), ({"max_sequences": 0}, "max_sequences=0"),
+    ],
+)  # fmt: skip
+def test_sizes_of_a_batch_are_whole_numbers(change: dict[str, Any], names: str) -> None:
+    with pytest.raises(InputError, match=names):
+        batch_of(**change)
+
+
+def test_numpys_whole_numbers_are_sizes() -> None:
+    assert batch_of(drafts=np.int64(1), max_sequences=np.int32(3)).write_slots.shape == (3, 2)
+    step = drawn("simple_gla", "decode")
+    arguments = step.arrays | {"state": step.state, "batch": step.batch}
+    assert step.operation().plan(**arguments, max_q_len=np.int64(1)).problem.option["max_q_len"] == 1
+
+
 def test_rows_that_a_mesh_splits_otherwise_than_slots_are_refused() -> None:
     step = joined([drawn("kda", Rows((1, 4), (5, 0))), drawn("kda", Rows((2, 3), (1, 2)))])
     devices = jax.make_mesh((4, 2), ("dp", "tp"))
