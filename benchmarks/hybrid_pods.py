@@ -11,7 +11,6 @@ libtpu.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -130,29 +129,9 @@ def _columns(cell: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Compile the requested cells, one after another, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=None)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--report", action="store_true")
-    parser.add_argument("--page", type=Path, help="put the table into this page")
-    options = parser.parse_args()
-    found: dict[str, Any] = {"cells": {}}
-    if options.json and options.json.exists():
-        found = json.loads(options.json.read_text())
-    if not options.report:
-        from importlib.metadata import version
+    from compiled_cells import arguments, run_cells
 
-        found |= {"libtpu": version("libtpu"), "jax": version("jax")}
-        for name in CELLS if options.only is None else options.only:
-            found["cells"][name] = measure(name)
-            print(name, json.dumps(found["cells"][name])[:300], file=sys.stderr, flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(found, indent=1) + "\n")
-    text = report(found)
-    print(text)
-    if options.page:
-        before, _, rest = options.page.read_text().partition(_BEGIN)
-        options.page.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{rest.partition(_END)[2]}")
+    run_cells(arguments(__doc__).parse_args(), CELLS, measure, report, (_BEGIN, _END))
 
 
 if __name__ == "__main__":

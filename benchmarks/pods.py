@@ -16,7 +16,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 LENGTH, MODEL, HEADS, KV_HEADS, DIM, HIDDEN = 131072, 8192, 64, 8, 128, 28672
@@ -257,36 +256,15 @@ def _layer_column(cell: dict[str, Any] | None) -> str:
 
 def main() -> None:
     """Compile the requested cells, one after another, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=None)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--report", action="store_true")
-    parser.add_argument("--page", type=Path, help="put the tables into this page")
+    from compiled_cells import arguments, run_cells
+
+    parser = arguments(__doc__)
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.cell:
         print(json.dumps(compile_cell(options.cell)))
         return
-    found: dict[str, Any] = {"cells": {}}
-    if options.json and options.json.exists() and (options.resume or options.report):
-        found = json.loads(options.json.read_text())
-    if not options.report:
-        from importlib.metadata import version
-
-        found |= {"libtpu": version("libtpu"), "jax": version("jax")}
-        for name in CELLS if options.only is None else options.only:
-            if name in found["cells"] and "error" not in found["cells"][name]:
-                continue
-            found["cells"][name] = measure(name)
-            print(name, json.dumps(found["cells"][name])[:300], file=sys.stderr, flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(found, indent=1) + "\n")
-    text = report(found)
-    print(text)
-    if options.page:
-        before, _, rest = options.page.read_text().partition(_BEGIN)
-        options.page.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{rest.partition(_END)[2]}")
+    run_cells(options, CELLS, measure, report, (_BEGIN, _END))
 
 
 if __name__ == "__main__":
