@@ -75,6 +75,7 @@ def plan(
     model: o.Model = None,
     operation: o.Operation = None,
     family: o.Family = None,
+    assume: o.Assume = None,
     part: o.Part = None,
     ignore: o.Ignore = None,
     dtype: o.Dtype = None,
@@ -86,8 +87,8 @@ def plan(
 ) -> None:
     """Show what would run and why, and where every tensor would be. Needs no devices."""
     of_model = {
-        "operation": operation, "family": family, "part": part, "ignore": ignore, "dtype": dtype, "batch": batch, "q_len": q_len,
-        "kv_len": kv_len, "layer": layer, "write": write,
+        "operation": operation, "family": family, "assume": assume, "part": part, "ignore": ignore, "dtype": dtype,
+        "batch": batch, "q_len": q_len, "kv_len": kv_len, "layer": layer, "write": write,
     }  # fmt: skip
     model_options = {name: value for name, value in of_model.items() if value is not None}
     chosen = {"mesh": mesh, "mode": mode, "target": target, "strict": strict, "fallback": fallback}

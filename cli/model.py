@@ -49,6 +49,7 @@ class ModelOptions:
     model: Path
     operation: str = "splash"
     family: str | None = None
+    assume: str | None = None
     part: str | None = None
     ignore: tuple[str, ...] = ()
     dtype: str | None = None
@@ -84,6 +85,7 @@ def plan_model(options: ModelOptions) -> ModelPlans:
     """Read the config, plan its layers, and write their declarations if requested."""
     reading: dict[str, Any] = {
         "family": options.family,
+        "assume": options.assume,
         "part": options.part,
         "ignore": options.ignore,
         "dtype": options.dtype,

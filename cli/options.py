@@ -67,11 +67,20 @@ Family = Annotated[
     str | None,
     typer.Option("--family", help="Read the config as this model_type.", rich_help_panel=_MODEL, show_default=False),
 ]
+Assume = Annotated[
+    str | None,
+    typer.Option(
+        "--assume",
+        help="Read a config of an unknown model_type as this one, with a warning.",
+        rich_help_panel=_MODEL,
+        show_default=False,
+    ),
+]
 Part = Annotated[
     str | None,
     typer.Option(
         "--part",
-        help="Part of an encoder-decoder: encoder, decoder or cross.",
+        help="Part of an encoder-decoder (encoder, decoder, cross) or of several configs (text, vision, audio).",
         rich_help_panel=_MODEL,
         show_default=False,
     ),

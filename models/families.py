@@ -6,7 +6,7 @@ tests/models/test_model_transformers.py. The family doesn't read a key that isn'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,12 @@ from .latent_families import LATENT_FAMILIES
 from .linear_families import LINEAR_FAMILIES
 from .mamba_families import MAMBA_FAMILIES
 from .mixed_families import MIXED_FAMILIES
+from .plain_families import PLAIN, PLAIN_FAMILIES, has_window
 from .scored_families import SCORED_FAMILIES
 
-__all__ = ["ALIASES", "CHUNKED", "COMPOSITES", "FAMILIES", "GLOBAL", "INDEXED", "LOCAL", "PARTS", "Composite", "Family"]
+__all__ = [
+    "ALIASES", "CHUNKED", "COMPOSITES", "FAMILIES", "GLOBAL", "INDEXED", "LOCAL", "NESTED_PARTS", "PARTS", "Composite", "Family",
+]  # fmt: skip
 
 
 def _by(test: Callable[[Fields, int], Any], yes: str = LOCAL) -> Callable[[Fields], list[str]]:
@@ -32,7 +35,7 @@ def _all_but_every(period: int | str) -> Callable[[Fields], list[str]]:
 
 
 def _has_window(f: Fields, layer: int) -> bool:
-    return f["sliding_window"] is not None and f.get("use_sliding_window") is not False
+    return has_window(f)
 
 
 def _rope(f: Fields, layer: int) -> bool:
@@ -177,6 +180,7 @@ FAMILIES: dict[str, Family] = {
     **MIXED_FAMILIES,
     **SCORED_FAMILIES,
     **IMAGE_FAMILIES,
+    **PLAIN_FAMILIES,
 }
 
 PARTS = {
@@ -191,25 +195,42 @@ ALIASES = {"kimi_k2": "deepseek_v3", "minimax_m1": "minimax", "minimax_text_01":
 
 @dataclass(frozen=True)
 class Composite:
-    """A multimodal model whose `text_config` is read. text: the family of its text if the text_config has no model_type.
-    leaves_out: what the text alone leaves out about attention."""
+    """A model of several parts, of which one is read by `part`, by default the text.
 
-    text: str
+    parts: the family of each part's config if that has no model_type: `vision` is that of vision_config. leaves_out: what the
+    text alone leaves out about attention."""
+
+    parts: Mapping[str, str]
     leaves_out: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.parts["text"]
+
+
+NESTED_PARTS = ("text", "vision", "audio")
+"""The parts of composites: each has a config of its own, such as `text_config`."""
+
+
+def _composite(text: str, vision: str | None = None, leaves_out: str | None = None) -> Composite:
+    return Composite({"text": text} | ({} if vision is None else {"vision": vision}), leaves_out)
 
 
 COMPOSITES: dict[str, Composite] = {
-    "gemma3": Composite(
-        "gemma3_text", "tokens of one image see each other in both directions there; the masks here are those of text"
+    "gemma3": _composite(
+        "gemma3_text",
+        "siglip_vision_model",
+        "tokens of one image see each other in both directions there; the masks here are those of text",
     ),
-    "gemma4": Composite("gemma4_text"),
-    "kimi_k25": Composite("deepseek_v3"),
-    "llama4": Composite("llama4_text"),
-    "llava": Composite("llama"),
-    "llava_next": Composite("llama"),
-    "minimax_m3_vl": Composite("minimax_m3_vl_text"),
-    "mistral3": Composite("mistral"),
-    "pix2struct": Composite("pix2struct_text_model"),
-    "qwen3_5": Composite("qwen3_5_text"),
-    "qwen3_5_moe": Composite("qwen3_5_moe_text"),
+    "gemma4": _composite("gemma4_text"),
+    "kimi_k25": _composite("deepseek_v3"),
+    "llama4": _composite("llama4_text"),
+    "llava": _composite("llama", "clip_vision_model"),
+    "llava_next": _composite("llama", "clip_vision_model"),
+    "minimax_m3_vl": _composite("minimax_m3_vl_text"),
+    "mistral3": _composite("mistral"),
+    "pix2struct": _composite("pix2struct_text_model", "pix2struct_vision_model"),
+    "qwen3_5": _composite("qwen3_5_text"),
+    "qwen3_5_moe": _composite("qwen3_5_moe_text"),
+    **{name: Composite(parts) for name, parts in PLAIN["composites"].items()},
 }

@@ -31,7 +31,8 @@ class Family:
     causal: whether tokens see only earlier ones. sinks: whether each query head has a learned logit. cross: whether the keys
     are an encoder's. scale: the factor of q.k if it is one number for all configs. prepare: the config's keys with those of
     nested objects, and with what depends on several keys, from (keys, the config's name, notes to add to). recurrence: the
-    operation of layers with a state. own_kinds: the kinds in layer_types besides those of attention.
+    operation of layers with a state. own_kinds: the kinds in layer_types besides those of attention. extra_tokens: how many
+    tokens an image has beside its patches, if its layers attend to all of them and have no bias.
     """
 
     defaults: Mapping[str, Any]
@@ -45,6 +46,7 @@ class Family:
     prepare: Prepare | None = None
     recurrence: str | None = None
     own_kinds: tuple[str, ...] = ()
+    extra_tokens: int | None = None
 
 
 NOT_READ: Any = object()

@@ -21,6 +21,8 @@ def image_layers(config: ModelConfig) -> tuple[LayerAttention, ...]:
     grid = _grid(config)
     if "depths" in config.fields:
         return _stages(config, grid)
+    if config.rules.extra_tokens is not None:
+        return _plain(config, grid, config.rules.extra_tokens)
     return _beit(config, grid) if "use_relative_position_bias" in config.fields else _windows(config, grid)
 
 
@@ -78,6 +80,15 @@ def _stages(config: ModelConfig, grid: tuple[int, int]) -> tuple[LayerAttention,
             kind = f"{'shifted ' * shifted}window {window}x{window}"
             layers.append(LayerAttention(kind, Full(), None, score, sizes._replace(masked=shifted)))
     return tuple(layers)
+
+
+def _plain(config: ModelConfig, grid: tuple[int, int], extra: int) -> tuple[LayerAttention, ...]:
+    """ViT's: the whole grid, and tokens that belong to no patch."""
+    heads, width = _heads(config)
+    extra += sum(whole(config, key, minimum=0) for key in config.fields if "token" in key)
+    sizes = LayerSizes(heads, width // heads, grid[0] * grid[1] + extra, 1)
+    layer = LayerAttention(f"grid {grid[0]}x{grid[1]}" + f" + {extra}" * (extra > 0), Full(), None, None, sizes)
+    return (layer,) * whole(config, "num_hidden_layers", maximum=10_000)
 
 
 def _beit(config: ModelConfig, grid: tuple[int, int]) -> tuple[LayerAttention, ...]:

@@ -84,7 +84,7 @@ def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
         sinks=rules.sinks,
         return_weights=flag(config, "output_attentions"),
         dtype=runtime_dtype,
-        positions=whole(config, "max_position_embeddings"),
+        positions=whole(config, "max_position_embeddings") if "max_position_embeddings" in f else None,
         cross=rules.cross,
         layers=layers,
         notes=tuple(notes),
@@ -144,7 +144,7 @@ def _scale(config: ModelConfig, head_dim: int) -> float | None:
         return positive(config, "softmax_scale")
     if "query_pre_attn_scalar" in f:
         return positive(config, "query_pre_attn_scalar") ** -0.5
-    if "attention_multiplier" in f:
+    if f.get("attention_multiplier") is not None:
         return positive(config, "attention_multiplier")
     if "scale_attn_weights" in f and not flag(config, "scale_attn_weights"):
         return 1.0

@@ -6,22 +6,20 @@ can't be represented is refused. `models/keys.py` has the tables.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, a_type, nearest, shown
+from ..errors import ConfigError, nearest, shown
 from ..names import checked_name
 from ..planning.notes import Note, note
-from ..strict_json import parse_json, read_text
+from .config_dict import as_dict
 from .default_notes import has_dims, is_noted
-from .families import ALIASES, COMPOSITES, FAMILIES, GLOBAL, PARTS, Family
+from .families import ALIASES, COMPOSITES, FAMILIES, GLOBAL, NESTED_PARTS, PARTS, Family
 from .keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
+from .nested_part import nested_part
 
-__all__ = ["ModelConfig", "as_dict", "is_model_config", "read_model_config"]
+__all__ = ["ModelConfig", "read_model_config"]
 
 # Keys that every family reads, and their defaults.
 _EVERYWHERE: dict[str, Any] = {"dtype": None, "output_attentions": False}
@@ -47,14 +45,6 @@ class ModelConfig:
         return ConfigError(f"{self.name}: {text}")
 
 
-def is_model_config(config: Any) -> bool:
-    """Whether this is a file, or a dict or object with a model_type."""
-    if isinstance(config, str | os.PathLike):
-        return True
-    kind = config.get("model_type") if isinstance(config, Mapping) else getattr(config, "model_type", None)
-    return isinstance(kind, str) and bool(kind)
-
-
 def read_model_config(
     config: Any,
     *,
@@ -62,11 +52,14 @@ def read_model_config(
     part: str | None = None,
     ignore: Collection[str] = (),
     name: str | None = None,
+    assume: str | None = None,
 ) -> ModelConfig:
     """Read a config: the path of a config.json or of its folder, a dict, or a transformers config object.
 
     family: read it as this family instead of its model_type. ignore: keys that are known not to concern attention. part:
-    'encoder', 'decoder' or 'cross' of an encoder-decoder. name: the config's name in messages.
+    'encoder', 'decoder' or 'cross' of an encoder-decoder; 'text', which is read without it, 'vision' or 'audio' of a model with
+    such configs. name: the config's name in messages. assume: the family to read an unknown model_type as, with a note; keys that
+    this family doesn't read are refused as always.
     Errors: ConfigError for anything that isn't a model's config, an unknown family, and keys that can't be represented or
     contradict each other.
     """
@@ -78,14 +71,16 @@ def read_model_config(
     notes: list[Note] = []
     nested = data.get("text_config") is not None
     if nested:
-        data = _text_part(data, name, family, notes)
-        name = f"{name}: text_config"
+        beside = part if part in NESTED_PARTS else "text"
+        data = nested_part(data, name, family, beside, notes, assume)
+        name = f"{name}: {beside}_config"
+        part = None if part == beside else part
     for key in data:
         checked_name(key, f"{name}: key")  # notes name keys
     for key in ignore:
         if key not in data:
             raise ConfigError(f"{name}: ignore names {shown(key)}, which the config doesn't have." + nearest(key, data))
-    model = _family(data, name, family, part, notes)
+    model = _family(data, name, family, part, notes, assume)
     prepare = FAMILIES[model].prepare
     if prepare is not None:
         data = dict(prepare(data, name, notes))
@@ -106,66 +101,9 @@ def read_model_config(
     return ModelConfig(name, model, fields, frozenset(declared), tuple(notes))
 
 
-def as_dict(config: Any) -> tuple[dict[str, Any], str]:
-    """A config's keys, and its name in messages."""
-    if isinstance(config, str | os.PathLike):
-        path = Path(config)
-        with contextlib.suppress(OSError, ValueError):  # an impossible file name: read_text reports it
-            path = path / "config.json" if path.is_dir() else path
-        data = parse_json(read_text(path, "the config.json of a model"), str(path), infinity=True)
-        if not isinstance(data, dict):
-            raise ConfigError(f"{path}: got {a_type(data)}; wanted the config.json of a model: an object.")
-        return data, str(path)
-    if isinstance(config, Mapping):
-        odd = [key for key in config if not isinstance(key, str)]
-        if odd:
-            raise ConfigError(f"model config: has the key {shown(odd[0])}; wanted strings, as in a config.json.")
-        return dict(config), "model config"
-    name = type(config).__name__
-    attributes = config.to_dict() if callable(getattr(config, "to_dict", None)) else getattr(config, "__dict__", None)
-    if not isinstance(attributes, Mapping):
-        raise ConfigError(f"model config: got {name}; wanted a path, a dict, or an object with a config's attributes.")
-    data = {key: value for key, value in attributes.items() if value is not None or key in ATTENTION}
-    if "model_type" not in data and isinstance(getattr(config, "model_type", None), str):
-        data["model_type"] = config.model_type  # transformers keeps it on the class
-    return data, name
-
-
-def _text_part(data: dict[str, Any], name: str, family: str | None, notes: list[Note]) -> dict[str, Any]:
-    kind, text = data.get("model_type"), data["text_config"]
-    if isinstance(text, str | os.PathLike | list | tuple | int | float):
-        raise ConfigError(f"{name}: text_config={shown(text)}; wanted an object.")
-    if not isinstance(text, Mapping):
-        text, _ = as_dict(text)
-    if not isinstance(kind, str) or kind not in COMPOSITES:
-        raise ConfigError(
-            f"{name}: model_type {shown(kind)} has a text_config, but attnops doesn't know what else its layers see; known: "
-            f"{', '.join(COMPOSITES)}. If its masks are those of text only, give the text_config itself."
-            + nearest(kind, COMPOSITES)
-        )
-    notes.append(note("model.text_config", kind=kind))
-    whole = COMPOSITES[kind]
-    if whole.leaves_out is not None:
-        notes.append(note("model.leaves_out", kind=kind, what=whole.leaves_out))
-    beside = [key for key, value in data.items() if not _of_the_whole(key) and not is_quiet(key, value)]
-    if beside:
-        notes.append(note("model.outside_text_config", keys=sorted(beside)))
-    text = dict(text)
-    if "dtype" not in text and "torch_dtype" not in text:
-        text |= {key: data[key] for key in ("dtype", "torch_dtype") if key in data}
-    if "model_type" not in text and family is None:
-        raise ConfigError(
-            f"{name}: text_config has no model_type; add it, or give its family, such as family={whole.text!r}."
-        )
-    return text
-
-
-def _of_the_whole(key: str) -> bool:
-    """Whether a key outside text_config is read, is another part, or is known not to concern attention."""
-    return key in ("model_type", "dtype", "torch_dtype") or key.endswith("_config") or kind_of_key(key) == "other"
-
-
-def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | None, notes: list[Note]) -> str:
+def _family(
+    data: Mapping[str, Any], name: str, family: str | None, part: str | None, notes: list[Note], assume: str | None
+) -> str:
     kind = data.get("model_type") if family is None else family
     if kind is not None and not isinstance(kind, str):
         raise ConfigError(
@@ -182,8 +120,13 @@ def _family(data: Mapping[str, Any], name: str, family: str | None, part: str | 
             f"{name}: model_type {kind!r} is multimodal, and its text_config, which has the keys of its layers, is missing. If "
             f"these are those keys, give family={COMPOSITES[kind].text!r}."
         )
+    if assume is not None and assume not in known:
+        raise ConfigError(f"{name}: assume={shown(assume)}; wanted one of {', '.join(known)}." + nearest(assume, known))
+    if kind not in known and assume is not None and family is None:
+        notes.append(note("model.assumed", kind=kind, family=assume))
+        kind = assume
     if kind not in known:
-        hint = "" if family else " If its attention is that of one of these, give it as family=."
+        hint = "" if family else " If its attention is that of one of these, give it as assume= or family=."
         raise ConfigError(
             f"{name}: {'family' if family else 'model_type'} {shown(kind)} is not one that attnops can read; known: "
             f"{', '.join(known)}." + (nearest(kind, known) or hint)

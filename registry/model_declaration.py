@@ -10,9 +10,10 @@ from typing import Any, Self
 import jax
 
 from ..errors import ConfigError, is_whole, shown
+from ..models.config_dict import as_dict
 from ..models.layers import LayerAttention
 from ..models.model_attention import model_attention
-from ..models.model_config import as_dict, read_model_config
+from ..models.model_config import read_model_config
 from ..planning.cache.kept_states import KeptState
 from ..planning.cache.layer_groups import LayerGroup, layer_groups
 from .declaration import LATENT_SIZES, Declaration
@@ -93,13 +94,14 @@ class ModelDeclaration:
         family: str | None = None,
         part: str | None = None,
         ignore: Collection[str] = (),
+        assume: str | None = None,
     ) -> Self:
         """Read a config: the path of a config.json or its folder, a dict, or a transformers config object.
 
         operation, metadata: those of every declaration. `metadata` overrides the config, and the names that OperationMetadata
         takes from any config (attn_dtype, mesh and so on) override those of transformers. batch, q_len, kv_len, mode, dtype,
         layout: those of the call. If q_len and kv_len differ, the queries are the last of kv_len tokens, and a decode or
-        insert has kv_lengths. family, part, ignore: see read_model_config. Errors: ConfigError.
+        insert has kv_lengths. family, part, ignore, assume: see read_model_config. Errors: ConfigError.
         """
         data, name = as_dict(config)
         for argument, size in (("batch", batch), ("q_len", q_len), ("kv_len", kv_len)):
@@ -108,7 +110,7 @@ class ModelDeclaration:
         if metadata is not None and not isinstance(metadata, Mapping):
             raise ConfigError(f"metadata={shown(metadata)}; wanted a dict of OperationMetadata's fields.")
         framework_fields = {key: data.pop(key) for key in PICKUP.values() if key in data}
-        read = read_model_config(data, family=family, part=part, ignore=ignore, name=name)
+        read = read_model_config(data, family=family, part=part, ignore=ignore, name=name, assume=assume)
         attention = model_attention(read, dtype)
         call = model_call(attention, batch=batch, q_len=q_len, kv_len=kv_len, mode=mode, layout=layout)
         metadata_fields = metadata_of(attention) | _of_framework(framework_fields) | dict(metadata or {})

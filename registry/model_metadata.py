@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError, ConfigWarning, a_type
+from ..models.config_dict import as_dict, is_model_config
 from ..models.model_attention import ModelAttention, model_attention
-from ..models.model_config import as_dict, is_model_config, read_model_config
+from ..models.model_config import read_model_config
 from .kinds import pick
 from .unset import UNSET
 

@@ -308,7 +308,7 @@ def test_what_was_decided_is_told() -> None:
     assert fields <= set(notes["model.defaults"]["fields"])
     assert notes["model.unknown_keys"] == {"keys": ["my_new_thing"]}
     notes = _notes(MODELS / "gemma-3-4b-it.json")
-    assert notes["model.text_config"] == {"kind": "gemma3"}
+    assert notes["model.nested_config"] == {"key": "text_config", "kind": "gemma3"}
     assert "num_attention_heads=8" in notes["model.defaults"]["fields"]
     assert "model.leaves_out" in notes
     assert _notes(MODELS / "llama-3.1-8b.json") == {}

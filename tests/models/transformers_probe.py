@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -235,17 +236,47 @@ def layers_of(model_type: str, said: dict[str, Any]) -> dict[str, list[dict[str,
     By part of the model: 'encoder', 'decoder' and 'cross' of an encoder-decoder, else ''.
     """
     import torch
+
+    tokens = torch.full((1, LENGTH), 3)
+    given: dict[str, Any] = {"input_ids": tokens}
+    if model_type == "whisper":  # two frames make one position
+        given = {"input_features": torch.zeros(1, said["num_mel_bins"], 2 * LENGTH), "decoder_input_ids": tokens}
+    elif "encoder_layers" in said:
+        given |= {"decoder_input_ids": tokens}
+    calls = caught(config_of(model_type, said), lambda model: given)
+    for call in calls:
+        del call["more"]
+    if "encoder_layers" not in said:
+        return {"": calls}
+    count = said["encoder_layers"]
+    return {"encoder": calls[:count], "decoder": calls[count::2], "cross": calls[count + 1 :: 2]}
+
+
+def caught(config: Any, inputs: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every call of attention in one step of training, in order, with the names of what else it is passed as `more`.
+
+    A row that sees other than one run of keys makes `rows` None.
+    """
+    import torch
     from transformers import AttentionInterface, AutoModel
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
     calls: list[dict[str, Any]] = []
 
     def catch(
-        module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, dropout: Any = 0.0, **more: Any
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any = None,
+        scaling: Any = None,
+        dropout: Any = 0.0,
+        **more: Any,
     ) -> Any:
         if scaling == 1.0 and hasattr(module, "scaling"):
             scaling = module.scaling  # opt and whisper scale the query before this
-        visible = torch.ones(LENGTH, LENGTH) if mask is None else mask[0, 0] == 0
+        visible = torch.ones(query.shape[2], key.shape[2]) if attention_mask is None else attention_mask[0, 0] == 0
+        rows = [_row(row.nonzero()[:, 0].tolist()) for row in visible.expand(query.shape[2], -1)]
         calls.append(
             {
                 "q_heads": query.shape[1],
@@ -256,31 +287,30 @@ def layers_of(model_type: str, said: dict[str, Any]) -> dict[str, list[dict[str,
                 "soft_cap": more.get("softcap"),
                 "sinks": None if more.get("s_aux") is None else list(more["s_aux"].shape),
                 "dropout": dropout,
-                "rows": [_row(row.nonzero()[:, 0].tolist()) for row in visible],
+                "rows": None if None in rows else rows,
+                "more": sorted(name for name, value in more.items() if value is not None and name not in _PLAIN_NAMES),
             }
         )
         return torch.zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register("attnops_probe", catch)
     AttentionMaskInterface.register("attnops_probe", eager_mask)
-    model = AutoModel.from_config(config_of(model_type, said), attn_implementation="attnops_probe", **_PLAIN).train()
-    tokens = torch.full((1, LENGTH), 3)
-    if model_type == "whisper":  # two frames make one position
-        model(torch.zeros(1, said["num_mel_bins"], 2 * LENGTH), decoder_input_ids=tokens)
-    elif "encoder_layers" in said:
-        model(tokens, decoder_input_ids=tokens)
-    else:
-        model(tokens)
-    if "encoder_layers" not in said:
-        return {"": calls}
-    count = said["encoder_layers"]
-    return {"encoder": calls[:count], "decoder": calls[count::2], "cross": calls[count + 1 :: 2]}
+    model = AutoModel.from_config(config, attn_implementation="attnops_probe", **_PLAIN).train()
+    model(**inputs(model))
+    return calls
 
 
-def _row(seen: list[int]) -> list[int]:
-    """First and last visible key. Every mask here is an interval in each row; anything else is an error."""
-    assert seen == list(range(seen[0], seen[-1] + 1)), seen
-    return [seen[0], seen[-1]]
+# What transformers passes its functions beside the above, which the mask or the call already has.
+_PLAIN_NAMES = (
+    "softcap", "s_aux", "is_causal", "sliding_window", "position_ids", "use_cache", "cache_position", "output_attentions",
+    "output_hidden_states", "return_dict",
+)  # fmt: skip
+
+
+def _row(seen: list[int]) -> list[int] | None:
+    """First and last visible key; None if they aren't one run."""
+    whole = bool(seen) and seen == list(range(seen[0], seen[-1] + 1))
+    return [seen[0], seen[-1]] if whole else None
 
 
 def main() -> None:

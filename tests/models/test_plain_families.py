@@ -1,0 +1,163 @@
+"""Families made from transformers: what attnops declares is what transformers' own models were caught calling.
+
+tools/plain_families.py recorded plain_truth.json, where a key that matters is changed once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plain_cases import declared_calls
+
+from attnops import ModelDeclaration
+from attnops.errors import ConfigError
+from attnops.models.families import ALIASES, COMPOSITES, FAMILIES
+from attnops.models.plain_families import PLAIN, PLAIN_FAMILIES
+
+ROOT = Path(__file__).parents[2]
+RECORD = json.loads((ROOT / "tests" / "data" / "plain_truth.json").read_text())
+CASES = {f"{case['config']['model_type']}-{number}": case for number, case in enumerate(RECORD["cases"])}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layer_is_as_transformers_runs_it(name: str) -> None:
+    case = CASES[name]
+    wanted = [case["kinds"][number] for number in case["layers"]]
+    found = declared_calls(case["config"], length=len(wanted[0]["rows"]))
+    assert [call | {"scale": pytest.approx(call["scale"], rel=1e-5)} for call in found] == wanted
+
+
+def test_the_record_has_every_family_and_what_its_keys_change() -> None:
+    assert {case["config"]["model_type"] for case in RECORD["cases"]} == set(PLAIN_FAMILIES)
+    assert RECORD["transformers"] == PLAIN["transformers"]
+    changing = {"num_key_value_heads", "head_dim", "is_causal", "attention_multiplier", "query_pre_attn_scalar"}
+    for name, family in PLAIN_FAMILIES.items():
+        own = {meant: key for key, meant in family.names.items()}
+        said = [case["config"] for case in RECORD["cases"] if case["config"]["model_type"] == name]
+        for key in changing & family.defaults.keys() - (
+            {"head_dim"} if "qk_rope_head_dim" in family.defaults else set()
+        ):
+            values = {json.dumps(config.get(own.get(key, key))) for config in said}
+            assert len(values) > 1, (name, key)
+
+
+def test_each_type_is_read_in_one_way_or_has_a_reason() -> None:
+    by_hand = {name.partition(" ")[0] for name in FAMILIES} - set(PLAIN_FAMILIES)
+    kinds = [by_hand, set(PLAIN_FAMILIES), set(ALIASES), set(COMPOSITES)]
+    assert sum(map(len, kinds)) == len(set().union(*kinds))
+    assert sum(map(len, kinds)) > 250
+    assert not set().union(*kinds) & set(PLAIN["unread"])
+    assert all(PLAIN["unread"].values())
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "wav2vec2-conformer", "grounding-dino"])
+def test_a_type_that_is_not_read_is_refused(name: str) -> None:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    with pytest.raises(ConfigError, match="model_type"):
+        ModelDeclaration.from_config({"model_type": name, "text_config": {"model_type": "bert"}} | sizes)
+    with pytest.raises(ConfigError, match="model_type"):
+        ModelDeclaration.from_config({"model_type": name} | sizes)
+
+
+_CLIP: dict[str, Any] = {
+    "model_type": "clip",
+    "dtype": "float32",
+    "text_config": {"model_type": "clip_text_model", "num_hidden_layers": 3},
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "image_size": 224,
+        "patch_size": 32,
+        "num_attention_heads": 12,
+    },
+}
+
+
+def test_the_parts_of_a_composite() -> None:
+    text = ModelDeclaration.from_config(_CLIP, q_len=77)
+    assert (text.family, len(text.layers)) == ("clip_text_model", 3)
+    assert text.layer(0).declaration.call.mask.describe() == "causal"
+    assert ModelDeclaration.from_config(_CLIP, q_len=77, part="text").distinct == text.distinct
+    vision = ModelDeclaration.from_config(_CLIP, part="vision")
+    call = vision.layer(0).declaration.call
+    assert vision.family == "clip_vision_model"
+    assert (call.q_len, call.q_heads, call.mask.describe()) == (50, 12, "full")
+
+
+@pytest.mark.parametrize(
+    ("config", "part", "told"),
+    [
+        (_CLIP, "audio", "text, vision"),
+        (_CLIP, "encoder", "clip_text_model has one attention"),
+        (_CLIP | {"vision_config": 3}, "vision", "vision_config=3"),
+        (_CLIP | {"vision_config": {"image_size": 224}}, "vision", "family='clip_vision_model'"),
+    ],
+)
+def test_parts_that_are_not_there(config: dict[str, Any], part: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ModelDeclaration.from_config(config, part=part)
+
+
+def test_tokens_beside_the_patches() -> None:
+    config = {"model_type": "dinov2_with_registers", "image_size": 224, "patch_size": 14, "num_register_tokens": 4}
+    config |= {"num_hidden_layers": 12, "num_attention_heads": 6, "hidden_size": 384}
+    assert ModelDeclaration.from_config(config).layer(0).declaration.call.q_len == 16 * 16 + 1 + 4
+    assert ModelDeclaration.from_config(config).layer(0).kind == "grid 16x16 + 5"
+    with pytest.raises(ConfigError, match="num_register_tokens"):
+        ModelDeclaration.from_config(config | {"num_register_tokens": -1})
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    spec = importlib.util.spec_from_file_location("model_types", ROOT / "tools" / "model_types.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    page = (ROOT / "docs" / "model-types.md").read_text(encoding="utf-8")
+    assert page == tool.updated(page), "run `python tools/model_types.py --write`"
+
+
+_NEW = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "dtype": "bfloat16",
+}
+
+
+def test_an_unknown_type_is_read_as_what_is_assumed() -> None:
+    config = {"model_type": "brand_new"} | _NEW
+    with pytest.raises(ConfigError, match="assume="):
+        ModelDeclaration.from_config(config)
+    read = ModelDeclaration.from_config(config, assume="llama", q_len=8)
+    assert read.distinct == ModelDeclaration.from_config(config, family="llama", q_len=8).distinct
+    (note,) = [note for note in read.notes if note.code == "model.assumed"]
+    assert note.values == {"kind": "brand_new", "family": "llama"}
+    assert note.severity != "info"
+
+
+def test_what_is_assumed_changes_nothing_of_a_known_type() -> None:
+    config = {"model_type": "qwen2"} | _NEW
+    read = ModelDeclaration.from_config(config, assume="llama")
+    assert read.family == "qwen2"
+    assert "model.assumed" not in [note.code for note in read.notes]
+
+
+@pytest.mark.parametrize("key", ["sliding_window", "attn_logit_softcapping", "linear_attn_ratio", "layer_types"])
+def test_an_assumption_does_not_drop_a_key(key: str) -> None:
+    value: Any = ["sliding_attention"] * 2 if key == "layer_types" else 4
+    with pytest.raises(ConfigError, match=key):
+        ModelDeclaration.from_config({"model_type": "brand_new", key: value} | _NEW, assume="llama")
+
+
+def test_an_unknown_composite_is_read_as_text() -> None:
+    nested = {"model_type": "brand_new_vl", "text_config": {"model_type": "qwen2"} | _NEW}
+    read = ModelDeclaration.from_config(nested, assume="llama", q_len=8)
+    assert read.family == "qwen2"
+    assert "model.assumed_masks" in [note.code for note in read.notes]
+    with pytest.raises(ConfigError, match="assume='lama'"):
+        ModelDeclaration.from_config(nested | {"text_config": {"model_type": "new"} | _NEW}, assume="lama")
