@@ -21,7 +21,7 @@ with extra("flax"):
 __all__ = ["LinenAttention", "attention_fn"]
 
 
-def attention_fn(declared: Declared, *, score: Score | None = None, **metadata: Any) -> Callable[..., jax.Array]:
+def attention_fn(declared: Declared, *, score: Score | None = None, **metadata: Any) -> LinenAttention:
     """The `attention_fn` of a linen.MultiHeadDotProductAttention that runs the declared attention.
 
     declared: an Attention, a Declaration, its dict, or the path of its JSON file. metadata: fields of OperationMetadata that
@@ -32,7 +32,8 @@ def attention_fn(declared: Declared, *, score: Score | None = None, **metadata: 
     if attention.enabled:
         return LinenAttention(attention, score)
     refuse_score(score)
-    return linen.dot_product_attention
+    own: Any = linen.dot_product_attention  # to a type checker it has `attention` too
+    return own
 
 
 class LinenAttention(FlaxAttention):

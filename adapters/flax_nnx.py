@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ with extra("flax"):
 __all__ = ["NnxAttention", "attention_fn"]
 
 
-def attention_fn(declared: Declared, *, score: Score | None = None, **metadata: Any) -> Callable[..., jax.Array]:
+def attention_fn(declared: Declared, *, score: Score | None = None, **metadata: Any) -> NnxAttention:
     """The `attention_fn` of an nnx.MultiHeadAttention that runs the declared attention.
 
     declared: an Attention, a Declaration, its dict, or the path of its JSON file. metadata: fields of OperationMetadata that
@@ -30,7 +29,8 @@ def attention_fn(declared: Declared, *, score: Score | None = None, **metadata: 
     if attention.enabled:
         return NnxAttention(attention, score)
     refuse_score(score)
-    return nnx.dot_product_attention
+    own: Any = nnx.dot_product_attention  # to a type checker it has `attention` too
+    return own
 
 
 class NnxAttention(FlaxAttention):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,44 @@ _JAXS = {
     "xla": "'vanilla' is attention on plain XLA",
     "cudnn": "'sdpa' is jax.nn's own, which takes cuDNN on CUDA",
 }
+
+
+class _Options(TypedDict, total=False):
+    """The keywords of dot_product_attention less return_residual, for its overloads."""
+
+    scale: float | None
+    is_causal: bool
+    query_seq_lengths: Int[Array, "*batch"] | None
+    key_value_seq_lengths: Int[Array, "*batch"] | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    implementation: Implementation | None
+    score: Score | None
+
+
+@overload
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = ...,
+    mask: jax.Array | None = ...,
+    *,
+    return_residual: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = ...,
+    mask: jax.Array | None = ...,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def dot_product_attention(

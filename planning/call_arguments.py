@@ -10,7 +10,7 @@ import numpy as np
 from ..masks import Mask
 from ..scores import Score
 
-__all__ = ["CALL_ARGUMENTS", "CALL_OPTIONS", "CallArguments", "CallArray"]
+__all__ = ["CALL_ARGUMENTS", "CALL_OPTIONS", "CallArguments", "CallArray", "CallOptions", "PlainArguments"]
 
 # A ShapeDtypeStruct is for planning only.
 CallArray: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
@@ -30,9 +30,7 @@ class _CallArrays(TypedDict, total=False):
     dropout_rng: CallArray | None
 
 
-class CallOptions(TypedDict, total=False):
-    """The static arguments, which are compiled in. A declaration file has a field for each."""
-
+class _OtherOptions(TypedDict, total=False):
     causal: bool | None
     sliding_window: int | tuple[int | None, int | None] | None
     query_offset: int | CallArray | None  # an array, with one value per row, isn't static
@@ -40,10 +38,19 @@ class CallOptions(TypedDict, total=False):
     logits_soft_cap: float | None
     dropout_prob: float | None
     deterministic: bool
-    return_weights: bool
-    return_lse: bool
     mode: str | None
     layout: str
+
+
+class CallOptions(_OtherOptions, total=False):
+    """The static arguments, which are compiled in. A declaration file has a field for each."""
+
+    return_weights: bool
+    return_lse: bool
+
+
+class PlainArguments(_CallArrays, _OtherOptions, total=False):
+    """The keyword arguments of a call, less those that say what it returns."""
 
 
 class CallArguments(_CallArrays, CallOptions, total=False):

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
+import jax
 from pydantic import GetCoreSchemaHandler, TypeAdapter
-from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
+from pydantic_core import CoreSchema
 
-from ...drawing.html import code, fragment, heading, pictures, rows
-from ...errors import AttnOpsError, ConfigError, InputTypeError
-from ...planning.call_arguments import CallArguments, CallArray
+from ...errors import ConfigError, InputTypeError
+from ...planning.call_arguments import CallArguments, CallArray, PlainArguments
 from ...planning.score_operands import captured_names
 from ...registry import OperationMetadata, OperationRegistry
 from ...registry.declaration import Declaration
@@ -23,7 +23,9 @@ from ...scores import Score
 from ..call.arguments import check_names, takes_call_arguments
 from ..call.arrays import is_array
 from ..call.output import AttentionOutput
+from .attention_forms import attention_html, attention_schema
 from .attention_keywords import parse_attention
+from .attention_types import ArrayOperation, AttentionKeywords
 from .declared_options import call_options, step_options
 from .declared_recurrence import declared_call
 
@@ -56,6 +58,12 @@ class Attention:
     declared arrays that are missing.
     """
 
+    @overload
+    def __init__(self, declared: ArrayOperation, **keywords: Unpack[AttentionKeywords]) -> None: ...
+
+    @overload
+    def __init__(self, declared: Declaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None: ...
+
     def __init__(self, declared: Declaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None:
         self.declaration, metadata, self._stated = parse_attention(declared, keywords)
         if self.declaration.latent is not None:
@@ -87,10 +95,30 @@ class Attention:
         """Whether the file or the program specifies a field of the metadata, so that its value isn't just a default."""
         return field in self._stated
 
+    # fmt: off
+    @overload
+    def __call__(
+        self, query: CallArray, key: CallArray, value: CallArray, *, return_weights: Literal[True], return_lse: Literal[True],
+        **call: Unpack[PlainArguments]
+    ) -> AttentionOutput[jax.Array, jax.Array, Plan]: ...
+
+    @overload
+    def __call__(
+        self, query: CallArray, key: CallArray, value: CallArray, *, return_weights: Literal[False] = ...,
+        return_lse: Literal[True], **call: Unpack[PlainArguments]
+    ) -> AttentionOutput[jax.Array | None, jax.Array, Plan]: ...
+
+    @overload
+    def __call__(
+        self, query: CallArray, key: CallArray, value: CallArray, *, return_weights: Literal[True],
+        return_lse: Literal[False] = ..., **call: Unpack[PlainArguments]
+    ) -> AttentionOutput[jax.Array, jax.Array | None, Plan]: ...
+    # fmt: on
+
     @overload
     def __call__(
         self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]
-    ) -> AttentionOutput: ...
+    ) -> AttentionOutput[jax.Array | None, jax.Array | None, Plan]: ...
 
     @overload
     def __call__(
@@ -247,30 +275,7 @@ class Attention:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[Self], handler: GetCoreSchemaHandler) -> CoreSchema:
-        declaration = handler.generate_schema(Declaration)
-
-        def read(value: Any) -> Attention:
-            if isinstance(value, cls):
-                return value
-            if not isinstance(value, Declaration | Mapping):
-                raise ConfigError(
-                    f"got {type(value).__name__}; wanted an Attention, a Declaration, or an object of its fields."
-                )
-            try:
-                return cls(value)
-            except AttnOpsError as error:  # some aren't a ValueError, which pydantic requires
-                raise ValueError(str(error)) from None
-
-        def write(value: Any) -> Declaration:
-            if not isinstance(value, cls):  # pydantic tries the branches of a union in turn
-                raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} isn't a {cls.__name__}")
-            return value.declared()
-
-        return core_schema.no_info_plain_validator_function(
-            read,
-            json_schema_input_schema=declaration,
-            serialization=core_schema.plain_serializer_function_ser_schema(write, return_schema=declaration),
-        )
+        return attention_schema(cls, handler)
 
     def __repr__(self) -> str:
         data = self.declared().to_dict()
@@ -280,13 +285,7 @@ class Attention:
         return f"Attention({json.dumps(data, allow_nan=False)})"
 
     def _repr_html_(self) -> str:
-        mask = self.declaration.call.mask
-        plans = [("plan", f"{p.implementation or 'refused'}: {p.problem.describe()}") for p in self.plans]
-        score = self.declaration.call.score
-        drawn = [] if mask is None else [pictures([mask.draw().svg()])]
-        if score is not None and all(x is not None for x in score.with_heads(1).arrays()):
-            drawn.append(pictures([score.draw(heads=self.declaration.call.q_heads).svg()]))
-        return fragment([heading("Attention"), code(self.declared().to_json()), *drawn, rows(plans)])
+        return attention_html(self.declared(), self.plans)
 
 
 # For when pydantic looks at the value instead of the field's type (Any, serialize_as_any).

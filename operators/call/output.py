@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, Generic, NoReturn
 
 import jax
+from typing_extensions import TypeVar  # with defaults, which typing has from Python 3.13 on
 
 from ...compat import tree_of
 from ...drawing.html import fragment, heading, rows
@@ -17,10 +18,15 @@ from ...pytree_export import exported
 __all__ = ["AttentionOutput"]
 
 
+Weights = TypeVar("Weights", bound="jax.Array | None", default="jax.Array | None", covariant=True)
+Lse = TypeVar("Lse", bound="jax.Array | None", default="jax.Array | None", covariant=True)
+Ran = TypeVar("Ran", bound="Plan | None", default="Plan | None", covariant=True)
+
+
 @exported()
 @tree_of(["attention_outputs", "attention_weights", "lse"], dropped=["plan"])
 @dataclass(frozen=True)
-class AttentionOutput:
+class AttentionOutput(Generic[Weights, Lse, Ran]):
     """The results of one attention call; a JAX pytree. `outputs, weights, lse = attend(...)` unpacks it.
 
     attention_outputs: in the query's layout, with the value's head dim.
@@ -33,12 +39,12 @@ class AttentionOutput:
     """
 
     attention_outputs: jax.Array
-    attention_weights: jax.Array | None = None
-    lse: jax.Array | None = None
-    plan: Plan | None = field(default=None, kw_only=True)
+    attention_weights: Weights = None  # type: ignore[assignment]
+    lse: Lse = None  # type: ignore[assignment]
+    plan: Ran = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     def _repr_html_(self) -> str:
-        arrays = {
+        arrays: dict[str, jax.Array | None] = {
             "attention_outputs": self.attention_outputs,
             "attention_weights": self.attention_weights,
             "lse": self.lse,
@@ -54,7 +60,7 @@ class AttentionOutput:
             "or another of attention_outputs, attention_weights, lse or plan."
         )
 
-    def __iter__(self) -> Iterator[jax.Array | None]:
+    def __iter__(self) -> Iterator[Any]:  # each an array or None: no annotation says which
         return iter((self.attention_outputs, self.attention_weights, self.lse))
 
 

@@ -1,0 +1,31 @@
+"""The names that a type checker knows are those that Attention accepts. `make types` checks the types themselves."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from attnops import Attention
+from attnops.operators.api.attention_types import ArrayOperation, AttentionKeywords
+from attnops.planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS, CallArguments, PlainArguments
+from attnops.registry import OperationRegistry
+from attnops.registry.metadata import METADATA_ARGUMENTS
+
+OWN = {name: OperationRegistry.get(name) for name in get_args(ArrayOperation)}
+
+
+def test_the_operations_are_those_over_arrays() -> None:
+    every = {name: OperationRegistry.get(name) for name in OperationRegistry.names()}
+    own = {name for name, op in every.items() if op.__module__.startswith("attnops.")}
+    assert set(OWN) == {n for n in own if every[n].family == "attention" and every[n].keys_in == "arrays"}
+
+
+def test_the_keywords_are_those_that_are_accepted() -> None:
+    configs = {field for op in OWN.values() for field in op.config.model_fields} - {"operation", "schema_version"}
+    accepted = {"mask", "score", *CALL_OPTIONS, *METADATA_ARGUMENTS, "metadata", *configs}
+    assert set(AttentionKeywords.__annotations__) == accepted
+    assert Attention("splash", block_q=256).declaration.operation == "splash"
+
+
+def test_plain_arguments_lack_only_what_says_what_is_returned() -> None:
+    assert {*CallArguments.__annotations__} - {*PlainArguments.__annotations__} == {"return_weights", "return_lse"}
+    assert {*CALL_ARGUMENTS} == {"query", "key", "value", *CallArguments.__annotations__}
