@@ -6,6 +6,7 @@
 # make test-gpu   the conformance tests on this machine's NVIDIA GPU
 # make lint       style                             make types      static types
 # make docs       the manual, into site/            make packages   both distributions, built, installed and tried
+# make release-check   build the release, and try it with each Python that is here
 # make clean      remove all that make has made
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ PACKAGES   := .venv-packages
 
 .DEFAULT_GOAL := run
 .NOTPARALLEL:
-.PHONY: run decoder hybrid serve test test-all test-easydel test-gpu lint types docs packages clean
+.PHONY: run decoder hybrid serve test test-all test-easydel test-gpu lint types docs packages release-check clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -98,8 +99,7 @@ docs: $(TEST_STAMP)
 packages: | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
 	rm -rf dist $(PACKAGES)
-	$(BIN)/python -m build
-	$(BIN)/python packaging/core/build.py dist
+	$(BIN)/python packaging/distributions.py dist
 	for name in attnops attnops_core; do \
 		$(BIN)/python -m venv $(PACKAGES)/$$name && \
 		$(PACKAGES)/$$name/bin/python -m pip install --quiet --disable-pip-version-check dist/$$name-[0-9]*.whl && \
@@ -108,6 +108,11 @@ packages: | $(BIN)/python
 	done
 	$(PACKAGES)/attnops/bin/python -c "import attnops; print(attnops.OperationMetadata().partition_manager)"
 	! $(PACKAGES)/attnops_core/bin/python -c "import eformer" 2>/dev/null
+
+# Before a release: both distributions with each Python that is here. make release-check ARGS=--publish fails for placeholders.
+release-check: | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine
+	$(BIN)/python packaging/release_check.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(EASYDEL) $(PACKAGES) decoder.png serve.png .api .types build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

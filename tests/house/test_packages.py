@@ -68,7 +68,7 @@ def test_every_file_that_names_a_version_names_this_one() -> None:
     assert first.startswith(f"## [{version}] - ")
 
 
-CORE = runpy.run_path(str(ROOT / "packaging" / "core" / "build.py"))["core_pyproject"]
+CORE = runpy.run_path(str(ROOT / "packaging" / "distributions.py"))["core_pyproject"]
 
 
 def test_attnops_core_is_attnops_without_eformer() -> None:

@@ -1,0 +1,70 @@
+"""What a release is made of: links and URLs from one address, and workflows that pin what they run."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = runpy.run_path(str(ROOT / "packaging" / "distributions.py"))
+WHERE = {"repository": "https://host.test/a/b", "documentation": "https://host.test/docs", "branch": "main"}
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def test_the_readme_of_the_package_index_has_no_relative_link() -> None:
+    readme = BUILD["absolute_links"]((ROOT / "README.md").read_text(encoding="utf-8"), WHERE)
+    links = re.findall(r"\]\(([^)\s]+)\)", readme)
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith(("https://host.test/a/b/", "#", "https://"))] == []
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", readme)
+    assert pictures
+    assert all(link.startswith("https://host.test/a/b/raw/main/docs/pictures/") for link in pictures)
+
+
+def test_a_link_to_a_file_that_is_not_there() -> None:
+    with pytest.raises(SystemExit, match=r"docs/none\.md"):
+        BUILD["absolute_links"]("[x](docs/none.md#a)", WHERE)
+    assert (
+        BUILD["absolute_links"]("[x](LICENSE) [y](#z)", WHERE) == "[x](https://host.test/a/b/blob/main/LICENSE) [y](#z)"
+    )
+
+
+def test_the_project_urls() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    urls = tomllib.loads(BUILD["with_urls"](text, WHERE))["project"]["urls"]
+    assert urls == {
+        "Documentation": "https://host.test/docs",
+        "Source": "https://host.test/a/b",
+        "Issues": "https://host.test/a/b/issues",
+        "Changelog": "https://host.test/a/b/blob/main/CHANGELOG.md",
+    }
+    assert "urls" not in tomllib.loads(text)["project"]  # they come from packaging/address.toml alone
+
+
+def test_a_placeholder_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
+    monkeypatch.delitem(sys.modules, "distributions", raising=False)
+    check = runpy.run_path(str(ROOT / "packaging" / "release_check.py"))
+    told = check["unpublishable"]()
+    placeholders = [key for key, url in BUILD["address"]().items() if BUILD["PLACEHOLDER"] in url]
+    assert len([one for one in told if "address.toml" in one]) == len(placeholders)
+    monkeypatch.delitem(sys.modules, "distributions", raising=False)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_actions_are_pinned_and_may_do_little(path: Path) -> None:
+    text = path.read_text()
+    used = re.findall(r"uses: (\S+)", text)
+    assert used
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action in used)
+    assert re.search(r"^permissions:\n  contents: read$", text, re.MULTILINE)
+
+
+def test_one_action_has_one_commit() -> None:
+    used = {action for path in WORKFLOWS for action in re.findall(r"uses: (\S+)", path.read_text())}
+    assert len({action.partition("@")[0] for action in used}) == len(used)
