@@ -11,7 +11,8 @@ from jax import lax
 
 from .config import DeltaRuleConfig, LinearConfig
 from .kernel.convolution import causal_conv, conv_over_rows, last_tokens
-from .kernel.over_rows import over_rows
+from .kernel.gates import Gates, Ungated, normalised, step_of, strength_of
+from .kernel.over_rows import one_token_of_each, over_rows
 from .kernel.selective_scan import selective_scan
 from .local import Affine, RecurrentCall, passed_on
 
@@ -24,31 +25,20 @@ def _float(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-def _normalised(x: jax.Array, eps: float) -> jax.Array:
-    wide = _float(x)
-    return (wide * lax.rsqrt(jnp.sum(wide * wide, -1, keepdims=True) + np.float32(eps))).astype(x.dtype)
-
-
 def _by_heads(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 2, 1)
 
 
-def _recurrence(
-    call: RecurrentCall,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    decay: jax.Array,
-    beta: jax.Array | None,
-    scale: float,
-) -> tuple[jax.Array, jax.Array]:
-    """(outputs [batch, tokens, heads, value_dim], state in float32). decay [batch, tokens, heads, dim or 1]: the log decay."""
-    batch, _, heads, value_dim = value.shape
-    dim = key.shape[3]
-    size = call.config.chunk_size
-    initial = call.arrays.get("initial_state")
+def _recurrence(call: RecurrentCall, given: Ungated, gates: Gates, scale: float) -> tuple[jax.Array, jax.Array]:
+    """(outputs [batch, tokens, heads, value_dim], state in float32, or the slots of a step)."""
+    batch, _, heads, value_dim = given.value.shape
+    dim, initial = given.key.shape[3], call.arrays.get("initial_state")
+    if call.rows is not None and call.rows.longest == 1 and call.token is not None:
+        return _of_each_row(call, given, gates, scale)
+    query, key, value, decay, beta = _gated(call, given, gates)
     if call.rows is not None:
         return _over_slots(call, (query, key, value, decay, *(() if beta is None else (beta,))), scale)
+    size = call.config.chunk_size
     arrays = [_by_heads(x) for x in (query, key, value, decay)]
     by_head = None if beta is None else _by_heads(beta)
     after = None
@@ -58,6 +48,36 @@ def _recurrence(
     run = functools.partial(call.chunked, scale=scale, chunk_size=size)
     outputs, state = run(arrays[0], arrays[1], arrays[2], arrays[3], by_head, initial, call.document)
     return jnp.moveaxis(outputs, 1, 2), state if after is None else after
+
+
+def _gated(
+    call: RecurrentCall, given: Ungated, gates: Gates
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """(query, key, value, log decay [batch, tokens, heads, dim or 1], beta), where tokens that don't count change nothing."""
+    query, key, value, beta = given.query, given.key, given.value, given.beta
+    if gates.normalise_eps is not None:
+        query, key = (normalised(x, gates.normalise_eps).astype(x.dtype) for x in (query, key))
+    step = step_of(gates, given.decay, None if given.bias is None else given.bias[None, None])
+    decay = step if given.rate is None else given.rate.reshape(1, 1, -1, *[1] * (step.ndim - 3)) * step
+    decay = decay[..., None] if decay.ndim == 3 else decay
+    strength = None if beta is None else strength_of(gates, beta)
+    if call.valid is not None:
+        decay = jnp.where(call.valid[..., None, None], decay, 0)
+        step = jnp.where(call.valid[..., None], step, 0) if gates.steps else step
+        strength = None if strength is None else jnp.where(call.valid[..., None], strength, 0)
+    if gates.steps:  # of Mamba, whose factors are in float32
+        query, key, value = _float(query), _float(key), step[..., None] * _float(value)
+    return query, key, value, decay, strength
+
+
+def _of_each_row(call: RecurrentCall, given: Ungated, gates: Gates, scale: float) -> tuple[jax.Array, jax.Array]:
+    """(outputs, slots) of a step with one token of each row, whose gates are the kernel's too."""
+    assert call.rows is not None
+    assert call.token is not None
+    arrays = (given.query, given.key, given.value, given.decay, *(() if given.beta is None else (given.beta,)))
+    token = functools.partial(call.token, rate=given.rate, bias=given.bias, gates=gates, scale=scale)
+    outputs, slots = one_token_of_each(token, tuple(x[0] for x in arrays), call.arrays["initial_state"], call.rows)
+    return outputs[None], slots
 
 
 def _over_slots(call: RecurrentCall, arrays: tuple[jax.Array, ...], scale: float) -> tuple[jax.Array, jax.Array]:
@@ -79,7 +99,6 @@ def _over_slots(call: RecurrentCall, arrays: tuple[jax.Array, ...], scale: float
         slots,
         call.rows,
         call.config.chunk_size,
-        token=None if call.token is None else functools.partial(call.token, scale=scale),
         one_by_one=call.one_by_one,
     )
     return outputs[None], slots
@@ -117,60 +136,48 @@ def _scale(call: RecurrentCall, dim: int) -> float:
     return float(call.problem.option.get("scale") or dim**-0.5)
 
 
-def _log_decay(call: RecurrentCall, shape: tuple[int, ...]) -> jax.Array:
-    """[batch, tokens, heads, dim or 1]; 0 where a token doesn't count, and without a decay."""
+def _decay(call: RecurrentCall, shape: tuple[int, ...]) -> jax.Array:
+    """[batch, tokens, heads], and dim after it where it differs by channel: as given, or 0 without a decay."""
     given = call.arrays.get("decay")
     if given is None:
-        decay = jnp.zeros(shape[:3], jnp.float32)
-    else:
-        decay = jnp.broadcast_to(_float(given)[None, None], shape[:3]) if given.ndim == 1 else _float(given)
-    if getattr(call.config, "gate", "log_decay") == "raw":
-        rate, bias = call.arrays["A_log"], call.arrays.get("dt_bias")
-        shifted = decay if bias is None else decay + _float(bias)[None, None]
-        decay = -jnp.exp(_float(rate)).reshape(1, 1, -1, *[1] * (decay.ndim - 3)) * jax.nn.softplus(shifted)
-    decay = decay[..., None] if decay.ndim == 3 else decay
-    return decay if call.valid is None else jnp.where(call.valid[..., None, None], decay, 0)
+        return jnp.zeros(shape[:3], jnp.float32)
+    return jnp.broadcast_to(given[None, None], shape[:3]) if given.ndim == 1 else given
 
 
 def delta_rule(call: RecurrentCall) -> Results:
     """The gated delta rule, with a log decay for a head or for each key channel."""
     config: DeltaRuleConfig = call.config
     query, key, value = call.arrays["query"], call.arrays["key"], call.arrays["value"]
-    if call.problem.option.get("normalise_qk"):
-        query, key = (_normalised(x, config.normalise_eps) for x in (query, key))
     beta = call.arrays.get("beta")
-    strength = jnp.ones(value.shape[:3], jnp.float32) if beta is None else _float(beta)
-    if config.beta_form == "sigmoid":
-        strength = np.float32(config.beta_max) * jax.nn.sigmoid(strength)
-    if call.valid is not None:
-        strength = jnp.where(call.valid[..., None], strength, 0)
-    decay = _log_decay(call, value.shape)
-    outputs, state = _recurrence(call, query, key, value, decay, strength, _scale(call, key.shape[3]))
+    beta = jnp.ones(value.shape[:3], jnp.float32) if beta is None else beta
+    given = Ungated(query, key, value, _decay(call, value.shape), beta)
+    if raw := config.gate == "raw":
+        given = given._replace(rate=-jnp.exp(_float(call.arrays["A_log"])), bias=call.arrays.get("dt_bias"))
+    strongest = config.beta_max if config.beta_form == "sigmoid" else None
+    gates = Gates(_eps(call), softplus=raw, beta_max=strongest)
+    outputs, state = _recurrence(call, given, gates, _scale(call, key.shape[3]))
     return _outputs(call, outputs, state)
 
 
 def linear(call: RecurrentCall) -> Results:
     """Linear attention with decay."""
-    config: LinearConfig = call.config
-    query, key = call.arrays["query"], call.arrays["key"]
-    if call.problem.option.get("normalise_qk"):
-        query, key = (_normalised(x, config.normalise_eps) for x in (query, key))
-    value = call.arrays["value"]
-    decay = _log_decay(call, value.shape)
-    outputs, state = _recurrence(call, query, key, value, decay, None, _scale(call, key.shape[3]))
+    query, key, value = call.arrays["query"], call.arrays["key"], call.arrays["value"]
+    given = Ungated(query, key, value, _decay(call, value.shape))
+    outputs, state = _recurrence(call, given, Gates(_eps(call)), _scale(call, key.shape[3]))
     return _outputs(call, outputs, state)
 
 
-def _time_steps(call: RecurrentCall) -> jax.Array:
-    dt = _float(call.arrays["dt"])
-    if (bias := call.arrays.get("dt_bias")) is not None:
-        dt = dt + _float(bias)[None, None]
-    if call.config.dt_softplus:
-        dt = jax.nn.softplus(dt)
-    least, most = getattr(call.config, "dt_min", None), getattr(call.config, "dt_max", None)
-    if least is not None or most is not None:
-        dt = jnp.clip(dt, *(None if x is None else np.float32(x) for x in (least, most)))
-    return dt if call.valid is None else jnp.where(call.valid[..., None], dt, 0)
+def _eps(call: RecurrentCall) -> float | None:
+    """Under the root of the norms of queries and keys; None if they aren't divided by them."""
+    config: LinearConfig = call.config
+    return config.normalise_eps if call.problem.option.get("normalise_qk") else None
+
+
+def _steps(call: RecurrentCall) -> Gates:
+    """The gates of Mamba."""
+    config = call.config
+    least, most = getattr(config, "dt_min", None), getattr(config, "dt_max", None)
+    return Gates(softplus=config.dt_softplus, least=least, most=most, steps=True)
 
 
 def _skipped(call: RecurrentCall, outputs: jax.Array, per_head: bool) -> jax.Array:
@@ -183,17 +190,19 @@ def _skipped(call: RecurrentCall, outputs: jax.Array, per_head: bool) -> jax.Arr
 
 def mamba2(call: RecurrentCall) -> Results:
     """Mamba-2: linear attention whose keys are B, queries C, values dt x, with the log decay dt A."""
-    dt, x = _time_steps(call), call.arrays["x"]
-    decay = dt * _float(call.arrays["A"])[None, None]
-    value = dt[..., None] * _float(x)
-    b, c = call.arrays["B"], call.arrays["C"]
-    outputs, state = _recurrence(call, _float(c), _float(b), value, decay[..., None], None, 1.0)
+    arrays = call.arrays
+    given = Ungated(
+        arrays["C"], arrays["B"], arrays["x"], arrays["dt"], None, _float(arrays["A"]), arrays.get("dt_bias")
+    )
+    outputs, state = _recurrence(call, given, _steps(call), 1.0)
     return _outputs(call, _skipped(call, outputs, per_head=True), state)
 
 
 def mamba1(call: RecurrentCall) -> Results:
     """Mamba-1: a decay for each channel and each number of its state."""
-    dt, x, rate = _time_steps(call), call.arrays["x"], _float(call.arrays["A"])
+    x, rate, bias = call.arrays["x"], _float(call.arrays["A"]), call.arrays.get("dt_bias")
+    dt = step_of(_steps(call), call.arrays["dt"], None if bias is None else bias[None, None])
+    dt = dt if call.valid is None else jnp.where(call.valid[..., None], dt, 0)
     initial, size = call.arrays.get("initial_state"), call.config.chunk_size
     b, c, after = call.arrays["B"], call.arrays["C"], None
     if call.rows is not None:

@@ -61,7 +61,7 @@ class StepOnTpu(RecurrentOnTpu):
         if not _decodes(problem):
             return {FORWARD: vmem_parts(self._sizes(problem, self._size(problem, config), local), FORWARD)}
         sizes = local["head_dim"], local["value_dim"], _itemsize(problem), self._delta
-        return {STEP: step_vmem(step_heads(local["heads"], *sizes), *sizes)}
+        return {STEP: step_vmem(step_heads(local["heads"], _group(local), *sizes), *sizes)}
 
     def tuned_fields(self, problem: Any, placement: Any) -> tuple[str, ...]:
         """None: the chunks of a step are those of the whole call."""
@@ -76,7 +76,8 @@ class StepOnTpu(RecurrentOnTpu):
         local: dict[str, int] = {}
         for x in placement.tensors:
             local = dict(zip(x.dims, x.local_shape, strict=True)) | local
-        heads = step_heads(local["heads"], local["head_dim"], local["value_dim"], _itemsize(problem), self._delta)
+        sizes = local["head_dim"], local["value_dim"], _itemsize(problem), self._delta
+        heads = step_heads(local["heads"], _group(local), *sizes)
         return {STEP: local.get("shards", 1) * local["rows"] * (local["heads"] // heads)}
 
     def notes(self, problem: Any, placement: Any, config: OperationConfig) -> tuple[str, ...]:
@@ -108,6 +109,11 @@ class StepOnTpu(RecurrentOnTpu):
 
 def _decodes(problem: Any) -> bool:
     return bool(problem.option["max_q_len"] == 1)
+
+
+def _group(size: Mapping[str, int]) -> int:
+    """Heads that share a key head."""
+    return max(size["heads"] // size["kv_heads"], 1)
 
 
 def _itemsize(problem: Any) -> int:

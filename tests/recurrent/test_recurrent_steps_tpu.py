@@ -13,6 +13,7 @@ from step_inputs import STEPS, Rows, Step, drawn, joined, wanted
 
 from attnops import OperationMetadata, OperationRegistry, StateBatch
 from attnops.operators.recurrent.kernel.tpu_sizes import STEP
+from attnops.verify.recurrent_of_call import recurrent_reference
 
 
 def agrees(step: Step, metadata: OperationMetadata | None = None, **options: Any) -> Any:
@@ -40,6 +41,52 @@ def test_one_token_of_each_row(kind: str, lengths: tuple[int, ...]) -> None:
     plan = agrees(drawn(kind, Rows(lengths, (9, 1, 3, 0)), seed=len(set(lengths))), max_q_len=1)
     memory = plan.runs.memory(plan.problem, plan.placement, plan.config)
     assert set(memory) == {STEP}
+
+
+_RAW = {"gate": "raw", "beta_form": "sigmoid", "beta_max": 2.0, "normalise_qk": True, "normalise_eps": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "declared", "own", "sizes"),
+    [
+        ("gated_delta_rule", _RAW, ("A_log", "dt_bias"), {}),
+        ("gated_delta_rule", {"gate": "raw"}, ("A_log",), {"heads": 8, "dim": 128, "value_dim": 12}),
+        ("gated_delta_rule", {"normalise_qk": True}, (), {"key_heads": 1, "heads": 3}),
+        ("kda", _RAW, ("A_log", "dt_bias"), {"heads": 6}),
+        ("kda", _RAW, ("A_log", "dt_bias"), {"dim": 128, "value_dim": 12}),
+        ("gla", {"normalise_qk": True}, (), {}),
+        ("mamba2", {"dt_softplus": True, "dt_min": 0.2, "dt_max": 1.5}, ("dt_bias",), {}),
+        ("mamba2", {"dt_softplus": True}, ("dt_bias",), {"dim": 128, "value_dim": 12}),
+    ],
+)
+def test_gates_and_norms_are_the_kernels(
+    kind: str, declared: dict[str, Any], own: tuple[str, ...], sizes: dict[str, int]
+) -> None:
+    step, rng = drawn(kind, Rows((1, 0, 1, 1), (9, 1, 3, 0)), **sizes), np.random.default_rng(7)
+    arrays, heads = dict(step.arrays), step.state.shape[1]
+    raw = "dt" if kind == "mamba2" else "decay"
+    if own:  # what a model projects, of either sign; some decays are of e^-30 and less
+        arrays[raw] = (3 * rng.standard_normal(arrays[raw].shape)).astype(np.float32)
+    if declared.get("beta_form"):
+        arrays["beta"] = (3 * rng.standard_normal(arrays["beta"].shape)).astype(np.float32)
+    shapes = {"A_log": (heads,), "dt_bias": arrays[raw].shape[1:]}
+    arrays |= {name: (2 * rng.standard_normal(shapes[name])).astype(np.float32) for name in own}
+    name = STEPS[kind]
+    operation = OperationRegistry.create(
+        name, OperationMetadata(operation_configs={name: {"interpret": True} | declared})
+    )
+    plan = operation.plan(**arrays, state=step.state, batch=step.batch, max_q_len=1)
+    assert plan.method == "forward_tpu", plan.explain()
+    output = jax.jit(lambda batch: operation(**arrays, state=step.state, batch=batch, max_q_len=1))(step.batch)
+    given = arrays | {"state": step.state} | step.batch.arrays
+    given = {
+        name: np.where(np.isnan(x), 0, x) if name != "state" and x.dtype.kind == "f" else x for name, x in given.items()
+    }
+    want = recurrent_reference(plan.problem, given, operation, plan.problem.config)
+    for found, one in ((output.attention_outputs, want["attention_outputs"]), (output.state, want["state"])):
+        np.testing.assert_allclose(
+            np.asarray(found, np.float64), one, rtol=0, atol=2e-5 * max(np.nanmax(np.abs(one)), 1)
+        )
 
 
 @pytest.mark.parametrize("kind", ["gated_delta_rule", "mamba2"])

@@ -5,6 +5,8 @@ What compiles is not thereby numerically right: the numbers are held against the
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -81,25 +83,30 @@ def test_compiles_in_the_default_vmem(
             assert counted / 3 <= kernel.vmem_used <= 1.25 * counted
 
 
+_RAW = {"gate": "raw", "beta_form": "sigmoid", "normalise_qk": True}
+
+
 @pytest.mark.parametrize(
     ("topology", "kind", "dims", "declared"),
     [
-        (V5E, "gated_delta_rule", NARROW, {}),
+        (V5E, "gated_delta_rule", NARROW, _RAW),
         *(
             pytest.param(*cell, marks=pytest.mark.slow)
             for topology in (V4, V5E, V5P, V6E, TPU7X)
             for cell in (
                 (topology, "gated_delta_rule", WIDE, {}),
+                (topology, "gated_delta_rule", NARROW, _RAW),
                 (topology, "kda", NARROW, {"state_dtype": "bfloat16"}),
+                (topology, "kda", (128, 64), _RAW),
                 (topology, "gla", (64, 128), {}),
                 (topology, "lightning", (96, 128), {}),
-                (topology, "mamba2", (128, 64), {}),
+                (topology, "mamba2", (128, 64), {"dt_softplus": True, "dt_min": 0.001}),
             )
         ),
     ],
 )
 def test_a_step_over_slots_writes_them_in_place(
-    topology: str, kind: str, dims: tuple[int, int], declared: dict[str, str]
+    topology: str, kind: str, dims: tuple[int, int], declared: dict[str, Any]
 ) -> None:
     mesh = Mesh(described_mesh(topology).devices.reshape(1, -1)[:, :1], ("dp", "tp"))
     name = "ragged_gated_delta_rule_v2" if kind == "gated_delta_rule" else f"ragged_{kind}"
@@ -119,6 +126,8 @@ def test_a_step_over_slots_writes_them_in_place(
             call["decay"] = shape(rows, heads, *((dim,) if kind in ("kda", "gla") else ()), d="float32")
         if kind in ("gated_delta_rule", "kda"):
             call["beta"] = shape(rows, heads, d="float32")
+    if declared.get("gate") == "raw":
+        call |= {"A_log": shape(heads, d="float32"), "dt_bias": shape(*call["decay"].shape[1:], d="float32")}
     state = shape(slots, heads, dim, value_dim, d=declared.get("state_dtype", "float32"))
     bounds, of_rows = shape(rows + 1, d="int32"), shape(rows, d="int32")
     batch = StateBatch(bounds, of_rows, shape(d="int32"), of_rows, shape(rows, 1, d="int32"))

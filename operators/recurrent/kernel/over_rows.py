@@ -16,7 +16,7 @@ from jax import lax
 
 from ...kernels.varying import alike
 
-__all__ = ["FEW", "Rows", "last_tokens_alone", "over_rows", "started", "written"]
+__all__ = ["FEW", "Rows", "last_tokens_alone", "one_token_of_each", "over_rows", "started", "written"]
 
 FEW = 8
 """Rows of at most so many tokens are worked on a token at a time."""
@@ -100,25 +100,19 @@ def over_rows(
     rows: Rows,
     chunk_size: int,
     *,
-    token: Token | None = None,
     one_by_one: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(outputs [tokens, ...], 0 for tokens of no row; the slots after it).
 
     run: (arrays [batch, n, ...], states [batch, ...] in float32) -> (outputs [batch, n, ...], states); tokens of zeros change no
-    state. arrays: [tokens, ...] each; slots [slots, ...]. Rows of one token: `token`, if given, works on all at once, (arrays
-    [rows, ...], slots, rows) -> (outputs [rows, ...], slots); one_by_one: on one row after the other, each state where it is."""
+    state. arrays: [tokens, ...] each; slots [slots, ...]. one_by_one: rows of one token are worked on one after the other, each
+    state where it is."""
     tokens = arrays[0].shape[0]
     if rows.longest == 1:
         rows = rows._replace(write=rows.write[:, :1])  # no other column has a state
     one = jax.eval_shape(run, tuple(x[:1, None] for x in arrays), slots[:1].astype(jnp.float32))[0]
     outputs = jnp.zeros((tokens, *one.shape[2:]), one.dtype)
     arrays, slots, rows, outputs = _alike(arrays, slots, rows, outputs)
-    if rows.longest == 1 and token is not None:
-        at = jnp.where(rows.lengths > 0, rows.starts, tokens)
-        here = tuple(jnp.take(x, at, axis=0, mode="fill", fill_value=0) for x in arrays)
-        found, slots = token(here, slots, rows)
-        return outputs.at[at].set(found.astype(outputs.dtype), mode="drop"), slots
     if rows.longest == 1 and one_by_one:
         return _one_by_one(run, arrays, outputs, slots, rows)
     states, alone = started(slots, rows).astype(jnp.float32), last_tokens_alone(rows)
@@ -143,6 +137,18 @@ def over_rows(
     else:
         outputs, _, slots = lax.fori_loop(jnp.int32(0), jnp.int32(alone), step, carry)
     return outputs, slots
+
+
+def one_token_of_each(token: Token, arrays: Tokens, slots: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    """`over_rows` of rows of one token at most. token: (arrays [rows, ...], slots, rows) -> (outputs [rows, ...], slots)."""
+    tokens = arrays[0].shape[0]
+    rows = rows._replace(write=rows.write[:, :1])  # no other column has a state
+    at = jnp.where(rows.lengths > 0, rows.starts, tokens)
+    here = tuple(jnp.take(x, at, axis=0, mode="fill", fill_value=0) for x in arrays)
+    found, slots = token(here, slots, rows)
+    at, found = alike((at, found))
+    outputs, at = alike((jnp.zeros((tokens, *found.shape[1:]), found.dtype), at))
+    return outputs.at[at].set(found, mode="drop"), slots
 
 
 def _alike(arrays: Tokens, slots: jax.Array, rows: Rows, outputs: jax.Array) -> Any:

@@ -133,29 +133,32 @@ def _parts(sizes: Sizes, kernel: str, how: Schedule) -> dict[str, int]:
 _STEP_HEADS = 16  # of a step over slots at most: each is unrolled
 
 
-def step_heads(heads: int, dim: int, value_dim: int, itemsize: int, delta: bool) -> int:
-    """Heads of a step of the grid of STEP: as many as have room in VMEM, of states of this itemsize."""
+def step_heads(heads: int, group: int, dim: int, value_dim: int, itemsize: int, delta: bool) -> int:
+    """Heads of a step of the grid of STEP, whole groups of a key head or a part of one: as many as have room in VMEM, of states
+    of this itemsize."""
 
     def fits(n: int) -> bool:
         return math.ceil(_ROOM * sum(step_vmem(n, dim, value_dim, itemsize, delta).values())) <= _LIMIT
 
-    return next((n for n in range(min(heads, _STEP_HEADS), 1, -1) if heads % n == 0 and fits(n)), 1)
+    whole = (n for n in range(min(heads, _STEP_HEADS), 1, -1) if heads % n == 0 and (n % group == 0 or group % n == 0))
+    return next(filter(fits, whole), 1)
 
 
 def step_vmem(step: int, dim: int, value_dim: int, itemsize: int, delta: bool) -> dict[str, int]:
-    """Bytes of VMEM of STEP with so many heads in a step, by what they hold. Blocks count twice."""
+    """Bytes of VMEM of STEP with so many heads in a step, by what they hold, each with its own key. Blocks count twice."""
 
     def rows(n: int, size: int = _WORD) -> int:
         tile = _ROWS * _WORD // size
         return -(-n // tile) * tile
 
-    of_values, turned = 2 if delta else 1, turns(dim, value_dim)
+    turned = turns(dim, value_dim)
     high, wide = (value_dim, dim) if turned else (dim, value_dim)
-    columns, lines = (of_values + 1, 3) if turned else (3, of_values + 1)  # with the outputs, which are by value
+    turning = 1 if turned else 3  # arrays whose rows become columns
     return {
         "states": 2 * 2 * step * rows(high, itemsize) * _lanes(wide) * itemsize,
-        "columns": 2 * columns * rows(high) * _lanes(step) * _WORD,
-        "lines": 2 * lines * rows(step) * _lanes(wide) * _WORD,
+        "tokens": 2 * rows(step) * (3 * _lanes(dim) + 2 * _lanes(value_dim)) * _WORD
+        + 2 * delta * _ROWS * _LANES * _WORD,
+        "columns": turning * rows(high) * _lanes(step) * _WORD,
         "temporaries": 4 * rows(high) * _lanes(wide) * _WORD,
     }
 

@@ -1,11 +1,12 @@
 """One token of each row over slots of states on TPUs: a state is read and written once, in place.
 
-A step of the grid works on some heads of a row. The slots that it reads and writes are indices of its blocks, and the array of
-slots is both operand and result. A row that reads or writes nothing has the block of a row before it, or of the first one after
-it, so that nothing is moved for it.
+A step of the grid works on some heads of a row: it divides queries and keys by their norms and computes the gates, updates the
+states, and reads the outputs off them. The slots that it reads and writes are indices of its blocks, and the array of slots is
+both operand and result. A row that reads or writes nothing has the block of a row before it, or of the first one after it, so
+that nothing is moved for it.
 
 States whose value_dim doesn't fill the lanes of a register, but whose dim does, are kept with their dims exchanged by the
-compiler; so the kernel takes them. Numbers by row of a state come as columns, those by column as lines.
+compiler; so the kernel takes them. What multiplies the rows of a state is turned into columns.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ....compat import varying_as
 from ...kernels.varying import vary, varying
+from .gates import Gates, normalised, step_of, strength_of
 from .over_rows import Rows
+from .tpu_call import part_of
 from .tpu_sizes import STEP, step_heads, turns
 
 __all__ = ["step_tpu"]
@@ -32,33 +35,49 @@ _FRESH, _WRITES, _KEEPS, _UNKNOWN = 1, 2, 4, 8  # what a row does
 _OWN, _LAST, _FIRST = 0, 1, 2  # which heads' block: its own, or one that stays where it is
 
 
+class _Tokens(NamedTuple):
+    """What a step of the grid is given besides states, None if there is none; arrays, their blocks' specs, or refs. query, key
+    [keys, dim]; value [heads, value_dim]; decay, bias [1, heads] or [heads, dim]; rate [1, heads] or [heads, 1]; beta [1,
+    heads]."""
+
+    query: Any
+    key: Any
+    value: Any
+    decay: Any
+    beta: Any
+    rate: Any
+    bias: Any
+
+
 def step_tpu(
-    arrays: tuple[jax.Array, ...], slots: jax.Array, rows: Rows, *, scale: float, interpret: bool = False
+    arrays: tuple[jax.Array, ...],
+    slots: jax.Array,
+    rows: Rows,
+    *,
+    rate: jax.Array | None,
+    bias: jax.Array | None,
+    gates: Gates,
+    scale: float,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(outputs [rows, heads, value_dim] in the query's dtype, the slots after it).
+    """(outputs [rows, heads, value_dim] in float32, the slots after it).
 
     arrays, of the token of each row, zeros for a row without: query, key [rows, key_heads, dim]; value [rows, heads, value_dim];
-    log_decay [rows, heads, dim or 1]; for the delta rule beta [rows, heads]. slots [slots, heads, dim, value_dim]."""
-    query, key, value, log_decay, *beta = arrays
-    (count, heads, value_dim), dim, turned = value.shape, key.shape[2], turns(key.shape[2], value.shape[2])
-    group, step = heads // key.shape[1], step_heads(heads, dim, value_dim, slots.dtype.itemsize, bool(beta))
-    blocks = heads // step
-    shape = (value_dim, dim) if turned else (dim, value_dim)
-    slots = jnp.swapaxes(slots, 2, 3) if turned else slots
-    kept = jnp.broadcast_to(jnp.exp(log_decay.astype(jnp.float32)), (count, heads, dim))
-    strength = [jnp.broadcast_to(x.astype(jnp.float32)[..., None], value.shape) for x in beta]
-    of_keys = [*(jnp.repeat(x.astype(jnp.float32), group, 1) for x in (key, query)), kept]
-    of_values = [value.astype(jnp.float32), *strength]
-    by_row, by_column = (of_values, of_keys) if turned else (of_keys, of_values)
-    columns = jnp.stack(by_row, 1).reshape(count, len(by_row), blocks, step, shape[0]).transpose(0, 2, 1, 4, 3)
-    lines = jnp.stack(by_column, 1).reshape(count, len(by_column), blocks, step, shape[1]).swapaxes(1, 2)
+    decay [rows, heads] or [rows, heads, dim]; for the delta rule beta [rows, heads]. slots [slots, heads, dim, value_dim]. rate,
+    bias, gates: see gates.py."""
+    (count, heads, value_dim), (key_heads, dim) = arrays[2].shape, arrays[1].shape[1:]
+    group, turned, delta = heads // key_heads, turns(dim, value_dim), len(arrays) == 5
+    step = step_heads(heads, group, dim, value_dim, slots.dtype.itemsize, delta)
+    blocks, keys, shared = heads // step, max(step // group, 1), max(group // step, 1)
+    tokens = _blocked(arrays, rate, bias, blocks, keys)
     moves = _moves(rows, slots.shape[0])
-    operands = [*moves, columns, lines, slots]
-    axes = varying(operands)
-    operands = [vary(x, axes) for x in operands]
+    slots = jnp.swapaxes(slots, 2, 3) if turned else slots
 
-    def of_row(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, 1, *shape), lambda r, h, *_: (r, h, *[0] * len(shape)))
+    def of_row(x: jax.Array, share: int = 1) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, *x.shape[2:]), lambda r, h, *_: (r, part_of(h, share), 0, 0))
+
+    def of_heads(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((1, *x.shape[1:]), lambda r, h, *_: (h, 0, 0))
 
     def of_slot(of: int) -> pl.BlockSpec:
         def index(r: Any, h: Any, *refs: Any) -> tuple[Any, ...]:
@@ -66,35 +85,63 @@ def step_tpu(
             other = jnp.where(which == _LAST, np.int32(blocks - 1), np.int32(0))
             return slot, jnp.where(which == _OWN, h, other), 0, 0
 
-        return pl.BlockSpec((1, step, *shape), index)
+        return pl.BlockSpec((1, step, *slots.shape[2:]), index)
 
-    out = (value_dim, step) if turned else (step, value_dim)
+    specs = [of_row(tokens.query, shared), of_row(tokens.key, shared), of_row(tokens.value), of_row(tokens.decay)]
+    specs += [] if tokens.beta is None else [of_row(tokens.beta)]
+    specs += [of_heads(x) for x in tokens[5:] if x is not None]
+    given = [x for x in tokens if x is not None]
+    operands = [*moves, *given, slots]
+    axes = varying(operands)
+    operands = [vary(x, axes) for x in operands]
     numbers = count * heads * dim * value_dim
     outputs, after = pl.pallas_call(
-        functools.partial(_kernel, heads=step, scale=scale, delta=bool(beta), turned=turned),
+        functools.partial(
+            _kernel, has=tuple(x is not None for x in tokens), heads=step, gates=gates, scale=scale, turned=turned
+        ),
         out_shape=[
-            varying_as(operands[-1], (count, blocks, *out), jnp.float32),
+            varying_as(operands[-1], (count, blocks, step, value_dim), jnp.float32),
             varying_as(operands[-1], slots.shape, slots.dtype),
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(moves),
             grid=(count, blocks),
-            in_specs=[of_row(*columns.shape[2:]), of_row(*lines.shape[2:]), of_slot(0)],
-            out_specs=[of_row(*out), of_slot(1)],
+            in_specs=[*specs, of_slot(0)],
+            out_specs=[pl.BlockSpec((1, 1, step, value_dim), lambda r, h, *_: (r, h, 0, 0)), of_slot(1)],
         ),
         input_output_aliases={len(operands) - 1: 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=(pltpu.ARBITRARY, pltpu.ARBITRARY)),
         cost_estimate=pl.CostEstimate(
-            flops=(8 if beta else 6) * numbers,
-            transcendentals=0,
-            bytes_accessed=2 * numbers * slots.dtype.itemsize + 4 * (math.prod(columns.shape) + math.prod(lines.shape)),
+            flops=(8 if delta else 6) * numbers,
+            transcendentals=2 * math.prod(tokens.decay.shape),
+            bytes_accessed=2 * numbers * slots.dtype.itemsize + sum(x.size * x.dtype.itemsize for x in given),
         ),
         interpret=interpret,
         name=STEP,
     )(*operands)
-    outputs = jnp.swapaxes(outputs, 2, 3) if turned else outputs
-    after = jnp.swapaxes(after, 2, 3) if turned else after
-    return outputs.reshape(count, heads, value_dim).astype(query.dtype), after
+    return outputs.reshape(count, heads, value_dim), jnp.swapaxes(after, 2, 3) if turned else after
+
+
+def _blocked(
+    arrays: tuple[jax.Array, ...], rate: jax.Array | None, bias: jax.Array | None, blocks: int, keys: int
+) -> _Tokens:
+    """The arrays by blocks of heads, whose last two dims are whole."""
+    query, key, value, decay, *beta = (x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32) for x in arrays)
+    rate, bias = (None if x is None else x.astype(jnp.float32) for x in (rate, bias))
+    count, by_channel = len(value), decay.ndim == 3
+
+    def by_head(x: jax.Array, outer: tuple[int, ...]) -> jax.Array:
+        return x.reshape(*outer, blocks, 1, -1)
+
+    return _Tokens(
+        query.reshape(count, -1, keys, query.shape[2]),
+        key.reshape(count, -1, keys, key.shape[2]),
+        value.reshape(count, blocks, -1, value.shape[2]),
+        decay.reshape(count, blocks, -1, decay.shape[2]) if by_channel else by_head(decay, (count,)),
+        by_head(beta[0], (count,)) if beta else None,
+        None if rate is None else rate.reshape(blocks, -1, 1) if by_channel else by_head(rate, ()),
+        None if bias is None else bias.reshape(blocks, -1, bias.shape[1]) if by_channel else by_head(bias, ()),
+    )
 
 
 class _Moves(NamedTuple):
@@ -135,31 +182,56 @@ def _filled(slot: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _kernel(
-    read: Any, read_block: Any, write: Any, write_block: Any, does_ref: Any, columns: Any, lines: Any, slots: Any,
-    output: Any, after: Any, *, heads: int, scale: float, delta: bool, turned: bool,
+    read: Any, read_block: Any, write: Any, write_block: Any, does_ref: Any, *refs: Any,
+    has: tuple[bool, ...], heads: int, gates: Gates, scale: float, turned: bool,
 ) -> None:  # fmt: skip
     del read, read_block, write, write_block
     does = does_ref[pl.program_id(0)]
+    *given, slots, output, after = refs
+    left = iter(given)
+    tokens = _Tokens(*(next(left)[...] if there else None for there in has))
+    query, key = (x[0, 0] for x in tokens[:2])
+    if gates.normalise_eps is None:
+        query, key = (x.astype(jnp.float32) for x in (query, key))
+    else:
+        query, key = (normalised(x, gates.normalise_eps) for x in (query, key))
+    step = step_of(gates, tokens.decay[0, 0], None if tokens.bias is None else tokens.bias[0])
+    kept = jnp.exp(step if tokens.rate is None else tokens.rate[0] * step)
+    value = tokens.value[0, 0].astype(jnp.float32)
+    strength = None if tokens.beta is None else strength_of(gates, tokens.beta[0, 0])
+    by_channel, shared = kept.shape[0] == heads and tokens.decay.shape[3] == key.shape[1], heads // len(key)
+    if turned:
+        value = value.T
+    else:
+        query, key, kept = query.T, key.T, kept.T if by_channel else kept
+
+    def line(x: Any, n: int) -> Any:
+        return x[n : n + 1, :]
+
+    def column(x: Any, n: int) -> Any:
+        return x[:, n : n + 1]
+
+    of_keys, of_values = (line, column) if turned else (column, line)
     none = jnp.where(does & _UNKNOWN != 0, np.float32(np.nan), np.float32(0))
     over = 1 if turned else 0  # the axis of keys
+    outputs = []
     for n in range(heads):
-        by_row = [columns[0, 0, at, :, n : n + 1] for at in range(columns.shape[2])]
-        by_column = [lines[0, 0, at, n : n + 1, :] for at in range(lines.shape[2])]
-        (key, query, kept), (value, *beta) = (by_column, by_row) if turned else (by_row, by_column)
+        one_key, one_query, one_value = of_keys(key, n // shared), of_keys(query, n // shared), of_values(value, n)
         state = slots[0, n].astype(jnp.float32)
         state = jnp.where(does & _FRESH != 0, jnp.full(state.shape, none), state)
-        decayed = kept * state
-        update = beta[0] * (value - jnp.sum(key * decayed, over, keepdims=True)) if delta else value
-        new = decayed + key * update
-        found = np.float32(scale) * jnp.sum(query * new, over, keepdims=True)
-        if turned:
-            output[0, 0, :, n : n + 1] = found
-        else:
-            output[0, 0, n : n + 1, :] = found
+        decayed = (of_keys(kept, n) if by_channel else column(kept, n)) * state
+        update = column(step, n) * one_value if gates.steps else one_value
+        if strength is not None:
+            update = column(strength, n) * (update - jnp.sum(one_key * decayed, over, keepdims=True))
+        new = decayed + one_key * update
+        outputs.append(np.float32(scale) * jnp.sum(one_query * new, over, keepdims=True))
 
         @pl.when(does & _WRITES != 0)
         def _(new: jax.Array = new, n: int = n) -> None:
             after[0, n] = new.astype(after.dtype)
+
+    found = jnp.concatenate(outputs, 1 if turned else 0)
+    output[0, 0] = found.T if turned else found
 
     @pl.when(does & _KEEPS != 0)
     def _() -> None:
