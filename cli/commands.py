@@ -153,6 +153,7 @@ def verify(
     mode: o.Mode = None,
     fallback: o.Fallback = None,
     lowered: o.Lowered = False,
+    cycles: o.Cycles = False,
     timeout: o.Timeout = None,
     as_json: o.Json = False,
 ) -> None:
@@ -163,7 +164,7 @@ def verify(
     from .verify import print_reports, verify_targets, why
 
     declaration = declared_in(config)
-    options = VerifyOptions(declaration, tuple(target or ()), inputs, mesh, mode, fallback, lowered, timeout)
+    options = VerifyOptions(declaration, tuple(target or ()), inputs, mesh, mode, fallback, lowered, timeout, cycles)
     reports = verify_targets(options)
     notes = file_notes(declaration)
     if as_json:

@@ -125,6 +125,13 @@ Targets = Annotated[
 Lowered = Annotated[
     bool, typer.Option("--lowered", help="Only lower the passes, which needs no compiler: exit status 0 if that works.")
 ]
+Cycles = Annotated[
+    bool,
+    typer.Option(
+        "--cycles",
+        help="Print what a TPU's kernels take by the compiler's schedule; each is compiled once more.",
+    ),
+]
 Timeout = Annotated[
     float | None,
     typer.Option(

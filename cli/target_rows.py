@@ -9,7 +9,7 @@ from rich.text import Text
 from ..planning.text import bytes_text
 from ..verify.collectives import Collective
 from ..verify.devices import AnyKernelUse
-from ..verify.report import PassReport, TargetReport, refusals
+from ..verify.report import KernelCycles, PassReport, TargetReport, refusals
 from .console import seconds_text
 from .kernel_lines import kernel_limits, kernel_lines
 
@@ -55,6 +55,7 @@ def pass_rows(report: TargetReport, pass_report: PassReport, reported: Sequence[
     else:
         yield "compiled", f"compiles in {pass_report.seconds:.1f} s"
     yield from (("kernel", line) for line in kernel_lines(report, pass_report.kernels, reported))
+    yield from (("cycles", _cycles(kernel)) for kernel in pass_report.cycles)
     if report.devices > 1 and pass_report.collectives is not None:
         yield from _sent_rows(pass_report.collectives, pass_report)
     memory = "memory" if report.device is None else "HBM"
@@ -74,6 +75,12 @@ def pass_rows(report: TargetReport, pass_report: PassReport, reported: Sequence[
         else ""
     )
     yield "work", work + bound
+
+
+def _cycles(kernel: KernelCycles) -> str:
+    if kernel.cycles is None or kernel.seconds is None:
+        return f"{kernel.name}: cycles not known: {kernel.failure}"
+    return f"{kernel.name}: {kernel.cycles:,} cycles by the schedule, {seconds_text(kernel.seconds)} without waits for memory"
 
 
 def _sent_rows(collectives: Sequence[Collective], pass_report: PassReport) -> Iterator[Row]:

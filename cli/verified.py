@@ -17,7 +17,8 @@ __all__ = ["VerifyOptions", "target_metadata", "verified"]
 
 
 class VerifyOptions(NamedTuple):
-    """The options of `attnops verify`. timeout: seconds that compiling a pass may take."""
+    """The options of `attnops verify`. timeout: seconds that compiling a pass may take. cycles: whether kernels' schedules are
+    read."""
 
     declaration: Declaration
     targets: tuple[str, ...]
@@ -27,6 +28,7 @@ class VerifyOptions(NamedTuple):
     fallback: str | None
     lowered: bool = False
     timeout: float | None = None
+    cycles: bool = False
 
 
 def verified(options: VerifyOptions, target: str) -> Iterator[TargetReport]:
@@ -34,7 +36,7 @@ def verified(options: VerifyOptions, target: str) -> Iterator[TargetReport]:
     work = declared(options.declaration, options.inputs, options.mode)
     metadata = target_metadata(options.declaration, target, options.mesh, options.fallback)
     name = _devices_here(metadata) if target == HERE else target
-    yield from target_reports(work.planned(metadata), name, lower_only=options.lowered)
+    yield from target_reports(work.planned(metadata), name, lower_only=options.lowered, cycles=options.cycles)
 
 
 def target_metadata(

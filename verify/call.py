@@ -20,6 +20,8 @@ from .compiled import Failure
 from .differences import differences
 from .passes import Planned, Work, target_reports
 from .report import PassReport, TargetReport
+from .search import Scheduled
+from .tune import scheduled_call
 from .work import attention_flops, exact_products
 
 __all__ = ["PlannedCall", "verify_call"]
@@ -62,6 +64,9 @@ class PlannedCall(Planned):
             return PlannedCall(type(self.operation)(changed), self.arguments).lowered(name)
 
         return advice(lowered, self.call, failure, max_vmem), vmem_breakdown(self.call, failure)
+
+    def scheduled(self, name: str) -> Scheduled:
+        return scheduled_call(self.call, "backward" if "backward" in name else "forward")
 
     def warnings(self, passes: tuple[PassReport, ...]) -> Iterator[str]:
         problem = self.call.problem

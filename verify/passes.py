@@ -9,14 +9,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..devices import vmem_of
-from ..errors import AttnOpsError
+from ..errors import AttnOpsError, ConfigError
 from ..planning.text import bytes_text
 from ..planning.traffic import Traffic
 from ..sharding.mesh import devices_cores
 from .collectives import Collective, collectives
 from .compiled import Failure, failure, program_text
 from .devices import DeviceLimits, compiles_here, device_limits, kernels_of_program, lowered_for, tracing_on, unheld
-from .report import AnyPlan, PassReport, TargetReport, refusals
+from .report import AnyPlan, KernelCycles, PassReport, TargetReport, refusals
+from .search import Scheduled
+from .static_cycles import static_cycles
 from .targets import not_compiled
 
 __all__ = ["Planned", "Work", "target_reports"]
@@ -69,14 +71,22 @@ class Planned(ABC):
         del name, failure, vmem_most
         return None, ()
 
+    def scheduled(self, name: str) -> Scheduled:
+        """What is compiled for a pass's static clock on a TPU. Errors: ConfigError if its kernels' schedules can't be read, as by
+        default."""
+        raise ConfigError(f"no schedules of kernels of {self.plan.implementation} are read for the pass {name!r}.")
+
     def warnings(self, passes: tuple[PassReport, ...]) -> Iterator[str]:
         """What numbers of compiled passes don't say of other devices."""
         del passes
         yield from ()
 
 
-def target_reports(planned: Planned, target: str, *, lower_only: bool = False) -> Iterator[TargetReport]:
-    """The report as it grows: with the plan, and then with one more pass each time. lower_only: as with an abstract mesh."""
+def target_reports(
+    planned: Planned, target: str, *, lower_only: bool = False, cycles: bool = False
+) -> Iterator[TargetReport]:
+    """The report as it grows: with the plan, and then with one more pass each time. lower_only: as with an abstract mesh. cycles:
+    of a TPU's kernels are read too, from their schedules."""
     plan, names = planned.plan, () if refusals(planned.plan) else planned.names
     problem = plan.problem
     tpu = problem.platform == "tpu"
@@ -92,7 +102,10 @@ def target_reports(planned: Planned, target: str, *, lower_only: bool = False) -
     report = TargetReport(target, plan, device, default, max_vmem, (), warnings, names, lower_only)
     yield report
     for name in names:
-        passes = (*report.passes, _compiled(planned, device, name, max_vmem, lower_only))
+        done = _compiled(planned, device, name, max_vmem, lower_only)
+        if cycles and tpu and done.compiled and done.failure is None:
+            done = replace(done, cycles=tuple(_cycles(planned, name)))
+        passes = (*report.passes, done)
         reported = (*warnings, *planned.warnings(passes))
         peak = max(pass_report.peak_bytes for pass_report in passes)
         if tpu and device is not None and peak > device.hbm_bytes:
@@ -100,6 +113,17 @@ def target_reports(planned: Planned, target: str, *, lower_only: bool = False) -
             reported = (*reported, warning)
         report = replace(report, passes=passes, warnings=reported)
         yield report
+
+
+def _cycles(planned: Planned, name: str) -> Iterator[KernelCycles]:
+    """Of the kernels of a pass that compiles."""
+    try:
+        scheduled = planned.scheduled(name)
+    except ConfigError as error:
+        yield KernelCycles("kernels", None, None, str(error))
+    else:
+        part = "backward" if "backward" in name else "forward"
+        yield from static_cycles(scheduled, planned.plan.problem.device_kind, part)
 
 
 def _compiled(planned: Planned, device: DeviceLimits | None, name: str, vmem_most: int, lower_only: bool) -> PassReport:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from ..operators.recurrent import RecurrentOperation
@@ -15,29 +15,12 @@ from ..planning.tables.table_plan import TablePlan
 from ..planning.traffic import Traffic
 from .collectives import Collective
 from .differences import differences
+from .local_recurrence import recurrence, scheduled_recurrence
 from .passes import Planned, Work
+from .search import Scheduled
 from .with_gradient import is_differentiable
 
-__all__ = ["PlannedRecurrence", "recurrence"]
-
-
-def recurrence(
-    operation: RecurrentOperation, static: Mapping[str, Any], gradient: bool
-) -> Callable[[dict[str, Any]], Any]:
-    """A call as a function of its arrays by name: its outputs and state, or the sum of both and its gradients."""
-
-    def run(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        found: Any = operation(**operation.packed(arrays | static))  # type: ignore[operator]
-        return found.attention_outputs, found.state
-
-    def loss(some: dict[str, Any], rest: dict[str, Any]) -> jax.Array:
-        return sum((x.astype(jnp.float32).sum() for x in run(some | rest)), start=jnp.float32(0))
-
-    def both(arrays: dict[str, Any]) -> Any:
-        smooth = {name: x for name, x in arrays.items() if operation.operands[name].gradient}
-        return jax.value_and_grad(loss)(smooth, {name: x for name, x in arrays.items() if name not in smooth})
-
-    return both if gradient else run
+__all__ = ["PlannedRecurrence"]
 
 
 class PlannedRecurrence(Planned):
@@ -58,6 +41,8 @@ class PlannedRecurrence(Planned):
         arrays = {name: self._laid_out(name, x) for name, x in every.items() if hasattr(x, "shape")}
         static = {name: x for name, x in every.items() if name not in arrays}
         run = recurrence(self.operation, static, False)
+        if (state := arrays.pop("state", None)) is not None:  # the slots of a step, which it writes in place
+            return jax.jit(lambda state, rest: run(rest | {"state": state}), donate_argnums=0).trace(state, arrays)
         if "backward" not in name:
             return jax.jit(run).trace(arrays)
         table = self.operation.operands
@@ -90,3 +75,13 @@ class PlannedRecurrence(Planned):
 
     def differences(self, required: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
         return differences(required, sent)
+
+    def scheduled(self, name: str) -> Scheduled:
+        problem, method, config = self.call.problem, self.call.method, self.call.config
+        if method is None or not hasattr(self.call.runs, "grid_steps"):
+            return super().scheduled(name)
+        # A forward pass alone has another kernel than one that keeps what a gradient reads, and the same chunks.
+        if problem.mode == "__train__" and "backward" not in name:
+            problem = replace(problem, mode="__prefill__")
+        fields = {"chunk_size": config.chunk_size} if hasattr(config, "chunk_size") else {}
+        return scheduled_recurrence(type(self.operation), method, problem, self.call.placement, fields)

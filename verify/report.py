@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..planning import Plan
 from ..planning.paged.paged_plan import PagedPlan
@@ -16,7 +16,7 @@ from .compiled import Failure
 from .devices import AnyKernelUse, DeviceLimits
 from .outcome import Outcome, outcome_of
 
-__all__ = ["AnyPlan", "PassReport", "TargetReport", "refusals"]
+__all__ = ["AnyPlan", "KernelCycles", "PassReport", "TargetReport", "refusals"]
 
 AnyPlan = Plan | PagedPlan | IndexPlan | TablePlan
 _UNREAD = "this jaxlib can't read programs of this libtpu"
@@ -27,6 +27,20 @@ def refusals(plan: AnyPlan) -> tuple[str, ...]:
     if plan.implementation is None:
         return (plan.refusal(),)
     return tuple(map(str, plan.cache.refused)) if plan.cache is not None else ()
+
+
+class KernelCycles(NamedTuple):
+    """All of a kernel in one pass on one device: cycles of the compiler's schedule, without waits for memory, and the seconds
+    that they take; or why they can't be read."""
+
+    name: str
+    cycles: int | None
+    seconds: float | None
+    failure: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        return self._asdict()
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,7 @@ class PassReport:
     needs: the least that has to be sent. differences: where the program sends something else; empty where its text can't be
     read, or where (unknown) what has to be sent can't be worked out. looped: the program has loops, whose bodies the compiler
     counts once: operations are attnops' count, and bytes_moved is 0, unknown. alias_bytes: of donated arguments that outputs
-    take; they count once in peak_bytes.
+    take; they count once in peak_bytes. cycles: of each kernel by the TPU compiler's schedule, if that was asked for.
     """
 
     name: str
@@ -69,6 +83,7 @@ class PassReport:
     unknown: tuple[str, ...] = ()
     looped: bool = False
     uncompiled: str = ""
+    cycles: tuple[KernelCycles, ...] = ()
 
     @property
     def unchecked(self) -> tuple[str, ...]:
@@ -89,6 +104,7 @@ class PassReport:
             "needs": [need._asdict() for need in self.needs],
             "differences": list(self.differences),
             "unknown": list(self.unknown),
+            "cycles": [kernel.to_dict() for kernel in self.cycles],
         }
 
 

@@ -29,7 +29,7 @@ from .search import MAX_CANDIDATES, Progress, Scheduled, Search, Todo, TuneRepor
 from .tile_counts import kernel_cycles
 from .tune_recurrence import RecurrenceSearch
 
-__all__ = ["measured_by", "readable_kernels", "tune_plan", "tune_problem"]
+__all__ = ["measured_by", "readable_kernels", "scheduled_call", "tune_plan", "tune_problem"]
 
 
 class _CallSearch(Search):
@@ -105,6 +105,12 @@ def _search_of(
     if isinstance(problem, TableProblem):
         return RecurrenceSearch(operation, method, problem, placement)
     return _CallSearch(operation, method, problem, placement)
+
+
+def scheduled_call(decided: Plan, part: str) -> Scheduled:
+    """What is compiled for the static clock of a planned call's pass on a TPU. Errors: ConfigError if it can't be read."""
+    assert decided.method is not None
+    return _CallSearch(decided.operation, decided.method, decided.problem, decided.placement).scheduled(part, {})
 
 
 def tune_plan(

@@ -17,9 +17,10 @@ from attnops.operators.recurrent.kernel.tpu_sizes import BACKWARD, FORWARD, KEEP
 from attnops.planning import tune_cache
 from attnops.planning.notes import has_note
 from attnops.sharding import virtual_mesh
+from attnops.verify.local_recurrence import LocalRecurrence
 from attnops.verify.topology import described_mesh
 from attnops.verify.tune import tune_plan
-from attnops.verify.tune_recurrence import LocalRecurrence, RecurrenceSearch
+from attnops.verify.tune_recurrence import RecurrenceSearch
 
 
 @pytest.fixture(autouse=True)
