@@ -13,6 +13,7 @@ import typer
 from ..errors import AttnOpsError, RefusedError, RefusedShardingError
 from .absent_devices import leave_absent_devices_alone
 from .advise_command import advise
+from .certify_command import certify
 from .commands import Refused, app
 from .short_warnings import short_warnings
 
@@ -28,6 +29,7 @@ _FORMER = dict.fromkeys(
 
 
 app.command()(advise)
+app.command()(certify)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

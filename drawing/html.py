@@ -18,6 +18,7 @@ __all__ = [
     "rows",
     "section",
     "subsection",
+    "table",
     "title",
 ]
 
@@ -113,6 +114,20 @@ def rows(lines: Iterable[tuple[str, str]]) -> str:
         cells.append(f"<tr><td>{escaped('' if label == last else label)}</td><td>{escaped(line)}</td></tr>")
         last = label
     return f'<table class="ao-rows">{"".join(cells)}</table>'
+
+
+def table(heads: Iterable[str], lines: Iterable[Iterable[tuple[str, str]]]) -> str:
+    """A table with a header. A cell is its text and its class, '' for none."""
+    head = "".join(f"<td>{escaped(text)}</td>" for text in heads)
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<td class="{name}">{escaped(text)}</td>' if name else f"<td>{escaped(text)}</td>" for text, name in line
+        )
+        + "</tr>"
+        for line in lines
+    )
+    return f'<table class="ao-rows"><tr>{head}</tr>{body}</table>'
 
 
 def code(text: str) -> str:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the top to the ground; rooms of one floor don't know each other. docs/design.md shows the same.
 FLOORS = (
     ("cli",),
-    ("advising",),
+    ("advising", "certify"),
     ("adapters", "authoring", "verify", "serving"),
     ("operators",),
     ("registry",),

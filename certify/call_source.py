@@ -1,0 +1,165 @@
+"""The call of a case as Python source: arrays in the call's dtype, `call`, its transformation, and `got`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .case import Case
+from .convention import Convention
+
+__all__ = ["call_lines", "differentiated", "filled"]
+
+
+def differentiated(case: Case) -> tuple[str, ...]:
+    """The arrays that have a gradient in this case."""
+    more = case.levels["transform"] in ("jit", "remat", "eager", "x64", "debug_nans")
+    bias = ("bias",) if more and case.levels["bias"] in ("yes", "broadcast") else ()
+    return ("q", "k", "v", *bias, *(("sinks",) if more and case.has("sinks") else ()))
+
+
+def _arrays(case: Case) -> tuple[list[str], list[str]]:
+    """Names of the arrays in the call's dtype, and of those that keep theirs."""
+    floats = ["q", "k", "v", *(["d"] if case.has("gradient") else []), *(["bias"] if case.has("bias") else [])]
+    single = [*(["sinks"] if case.has("sinks") else []), *(["slopes"] if case.has("alibi") else [])]
+    return floats, single
+
+
+def call_lines(case: Case, convention: Convention) -> list[str]:
+    """From the arrays in NumPy to `got`."""
+    floats, single = _arrays(case)
+    others = [
+        *(["q_segments", "kv_segments"] if case.has("segments") else []), *(["kv_lengths"] if case.has("lengths") else []),
+        *(["mask"] if case.has("mask") else []),
+    ]  # fmt: skip
+    torch = convention.framework == "torch"
+
+    def cast(names: list[str], dtype: str) -> str:
+        each = f"{names[0]}," if len(names) == 1 else ", ".join(names)
+        one = f"torch.tensor(x, dtype=torch.{dtype})" if torch else f"jnp.asarray(x, jnp.{dtype})"
+        same = "torch.tensor(x)" if torch else "jnp.asarray(x)"
+        return f"{each} = ({one if dtype else same} for x in ({each}))".replace(", =", ", =")
+
+    lines = [cast(floats, case.dtype)]
+    lines += [cast(single, "float32")] if single else []
+    lines += [cast(others, "")] if others else []
+    inputs = ", ".join(differentiated(case)) if case.has("gradient") else "q, k, v"
+    lines.append(f"call = lambda {inputs}: {_call_text(case, convention)}")
+    return [*lines, *(_torch_run(case) if torch else _jax_run(case, inputs))]
+
+
+def _jax_run(case: Case, inputs: str) -> list[str]:
+    lines: list[str] = []
+    transform = case.levels["transform"]
+    pair = "one, pair = call, lambda x: [jnp.stack([a, -a]) for a in x]  # of -q, -k, -v the output is minus that of q, k, v"
+    if transform == "vmap":
+        lines += [pair, "call = lambda *x: -jax.vmap(one)(*pair(x))[1]"]
+    elif transform == "scan":
+        lines += [pair, "call = lambda *x: -jax.lax.scan(lambda c, y: (c, one(*y)), 0, pair(x))[1][1]"]
+    elif transform == "shard_map":
+        lines += [
+            pair,
+            'mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))',
+            'specs = dict(in_specs=jax.sharding.PartitionSpec("x"), out_specs=jax.sharding.PartitionSpec("x"), check_vma=False)',
+            "each = lambda *y: one(*(a[0] for a in y))[None]",
+            "call = lambda *x: -jax.shard_map(each, mesh=mesh, **specs)(*pair(x))[1]",
+        ]
+    elif transform == "remat":
+        lines.append("call = jax.checkpoint(call)")
+    jit = ("{}" if transform == "eager" else "jax.jit({})").format
+    if case.has("gradient"):
+        lines += [
+            "def run(*x):",
+            "    out, back = jax.vjp(call, *x)",
+            "    return out, *back(d.astype(out.dtype))",
+            f"got = [np.asarray(x, np.float64) for x in {jit('run')}({inputs})]",
+        ]
+        return lines
+    got = f"{jit('call')}({inputs})"
+    every = f"np.asarray(x, np.float64) for x in {got}" if case.has("lse") else f"np.asarray({got}, np.float64)"
+    return [*lines, f"got = [{every}]"]
+
+
+def _torch_run(case: Case) -> list[str]:
+    if not case.has("gradient"):
+        return ["got = [call(q, k, v).double().numpy()]"]
+    names = ", ".join(differentiated(case))
+    return [
+        f"x = [a.requires_grad_() for a in ({names})]",
+        "out = call(*x)",
+        "got = [a.detach().double().numpy() for a in (out, *torch.autograd.grad(out, x, d.to(out.dtype)))]",
+    ]
+
+
+def filled(template: str, case: Case, convention: Convention, **more: Any) -> str:
+    """A template with its placeholders filled in; braces around anything else stay."""
+    unlimited = convention.unlimited
+    values: dict[str, Any] = {
+        "left": unlimited if case.left is None else case.left,
+        "right": unlimited if case.right is None else case.right,
+        "tokens": None if case.left is None else case.left + 1,
+        "offset": case.offset, "scale": case.scale, "cap": case.cap, "mask": _MASKS[convention.mask_means],
+        "batch": case.batch, "q_len": case.q_len, "kv_len": case.kv_len, "heads": case.heads, "kv_heads": case.kv_heads,
+        "dim": case.dim, "value_dim": case.value_dim, "group": case.heads // case.kv_heads, "causal": case.has("causal"),
+        "dtype": case.dtype,
+        **{name: f"{name}[0]" if case.levels["layout"] == "thd" else name for name in ("q_segments", "kv_segments")}, **more,
+    }  # fmt: skip
+    return re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), template)
+
+
+_MASKS = {
+    "visible": "mask",
+    "hidden": "~mask",
+    "additive": "jnp.where(mask, 0, -jnp.inf).astype(q.dtype)",
+}
+
+
+def _call_text(case: Case, convention: Convention) -> str:
+    """The expression of the call, from q, k and v in bthd to an output in bthd."""
+    c = convention
+    templates = [
+        c.causal if case.has("causal") else c.not_causal,
+        c.causal_offset if case.levels["causal"] in ("start", "end", "offset") else None,
+        c.window if case.has("window") else None,
+        c.segments if case.has("segments") else None,
+        c.kv_lengths if case.has("lengths") else None,
+        c.mask if case.has("mask") else None,
+        c.bias if case.has("bias") else None,
+        c.scale if case.has("scale") else None,
+        c.soft_cap if case.has("soft_cap") else None,
+        c.sinks if case.has("sinks") else None,
+        c.alibi if case.has("alibi") else None,
+        c.lse if case.has("lse") else None,
+        c.layouts.get(case.levels["layout"]),
+    ]
+    given = [filled(text, case, c) for text in templates if text]
+    terms = [text[1:].strip() for text in given if text.startswith("&")]
+    arguments = [*c.always, *(text for text in given if not text.startswith("&"))]
+    made = c.term_join.join(terms) or c.no_terms
+    joined = filled(c.terms.replace("{terms}", made), case, c)
+    if made and "{terms}" not in c.call:
+        arguments.append(joined)
+    layout = case.levels["layout"] if case.levels["layout"] in c.layouts else next(iter(c.layouts))
+    names = {name: _in_layout(name, layout) for name in ("q", "k", "v")}
+    if c.shared_heads == "repeat" and case.heads != case.kv_heads:
+        repeat = "repeat_interleave" if c.framework == "torch" else None
+        group = case.heads // case.kv_heads
+        for name in ("k", "v"):
+            whole = f"{name}.{repeat}({group}, 2)" if repeat else f"jnp.repeat({name}, {group}, 2)"
+            names[name] = _in_layout(whole, layout)
+    text = filled(
+        c.call, case, c, f="f", arguments="".join(f", {one}" for one in arguments), terms=joined, **names
+    )  # fmt: skip
+    if not case.has("lse"):
+        return _out_of_layout(text + c.output, layout)
+    lse = c.lse_at if c.lse_layout == "bht" else f"{c.lse_at}.swapaxes(1, 2)"
+    output, lse = _out_of_layout(f"r{c.output or '[0]'}", layout), f"r{lse}"
+    return f"(lambda r: ({output}, {lse}))({text})"
+
+
+def _in_layout(name: str, layout: str) -> str:
+    return f"{name}.swapaxes(1, 2)" if layout == "bhtd" else f"{name}[0]" if layout == "thd" else name
+
+
+def _out_of_layout(text: str, layout: str) -> str:
+    return f"{text}.swapaxes(1, 2)" if layout == "bhtd" else f"{text}[None]" if layout == "thd" else text

@@ -1,0 +1,115 @@
+"""Cases in a process of their own, so that a crash of the target is the result of one case, and a hang ends after a while."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from types import TracebackType
+from typing import Any
+
+from ..errors import AttnOpsError
+from .case import Case
+from .judge import Judgement
+from .source import Subject
+
+__all__ = ["Worker"]
+
+_COMMAND = (sys.executable, "-m", "attnops.certify.worker_process")
+_START = 120.0  # seconds that importing the target may take
+# Nearly all of the time goes into compiling small programs that run once.
+_FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+
+
+class Worker:
+    """Runs the cases of one subject, each within `seconds`. A context manager; the process starts with the first case.
+
+    Errors: AttnOpsError if the target can't be imported.
+    """
+
+    def __init__(self, subject: Subject, seconds: float) -> None:
+        self.subject, self.seconds = subject, seconds
+        self.process: subprocess.Popen[str] | None = None
+        self.starts = 0
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def __call__(self, case: Case) -> Judgement:
+        if self.process is None:
+            self._start()
+        answer, late = self._ask(case.to_dict(), self.seconds)
+        if answer is not None:
+            return Judgement(*answer)
+        status = self._end()
+        if late:
+            return Judgement("wrong", f"no answer within {self.seconds:g} s", -1.0)
+        signal = f"signal {-status}" if status < 0 else f"status {status}"
+        return Judgement("wrong", f"the process ended with {signal}", -1.0)
+
+    def _start(self) -> None:
+        environment = dict(os.environ)
+        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {_FLAGS}".strip()
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), environment.get("PYTHONPATH"))))
+        for name in ("JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTION"):  # a user's program has jax's defaults
+            environment.pop(name, None)
+        self.process = subprocess.Popen(
+            _COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        self.starts += 1
+        convention = self.subject.convention.model_dump_json()
+        answer, late = self._ask([self.subject.name, convention, list(self.subject.define)], _START)
+        if answer is None or "error" in answer:
+            self._end()
+            why = "the import takes too long" if late else (answer or {}).get("error", "the process ended")
+            raise AttnOpsError(f"{self.subject.name}: {why}; wanted a target that can be imported.")
+
+    def _ask(self, request: Any, seconds: float) -> tuple[Any, bool]:
+        """(the answer, None if there is none; whether time ran out)."""
+        process, late = self.process, threading.Event()
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(seconds, end)
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+            return (json.loads(line) if line else None), late.is_set()
+        except (BrokenPipeError, json.JSONDecodeError):
+            return None, late.is_set()
+        finally:
+            timer.cancel()
+
+    def _end(self) -> int:
+        process, self.process = self.process, None
+        if process is None:
+            return 0
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        try:
+            return process.wait(2)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()

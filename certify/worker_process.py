@@ -1,0 +1,43 @@
+"""The process of `worker`: lines of JSON in, the subject and then cases; a line of JSON out for each."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from ..errors import first_line
+from .case import Case
+from .convention import Convention
+from .run_case import CaseRunner
+from .source import Subject
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the target prints stays out of the answers
+
+    def send(answer: Any) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    name, convention, define = json.loads(sys.stdin.readline())
+    subject = Subject(name, Convention.model_validate_json(convention), tuple(define))
+    try:
+        for line in define:
+            exec(line, {}) if line.startswith(("import ", "from ")) else None
+    except Exception as error:  # the target's
+        send({"error": f"{type(error).__name__}: {first_line(error)}"})
+        return
+    send({})
+    run = CaseRunner(subject)
+    for line in sys.stdin:
+        send(list(run(Case(**json.loads(line)))))
+
+
+if __name__ == "__main__":
+    main()

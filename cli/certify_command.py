@@ -1,0 +1,71 @@
+"""The options of `attnops certify`. The implementation is imported only when the command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options as o
+
+__all__ = ["certify"]
+
+Target = Annotated[
+    str | None,
+    typer.Argument(
+        help="An operation (splash), an implementation (splash.forward_tpu), module:function, or a library's function by name "
+        "(jax.nn, flax, torch). Without it, list the names.",
+        show_default=False,
+    ),
+]
+As = Annotated[
+    str | None,
+    typer.Option(
+        "--as", help="How module:function is called: a convention's name, or a .toml file.", show_default=False
+    ),
+]
+Cases = Annotated[
+    int, typer.Option("--cases", min=0, help="Most cases in which features meet, after each feature alone.")
+]
+OneFeature = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--feature",
+        help="Try only this feature or factor, such as window.left or window; repeatable.",
+        show_default=False,
+    ),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Each feature alone, and ten cases in which they meet.")]
+Seconds = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that a case may take; more is a wrong case.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write a page to this file.", show_default=False)]
+Badge = Annotated[Path | None, typer.Option("--badge", help="Write a badge (SVG) to this file.", show_default=False)]
+
+
+def certify(
+    target: Target = None,
+    convention: As = None,
+    seed: o.Seed = 0,
+    cases: Cases = 200,
+    feature: OneFeature = None,
+    quick: Quick = False,
+    timeout: Seconds = 60.0,
+    html: Html = None,
+    badge: Badge = None,
+    as_json: o.Json = False,
+) -> None:
+    """Find out what a function of attention gets right, feature by feature, and the smallest case of what it gets wrong."""
+    from .certify import CertifyOptions, list_names, print_certificate, run_certify, write_files
+    from .json_output import print_json
+
+    if target is None:
+        list_names()
+        return
+    certificate = run_certify(CertifyOptions(target, convention, seed, cases, tuple(feature or ()), quick, timeout))
+    written = write_files(certificate, html, badge)
+    if as_json:
+        print_json(certificate.to_dict())
+    else:
+        print_certificate(certificate, written)
+    if certificate.wrong:
+        raise typer.Exit(1)

@@ -1,0 +1,194 @@
+"""What is planted is found: under the right feature, with a small case that a script shows."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import planted
+import pytest
+
+from attnops.certify import Certificate, certify, convention_named
+from attnops.certify.features import FEATURES, Feature
+from attnops.certify.run_case import CaseRunner
+from attnops.certify.source import Subject
+from attnops.certify.worker import Worker
+
+HERE = Path(__file__).resolve().parent
+CONVENTION = convention_named(str(HERE / "planted.toml"))
+
+
+def _subject(name: str) -> Subject:
+    return Subject(f"planted:{name}", CONVENTION, (f"from planted import {name} as f",))
+
+
+def _features(*names: str) -> tuple[Feature, ...]:
+    return tuple(one for one in FEATURES if one.name in names or one.factor in names)
+
+
+def _certified(name: str, *features: str, **more: object) -> Certificate:
+    subject = _subject(name)
+    return certify(subject, CaseRunner(subject), features=_features(*features), **more)
+
+
+def _printed(script: str) -> dict[str, float]:
+    """What a script says: the error of each part."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(script, "<script>", "exec"), {})
+    return {
+        line.split(" is wrong by ")[0]: float(line.split(" is wrong by ")[1]) for line in out.getvalue().splitlines()
+    }
+
+
+PLANTED = [
+    ("window_off_by_one", ("window", "causal"), {"window.left", "window.both", "window.open"}),
+    ("mask_added", ("mask", "lengths"), {"mask.padding", "mask.dense", "mask.dead"}),
+    ("segments_ignored", ("segments", "causal"), {"segments", "segments.negative"}),
+    ("head_order", ("heads", "scale"), {"heads.gqa", "heads.groups_of_3"}),
+    ("dead_rows", ("mask", "lengths", "bias"), {"mask.dead", "lengths.zero", "bias.dead"}),
+    ("scale_ignored", ("scale", "heads"), {"scale"}),
+    ("causal_at_the_start", ("causal",), {"causal.end", "causal.offset"}),
+    ("cap_ignored", ("soft_cap", "scale"), {"soft_cap"}),
+]
+
+
+@pytest.mark.parametrize(("name", "features", "wrong"), PLANTED, ids=[row[0] for row in PLANTED])
+def test_what_is_planted_is_found(name: str, features: tuple[str, ...], wrong: set[str]) -> None:
+    certificate = _certified(name, *features, quick=True)
+    found = {one.feature: one.verdict for one in certificate.features}
+    asked = {one.name for one in _features(*features)}
+    assert {one for one in asked if found[one] == "wrong"} == wrong
+    assert {one for one in asked if found[one] == "right"} == asked - wrong
+    assert found["plain"] == "right"
+    for case in certificate.wrong_cases:
+        assert wrong & set(case.features), case.features
+        assert len(case.features) == 1, case.features
+        assert max(_printed(case.script).values()) > 1e-3 or "nan" in str(_printed(case.script))
+        assert len(case.script.splitlines()) <= 20
+
+
+def test_a_missing_scale_is_wrong_in_plain_attention() -> None:
+    certificate = _certified("no_scale", "scale", quick=True)
+    assert certificate.features[0].verdict == "wrong"
+    assert certificate.wrong_cases[0].features == ("plain",)
+    assert _printed(certificate.wrong_cases[0].script)["output"] > 1e-3
+
+
+def test_a_wrong_gradient_is_found() -> None:
+    certificate = _certified("wrong_gradient", "gradient", "window.left", "scale")
+    assert {one.feature: one.verdict for one in certificate.features}["gradient"] == "wrong"
+    (case,) = certificate.wrong_cases
+    assert case.features == ("gradient",)
+    assert "gradient of k" in case.what
+    errors = _printed(case.script)
+    assert errors["gradient of k"] > 1e-3
+    assert max(errors["output"], errors["gradient of q"], errors["gradient of v"]) < 1e-5
+
+
+def test_what_is_wrong_only_together_is_found_and_made_small() -> None:
+    certificate = _certified("wrong_together", "soft_cap", "causal", "bias", "heads.gqa", "dtype", pairs=30, seed=2)
+    verdicts = {one.feature: one.verdict for one in certificate.features}
+    assert verdicts["soft_cap"] == "wrong"
+    assert verdicts["bias"] == verdicts["heads.gqa"] == verdicts["dtype.bfloat16"] == "right"
+    for case in certificate.wrong_cases:
+        assert "soft_cap" in case.features
+        assert len(case.features) <= 3  # fewer queries than keys come with their alignment
+        assert _printed(case.script)["output"] > 1e-3
+
+
+def test_a_refusal_is_told_with_its_message() -> None:
+    certificate = _certified("refuses_windows", "window", "scale", quick=True)
+    told = {one.feature: one for one in certificate.features}
+    assert told["window.left"].verdict == "refused"
+    assert "NotImplementedError: no window, got (2, 0)" in told["window.left"].why
+    assert told["scale"].verdict == "right"
+    assert not certificate.wrong
+
+
+def test_what_is_refused_only_together_is_told() -> None:
+    certificate = _certified("refuses_windows_with_bias", "window.left", "bias", "scale", pairs=20)
+    assert {one.verdict for one in certificate.features} == {"right", "not tried", "not expressible"}
+    ((names, why),) = certificate.refusals
+    assert "window.left" in names
+    assert "bias" in names
+    assert "a window or a bias" in why
+
+
+def test_a_right_function_has_nothing_wrong() -> None:
+    subject = _subject("attend")
+    certificate = certify(subject, CaseRunner(subject), pairs=6, seed=1, quick=True)
+    expressible = [one for one in certificate.features if one.verdict != "not expressible"]
+    assert {one.verdict for one in expressible} == {"right"}
+    assert {one.feature for one in certificate.features} - {one.feature for one in expressible} == {
+        "layout.bhtd",
+        "layout.thd",
+    }
+    assert Certificate.from_dict(certificate.to_dict()) == certificate
+
+
+def test_the_same_seed_gives_the_same_certificate() -> None:
+    one, other, third = (_certified("wrong_together", "soft_cap", "causal", pairs=4, seed=seed) for seed in (3, 3, 4))
+    assert one == other
+    assert one.seed != third.seed
+
+
+def _in_worker(name: str, monkeypatch: pytest.MonkeyPatch, seconds: float, *features: str) -> Certificate:
+    monkeypatch.chdir(HERE)
+    with Worker(_subject(name), seconds) as worker:
+        return certify(_subject(name), worker, features=_features(*features), quick=True)
+
+
+def test_a_crash_is_the_result_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = _in_worker("aborts_with_bias", monkeypatch, 60, "scale", "bias.broadcast", "soft_cap")
+    verdicts = {one.feature: one.verdict for one in certificate.features}
+    assert verdicts["bias.broadcast"] == "wrong"
+    assert verdicts["scale"] == verdicts["soft_cap"] == "right"
+    (case,) = certificate.wrong_cases
+    assert "ended with signal 6" in case.what
+    ran = subprocess.run([sys.executable, "-c", case.script], cwd=HERE, capture_output=True, env=_environment())
+    assert ran.returncode == -6
+
+
+def test_a_hang_is_the_result_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = _in_worker("hangs_with_sinks", monkeypatch, 3, "sinks", "scale")
+    verdicts = {one.feature: one.verdict for one in certificate.features}
+    assert (verdicts["sinks"], verdicts["scale"]) == ("wrong", "right")
+    assert "no answer within 3 s" in certificate.wrong_cases[0].what
+
+
+def _environment() -> dict[str, str]:
+    """Without what the tests set: as somebody has it who pastes a script."""
+    strict = ("JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTION", "XLA_FLAGS")
+    return {name: value for name, value in os.environ.items() if name not in strict} | {"PYTHONPATH": str(HERE)}
+
+
+def test_a_pasted_script_shows_the_error_without_attnops() -> None:
+    certificate = _certified("window_off_by_one", "window.left", quick=True)
+    (case,) = certificate.wrong_cases
+    assert "attnops" not in case.script
+    ran = subprocess.run(
+        [sys.executable, "-c", case.script], cwd="/", capture_output=True, text=True, env=_environment()
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout.split("output is wrong by ")[1]) > 1e-3
+
+
+def test_scripts_expect_what_the_reference_says() -> None:
+    """The NumPy of a script is written apart from the reference: on a right function, both find nothing."""
+    from attnops.certify.cases import alone, inexpressible
+    from attnops.certify.source import script
+
+    subject = _subject("attend")
+    features = [one for one in FEATURES if inexpressible(one, CONVENTION) is None]
+    for one, case in alone(CONVENTION, features, 5, quick=True):
+        if case.dtype == "float32" and case.levels["transform"] == "jit" and case.levels["values"] == "normal":
+            errors = _printed(script(case, subject, "right"))
+            assert max(errors.values()) < 1e-4, (one, errors)
+
+
+assert planted  # imported by the scripts
