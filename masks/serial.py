@@ -12,14 +12,14 @@ from .checks import DEEPEST
 from .functions import MaskFunction
 from .static import Causal, Chunked, Prefix, SlidingWindow
 
-__all__ = ["LEAVES", "kinds", "mask_from_dict"]
+__all__ = ["DYNAMIC_KINDS", "LEAVES", "kinds", "mask_from_dict"]
 
 LEAVES: dict[str, type[Any]] = {
     cls.kind: cls for cls in (Full, Causal, SlidingWindow, Chunked, Prefix, MaskFunction, Blocks)
 }
 """The static leaves by kind: those of attnops, and those that register_mask adds."""
 _SHORT: dict[str, Mask] = {"causal": Causal(), "full": Full()}
-_DYNAMIC = ("segment_ids", "kv_lengths", "positions", "dense_mask", "chosen_blocks")
+DYNAMIC_KINDS = ("segment_ids", "kv_lengths", "positions", "dense_mask", "chosen_blocks")
 _COMBINED = (And.kind, Or.kind, Not.kind)
 
 
@@ -68,7 +68,7 @@ def _read(data: Any, at: str, depth: int) -> Mask:
         raise MaskError(f'{at} has no kind; wanted one of {", ".join(kinds())}: add "kind"')
     kind = data["kind"]
     if not isinstance(kind, str) or kind not in kinds():
-        if kind in _DYNAMIC:
+        if kind in DYNAMIC_KINDS:
             raise MaskError(f"{at}.kind is {shown(kind)}, which holds arrays; a config can't: pass it in the call")
         hint = nearest(kind, kinds())
         raise MaskError(f"{at}.kind is {shown(kind)}; wanted one of {', '.join(kinds())}.{hint}")

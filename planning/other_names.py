@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from ..errors import InputTypeError, nearest, shown
 
-__all__ = ["other_name", "refuse_unknown"]
+__all__ = ["NAMES_ELSEWHERE", "other_name", "refuse_unknown"]
 
 _SCALE = "softmax_scale, which multiplies q.k; the default is 1/sqrt(head_dim)"
 _CAP = "logits_soft_cap: cap * tanh(logits / cap), and None, not 0, for none"
@@ -38,8 +38,7 @@ _OFFSET = "query_offset, the position of the first query among the keys"
 _BLOCKS = "a field of operation_configs of OperationMetadata, such as {'splash': {'block_q': 512}}"
 _CLASS = "The operation is chosen by its class, OperationRegistry.get('splash'); what runs it follows from the platform"
 
-# A text that starts with a capital letter is a whole sentence; the others follow "Here it is".
-_CALL = {
+NAMES_ELSEWHERE = {
     "is_causal": "causal; the default is OperationMetadata's, which is True unless declared otherwise. If q and kv differ in "
     "length, query_offset says how they are aligned",
     "scale": _SCALE, "sm_scale": _SCALE, "scaling": _SCALE, "softmax_scaling": _SCALE,
@@ -77,6 +76,8 @@ _CALL = {
     "broadcast_dropout": "Leave it out: every weight is dropped independently",
     "block_q": _BLOCKS, "block_kv": _BLOCKS, "block_sizes": _BLOCKS,
 }  # fmt: skip
+"""Other libraries' names of a call's arguments. A text that starts with a capital letter is a whole sentence; the others follow
+"Here it is"."""
 # The sizes of a declared call.
 _SIZES = {
     "batch_size": "batch", "seq_len": "q_len", "seq_length": "q_len", "sequence_length": "q_len", "query_length": "q_len",
@@ -116,9 +117,9 @@ def other_name(name: object, known: Collection[str], kind: str) -> str:
         return f" Did you mean {_SIZES[name]!r}?"
     if kind == "call" and name in _OF_METADATA and "q_len" in known:
         return f" {name} is a field of metadata."
-    hint = (_METADATA | {"scale": _SCALE, "sm_scale": _SCALE} if kind == "metadata" else _CALL).get(name)
-    if hint is None and kind == "metadata" and name in _CALL:
-        return f"{_sentence(_CALL[name])} It belongs to the call."
+    hint = (_METADATA | {"scale": _SCALE, "sm_scale": _SCALE} if kind == "metadata" else NAMES_ELSEWHERE).get(name)
+    if hint is None and kind == "metadata" and name in NAMES_ELSEWHERE:
+        return f"{_sentence(NAMES_ELSEWHERE[name])} It belongs to the call."
     return nearest(name, known) if hint is None else _sentence(hint)
 
 

@@ -1,0 +1,97 @@
+"""Print what can't be declared or run on any implementation, as Markdown, from the declared rules and tables.
+
+`python tools/not_declared.py` prints; with --write the tables go between the markers in docs/not-declared.md, which a test
+checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from attnops.masks.serial import DYNAMIC_KINDS
+from attnops.models.keys import REFUSED
+from attnops.models.plain_families import PLAIN
+from attnops.planning import FEATURES, PlannedOperation
+from attnops.planning.capability import ALL_FEATURES
+from attnops.registry import OperationRegistry
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "not-declared.md"
+BEGIN = "<!-- begin: written by tools/not_declared.py -->"
+END = "<!-- end: written by tools/not_declared.py -->"
+
+
+def main() -> None:
+    """Print the tables, or write them into the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help=f"put the tables into docs/{PAGE.name}")
+    if not parser.parse_args().write:
+        print(tables())
+        return
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def updated(page: str) -> str:
+    """The page with the tables between its markers."""
+    head, _, rest = page.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
+
+
+def tables() -> str:
+    """All tables, with their headings."""
+    return "\n\n".join(
+        [
+            "## On no implementation",
+            "Rules of `forward_native`, plain XLA, which runs what the platforms' kernels refuse. What it refuses is refused "
+            "everywhere.",
+            _table(("Operation", "Field", "Code", "Instead"), _rules()),
+            "## By an operation as a whole",
+            "Features of a call that no implementation of an operation takes. The call is refused; `vanilla` takes all of them.",
+            _table(("Operation", "Features"), _features()),
+            "## In a file",
+            "A declaration file has no arrays. These masks are passed in the call: "
+            + ", ".join(f"`{kind}`" for kind in sorted(DYNAMIC_KINDS))
+            + ".",
+            "## Of a model's config",
+            _table(("Key", "Why"), ((f"`{key}`", why) for key, (_, why) in REFUSED.items())),
+            f"Of {len(PLAIN['unread'])} types of models nothing is read; [Model types](model-types.md#not-read) says why.",
+        ]
+    )
+
+
+def _own() -> dict[str, type[PlannedOperation]]:
+    every = {name: OperationRegistry.get(name) for name in OperationRegistry.names()}
+    return {name: op for name, op in every.items() if op.__module__.startswith("attnops.")}
+
+
+def _rules() -> Iterator[tuple[str, ...]]:
+    seen: dict[tuple[str, ...], list[str]] = {}
+    for name, operation in _own().items():
+        for rule in operation.capability("forward_native").rules:
+            seen.setdefault((f"`{rule.field}`", f"`{rule.code}`", rule.hint), []).append(f"`{name}`")
+    for (field, code, hint), names in sorted(seen.items(), key=lambda row: row[1]):
+        yield ", ".join(names), field, code, hint
+
+
+def _features() -> Iterator[tuple[str, str]]:
+    groups: dict[str, list[str]] = {}
+    for name, operation in _own().items():
+        if operation.family != "attention" or operation.keys_in != "arrays":
+            continue
+        taken = frozenset().union(*(operation.capability(method).consumes for method in operation.declared_methods()))
+        missing = [feature for feature in FEATURES if feature in ALL_FEATURES - taken]
+        if missing:
+            groups.setdefault(", ".join(f"{FEATURES[one]} (`{one}`)" for one in missing), []).append(f"`{name}`")
+    for features, names in groups.items():
+        yield ", ".join(names), features
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in lines)
+
+
+if __name__ == "__main__":
+    main()
