@@ -109,7 +109,7 @@ def _options() -> Iterator[tuple[str, ...]]:
     for name, kind in CallOptions.__annotations__.items():
         if name == "query_offset":
             continue
-        written = str(getattr(kind, "__forward_arg__", kind)).replace("|", "\\|")
+        written = str(getattr(kind, "__forward_arg__", kind)).replace(" | ", " or ")
         yield _name(name), f"`{written}`", f"`{Options._field_defaults[name]!r}`", _meaning(name)
 
 

@@ -42,11 +42,20 @@ def tables() -> str:
     own = {name: op for name, op in operations.items() if op.__module__.startswith("attnops.")}
     distinct = list(_distinct({name: op for name, op in own.items() if op.family != "recurrence"}))
     recurrent = {name: op for name, op in own.items() if op.family == "recurrence"}
+
+    def over_arrays(name: str) -> bool:
+        operation = own[name.partition(".")[0]]
+        return operation.family == "attention" and operation.keys_in == "arrays"
+
     parts = [
         "## Which method runs where",
         _platforms(own),
         "## Features",
-        _features([(name, c) for name, c in distinct if c.tolerance]),
+        "`.tpu` stands for `.forward_tpu`, and so on.",
+        "### Attention over arrays",
+        _features([(name, c) for name, c in distinct if c.tolerance and over_arrays(name)]),
+        "### Pages, and the selection of keys",
+        _features([(name, c) for name, c in distinct if c.tolerance and not over_arrays(name)]),
         "## Rules",
         "A rule is a condition on the sizes, dtypes and config of one call.",
         _rules(distinct),
@@ -96,10 +105,12 @@ def _platforms(operations: dict[str, type[PlannedOperation]]) -> str:
 
 
 def _features(implementations: list[tuple[str, Capability]]) -> str:
-    head = ("Feature", "Meaning", *(f"`{name}`" for name, _ in implementations))
+    named = (name.split(".", 1) for name, _ in implementations)
+    head = ("Feature", *(f"`{operation}`<br>`.{method.removeprefix('forward_')}`" for operation, method in named))
     rows = (
-        (f"`{feature}`", meaning, *("yes" if feature in c.consumes else "-" for _, c in implementations))
+        (f"`{feature}`<br>{meaning}", *("yes" if feature in c.consumes else "-" for _, c in implementations))
         for feature, meaning in FEATURES.items()
+        if any(feature in c.consumes for _, c in implementations)
     )
     return _table(head, rows)
 
