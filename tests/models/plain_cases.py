@@ -10,6 +10,13 @@ from attnops import ModelDeclaration
 
 LENGTH = 24
 
+# Name: (part, heads, head dim, tokens, layers) of models of images.
+IMAGES: dict[str, tuple[str | None, int, int, int, int]] = {
+    "clip-vit-base-patch32": ("vision", 12, 64, 7 * 7 + 1, 12),
+    "dinov2-base": (None, 12, 64, 37 * 37 + 1, 12),
+    "vit-base-patch16-224": (None, 12, 64, 14 * 14 + 1, 12),
+}
+
 
 def declared_calls(config: Any, part: str = "", length: int = LENGTH) -> list[dict[str, Any]]:
     """Each layer's call. length: of tokens, if the config doesn't have the size of an image."""

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hybrid_models import HYBRIDS
 from layered_models import LAYERED
+from plain_cases import IMAGES
 
 from attnops import (
     Attention,
@@ -53,6 +54,9 @@ def window(tokens: int) -> Mask:
 # From the models' cards, papers and published configs.
 PUBLISHED: dict[str, tuple[tuple[int, ...], dict[Mask, list[int]], float | None, float | None, bool]] = {
     "llama-3.1-8b": ((32, 8, 128, 128), {Causal(): list(range(32))}, None, None, False),
+    "minimax-m2": ((48, 8, 128, 128), {Causal(): list(range(62))}, None, None, False),
+    "olmoe-1b-7b": ((16, 16, 128, 128), {Causal(): list(range(16))}, None, None, False),
+    "phi-2": ((32, 32, 80, 80), {Causal(): list(range(32))}, None, None, False),
     "mistral-7b-v0.1": ((32, 8, 128, 128), {window(4096): list(range(32))}, None, None, False),
     "gemma-2-27b-it": (
         (32, 16, 128, 128),
@@ -136,7 +140,7 @@ def test_well_known_models(name: str) -> None:
 
 
 def test_every_config_here_is_in_the_table() -> None:
-    assert {path.stem for path in MODELS.glob("*.json")} == {*PUBLISHED, *LAYERED, *HYBRIDS}
+    assert {path.stem for path in MODELS.glob("*.json")} == {*PUBLISHED, *LAYERED, *HYBRIDS, *IMAGES}
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plain_cases import declared_calls
+from plain_cases import IMAGES, declared_calls
 
-from attnops import ModelDeclaration
+from attnops import Full, ModelDeclaration
 from attnops.errors import ConfigError
 from attnops.models.families import ALIASES, COMPOSITES, FAMILIES
 from attnops.models.plain_families import PLAIN, PLAIN_FAMILIES
@@ -98,6 +98,18 @@ def test_the_parts_of_a_composite() -> None:
 def test_parts_that_are_not_there(config: dict[str, Any], part: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         ModelDeclaration.from_config(config, part=part)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_well_known_models_of_images(name: str) -> None:
+    part, heads, dim, tokens, layers = IMAGES[name]
+    model = ModelDeclaration.from_config(
+        ROOT / "tests" / "data" / "models" / f"{name}.json", part=part, dtype="float32"
+    )
+    (kind,) = model.distinct
+    call = kind.declaration.call
+    assert (call.q_heads, call.head_dim, call.q_len, len(kind.layers)) == (heads, dim, tokens, layers)
+    assert call.mask == Full()
 
 
 def test_tokens_beside_the_patches() -> None:
