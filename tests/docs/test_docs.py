@@ -157,7 +157,9 @@ def test_the_api_reference_has_every_public_name() -> None:
         assert hasattr(importlib.import_module(module), attribute) or importlib.util.find_spec(name), name
 
 
-@pytest.mark.parametrize("name", ["support_table", "model_types", "call_reference", "not_declared", "gallery"])
+@pytest.mark.parametrize(
+    "name", ["support_table", "model_types", "call_reference", "not_declared", "gallery", "notebook"]
+)
 def test_a_page_that_a_tool_writes_is_up_to_date(name: str) -> None:
     spec = importlib.util.spec_from_file_location(name, pages.ROOT / "tools" / f"{name}.py")
     assert spec is not None
