@@ -16,10 +16,12 @@ from .patterns import a_shape, bigbird, dilated_blocks, local_blocks, longformer
 from .registration import register_mask
 from .schema import mask_json_schema
 from .serial import mask_from_dict
-from .slots import DynamicMask, Slot
+from .slots import SEGMENT_IDS, DynamicMask, Slot
+from .spans import span_ids
 from .static import Causal, Chunked, OffsetMask, Prefix, SlidingWindow, window_tokens
 
 __all__ = [
+    "SEGMENT_IDS",
     "And",
     "Blocks",
     "Causal",
@@ -50,6 +52,7 @@ __all__ = [
     "mask_json_schema",
     "register_mask",
     "register_mask_function",
+    "span_ids",
     "strided_blocks",
     "window_tokens",
 ]

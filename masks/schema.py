@@ -17,6 +17,7 @@ from ..errors import MaskError
 from .algebra import Mask
 from .checks import LIMIT
 from .serial import mask_from_dict
+from .slots import SEGMENT_IDS
 
 __all__ = ["mask_json_schema"]
 
@@ -95,6 +96,13 @@ class BlocksDict(TypedDict):
 
 
 @_CLOSED
+class SegmentIdsDict(TypedDict):
+    """The place of a call's q_segment_ids and kv_segment_ids, visible where they are equal."""
+
+    kind: Literal["segment_ids"]
+
+
+@_CLOSED
 class AndDict(TypedDict):
     """Visible where every mask is."""
 
@@ -118,7 +126,16 @@ class NotDict(TypedDict):
     mask: MaskDict
 
 
-_Leaf = FullDict | CausalDict | SlidingWindowDict | ChunkedDict | PrefixDict | MaskFunctionDict | BlocksDict
+_Leaf = (
+    FullDict
+    | CausalDict
+    | SlidingWindowDict
+    | ChunkedDict
+    | PrefixDict
+    | MaskFunctionDict
+    | BlocksDict
+    | SegmentIdsDict
+)
 _Object = Annotated[_Leaf | AndDict | OrDict | NotDict, Field(discriminator="kind")]
 MaskDict = TypeAliasType("MaskDict", Literal["causal", "full"] | _Object)
 
@@ -135,7 +152,7 @@ def _schema() -> dict[str, Any]:
 
 def _validate(mask_type: type[Mask], value: Any) -> Mask:
     mask = value if isinstance(value, Mask) else mask_from_dict(value)
-    if not mask.is_static:
+    if not all(leaf.is_static or leaf == SEGMENT_IDS for leaf in mask.leaves()):
         raise MaskError(f"{mask} holds arrays, which a config can't; pass it in the call")
     if not isinstance(mask, mask_type):
         raise MaskError(f"{mask} is a {type(mask).__name__}; wanted a {mask_type.__name__}, the type of the field")

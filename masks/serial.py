@@ -10,6 +10,7 @@ from .algebra import And, Full, Mask, Not, Or
 from .block_sparse import Blocks
 from .checks import DEEPEST
 from .functions import MaskFunction
+from .slots import SEGMENT_IDS
 from .static import Causal, Chunked, Prefix, SlidingWindow
 
 __all__ = ["DYNAMIC_KINDS", "LEAVES", "kinds", "mask_from_dict"]
@@ -68,6 +69,9 @@ def _read(data: Any, at: str, depth: int) -> Mask:
         raise MaskError(f'{at} has no kind; wanted one of {", ".join(kinds())}: add "kind"')
     kind = data["kind"]
     if not isinstance(kind, str) or kind not in kinds():
+        if kind == SEGMENT_IDS.kind:
+            _fields(data, at, (), ())
+            return SEGMENT_IDS
         if kind in DYNAMIC_KINDS:
             raise MaskError(f"{at}.kind is {shown(kind)}, which holds arrays; a config can't: pass it in the call")
         hint = nearest(kind, kinds())

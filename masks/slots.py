@@ -13,7 +13,7 @@ from .algebra import Full, Mask, Not
 from .bounds import Blocks
 from .int_arrays import int_array
 
-__all__ = ["DynamicMask", "Slot"]
+__all__ = ["SEGMENT_IDS", "DynamicMask", "Slot"]
 
 _classes: dict[str, type[DynamicMask]] = {}
 
@@ -28,7 +28,7 @@ class _Unknown(Mask):
     def bounds(self) -> tuple[Mask, Mask]:
         return Not(Full()), Full()
 
-    def to_dict(self) -> NoReturn:
+    def to_dict(self) -> dict[str, Any]:
         raise MaskError(f"{self} holds arrays, which a config can't; pass it in the call")
 
 
@@ -125,6 +125,10 @@ class Slot(_Unknown):
     def parts(self) -> tuple[tuple[str, str, tuple[str, ...]], ...]:  # type: ignore[override]
         return _classes[self.kind].parts
 
+    def to_dict(self) -> dict[str, Any]:
+        """The place of a call's segment ids has a form in files; other slots raise MaskError."""
+        return {"kind": self.kind} if self == SEGMENT_IDS else super().to_dict()
+
     def arrays(self) -> tuple[Any, ...]:
         return (None,) * len(self.parts)
 
@@ -156,3 +160,7 @@ class Slot(_Unknown):
 
     def cut(self, q_slice: slice, kv_slice: slice) -> NoReturn:
         self.test(None, None, None)
+
+
+SEGMENT_IDS = Slot("segment_ids")
+"""In a mask, the place of a call's q_segment_ids and kv_segment_ids, which else intersect with the whole mask."""

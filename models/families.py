@@ -7,10 +7,10 @@ tests/models/test_model_transformers.py. The family doesn't read a key that isn'
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from .family import CHUNKED, GLOBAL, INDEXED, LOCAL, NOT_READ, Family, Fields, parts, sizes
+from .family import CHUNKED, GLOBAL, INDEXED, LOCAL, NOT_READ, Family, Fields, Spans, parts, sizes
 from .image_families import IMAGE_FAMILIES
 from .latent_families import LATENT_FAMILIES
 from .linear_families import LINEAR_FAMILIES
@@ -197,11 +197,11 @@ ALIASES = {"kimi_k2": "deepseek_v3", "minimax_m1": "minimax", "minimax_text_01":
 class Composite:
     """A model of several parts, of which one is read by `part`, by default the text.
 
-    parts: the family of each part's config if that has no model_type: `vision` is that of vision_config. leaves_out: what the
-    text alone leaves out about attention."""
+    parts: the family of each part's config if that has no model_type: `vision` is that of vision_config. spans: the kinds of
+    layers of text where tokens of one image, or of a prefix, see each other: all of them, or those that the window leaves."""
 
     parts: Mapping[str, str]
-    leaves_out: str | None = None
+    spans: Mapping[str, Spans] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -212,23 +212,20 @@ NESTED_PARTS = ("text", "vision", "audio")
 """The parts of composites: each has a config of its own, such as `text_config`."""
 
 
-def _composite(text: str, vision: str | None = None, leaves_out: str | None = None) -> Composite:
-    return Composite({"text": text} | ({} if vision is None else {"vision": vision}), leaves_out)
+def _composite(text: str, vision: str | None = None, spans: Mapping[str, Spans] | None = None) -> Composite:
+    return Composite({"text": text} | ({} if vision is None else {"vision": vision}), spans or {})
 
 
 COMPOSITES: dict[str, Composite] = {
-    "gemma3": _composite(
-        "gemma3_text",
-        "siglip_vision_model",
-        "tokens of one image see each other in both directions there; the masks here are those of text",
-    ),
-    "gemma4": _composite("gemma4_text"),
+    "gemma3": _composite("gemma3_text", "siglip_vision_model", spans={GLOBAL: "all", LOCAL: "in_window"}),
+    "gemma4": _composite("gemma4_text", spans={LOCAL: "in_window"}),  # if use_bidirectional_attention is 'vision'
     "kimi_k25": _composite("deepseek_v3"),
     "llama4": _composite("llama4_text"),
     "llava": _composite("llama", "clip_vision_model"),
     "llava_next": _composite("llama", "clip_vision_model"),
     "minimax_m3_vl": _composite("minimax_m3_vl_text"),
     "mistral3": _composite("mistral"),
+    "paligemma": _composite("gemma", "siglip_vision_model", spans={GLOBAL: "all", LOCAL: "all"}),
     "pix2struct": _composite("pix2struct_text_model", "pix2struct_vision_model"),
     "qwen3_5": _composite("qwen3_5_text"),
     "qwen3_5_moe": _composite("qwen3_5_moe_text"),

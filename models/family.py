@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ..planning.notes import Note
 
 __all__ = [
     "CHUNKED", "CONV", "GLOBAL", "HYBRID", "INDEXED", "LINEAR", "LOCAL", "MLP", "MOE", "NOT_READ", "Family", "Fields", "Prepare",
+    "Spans",
     "parts", "sizes",
 ]  # fmt: skip
 
@@ -19,6 +20,7 @@ LINEAR, CONV = "linear_attention", "conv"  # an operation with a state; a convol
 HYBRID = "hybrid"  # attention, and an operation with a state
 MLP, MOE = "mlp", "moe"  # neither
 Fields = Mapping[str, Any]
+Spans = Literal["all", "in_window"]
 Prepare = Callable[[Fields, str, list[Note]], Fields]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import shown
-from ..masks import Causal, Chunked, Full, SlidingWindow
+from ..masks import SEGMENT_IDS, Causal, Chunked, Full, Mask, SlidingWindow
 from ..planning.notes import Note, note
 from .families import CHUNKED, GLOBAL, INDEXED, LOCAL
 from .family import HYBRID
@@ -29,13 +29,20 @@ _MAX_LAYERS = 10_000  # each is processed; more are taken for a typing error
 
 def layer_attentions(config: ModelConfig, head_dim: int, causal: bool, notes: list[Note]) -> tuple[LayerAttention, ...]:
     """One LayerAttention per layer. Errors: ConfigError."""
-    kinds = _kinds(config, notes)
+    f, kinds = config.fields, _kinds(config, notes)
     indexed, shared = indexed_kinds(config, kinds, notes), shared_keys(config, kinds, notes)
     if not causal and (own := set(kinds) & set(config.rules.own_kinds)):
         raise config.error(
             f"is_causal is false, but {sorted(own)[0]} layers see earlier tokens alone; wanted a causal mask."
         )
     state_notes(config, kinds, notes)
+    if causal and any(_has_spans(config, kind) for kind in kinds):
+        notes.append(note("model.spans"))
+    elif f.get("use_bidirectional_attention") == "vision":
+        remark = (
+            "in a gemma4, tokens of one image see each other in local layers; the masks here are those of text alone"
+        )
+        notes.append(note("model.noted", key="use_bidirectional_attention", value="'vision'", remark=remark))
     layers = []
     for number, kind in enumerate(kinds):
         if kind in config.rules.own_kinds and kind != HYBRID:
@@ -132,6 +139,9 @@ def _layer(config: ModelConfig, kind: str, number: int, head_dim: int, causal: b
         raise config.error(
             f"layer {number} is indexed, but is_causal is false: its indexer picks from earlier keys alone; wanted a causal mask."
         )
+    spans = causal and _has_spans(config, kind)
+    if kind == GLOBAL and spans:
+        return LayerAttention("global spans", Causal() | SEGMENT_IDS, scale, score)
     if kind in (GLOBAL, INDEXED):
         return LayerAttention("global", Causal() if causal else Full(), scale, score)
     if kind == CHUNKED:
@@ -145,9 +155,21 @@ def _layer(config: ModelConfig, kind: str, number: int, head_dim: int, causal: b
             f"chunked {whole(config, 'attention_chunk_size')}", Causal() & Chunked(size), scale, score
         )
     left, right = _window(config, number, causal)
+    if spans:
+        seen: Mask = (Causal() & SlidingWindow(left=left, right=right)) | SEGMENT_IDS
+        if config.spans[LOCAL] == "in_window":  # which then has no end after the query
+            seen = (Causal() | SEGMENT_IDS) & SlidingWindow(left=left, right=None)
+        return LayerAttention(f"local {left + 1} spans", seen, scale, score)
     label = f"local {left + 1}" if right == 0 else f"local ±{left}"
     window = SlidingWindow(left=left, right=right)
     return LayerAttention(label, Causal() & window if causal else window, scale, score)
+
+
+def _has_spans(config: ModelConfig, kind: str) -> bool:
+    """Whether tokens of one image see each other in a layer of this kind."""
+    if config.family == "gemma4_text" and config.fields["use_bidirectional_attention"] != "vision":
+        return False
+    return kind in config.spans
 
 
 def _window(config: ModelConfig, number: int, causal: bool) -> tuple[int, int]:

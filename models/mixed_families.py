@@ -68,11 +68,6 @@ def _gemma4(data: Fields, name: str, notes: list[Note]) -> Fields:
         data["layer_types"] = [*types[:-1], GLOBAL]
     if both not in (None, "vision", "all"):
         raise ConfigError(f"{name}: use_bidirectional_attention={shown(both)}; wanted null, 'vision' or 'all'.")
-    if both == "vision":
-        remark = (
-            "in local layers, tokens of one image see each other in both directions; the masks here are those of text"
-        )
-        notes.append(note("model.noted", key="use_bidirectional_attention", value=shown(both), remark=remark))
     by_layer = data.pop("per_layer_config", None)
     if by_layer is None:
         return data

@@ -7,7 +7,7 @@ can't be represented is refused. `models/keys.py` has the tables.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigError, nearest, shown
@@ -16,6 +16,7 @@ from ..planning.notes import Note, note
 from .config_dict import as_dict
 from .default_notes import has_dims, is_noted
 from .families import ALIASES, COMPOSITES, FAMILIES, GLOBAL, NESTED_PARTS, PARTS, Family
+from .family import Spans
 from .keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
 from .nested_part import nested_part
 
@@ -29,13 +30,15 @@ _NEEDED = ("num_hidden_layers", "num_attention_heads")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model's attention fields. `fields` has every key of the family, `declared_keys` those that the config has."""
+    """One model's attention fields. `fields` has every key of the family, `declared_keys` those that the config has.
+    `spans` has the kinds of layers where tokens of one image see each other, as of Composite."""
 
     name: str
     family: str
     fields: Mapping[str, Any]
     declared_keys: frozenset[str]
     notes: tuple[Note, ...]
+    spans: Mapping[str, Spans] = field(default_factory=dict)
 
     @property
     def rules(self) -> Family:
@@ -70,11 +73,14 @@ def read_model_config(
         raise ConfigError(f"{name}: ignore={shown(ignore)}; wanted the names of keys.")
     notes: list[Note] = []
     nested = data.get("text_config") is not None
+    spans: Mapping[str, Spans] = {}
     if nested:
-        beside = part if part in NESTED_PARTS else "text"
+        beside, kind = (part if part in NESTED_PARTS else "text"), data.get("model_type")
         data = nested_part(data, name, family, beside, notes, assume)
         name = f"{name}: {beside}_config"
         part = None if part == beside else part
+        whole = COMPOSITES.get(str(kind))
+        spans = whole.spans if whole is not None and beside == "text" else {}
     for key in data:
         checked_name(key, f"{name}: key")  # notes name keys
     for key in ignore:
@@ -98,7 +104,7 @@ def read_model_config(
         notes.append(note("model.window_off", size=fields["sliding_window"]))
     if taken:
         notes.append(note("model.defaults", fields=taken, model=model))
-    return ModelConfig(name, model, fields, frozenset(declared), tuple(notes))
+    return ModelConfig(name, model, fields, frozenset(declared), tuple(notes), spans)
 
 
 def _family(

@@ -39,8 +39,6 @@ def nested_part(
     if not isinstance(nested, Mapping):
         nested, _ = as_dict(nested)
     notes.append(note("model.nested_config", key=key, kind=kind))
-    if part == "text" and whole.leaves_out is not None:
-        notes.append(note("model.leaves_out", kind=kind, what=whole.leaves_out))
     beside = [key for key, value in data.items() if not _of_the_whole(key) and not is_quiet(key, value)]
     if beside:
         notes.append(note("model.outside_nested_config", config=key, keys=sorted(beside)))

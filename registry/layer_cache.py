@@ -13,6 +13,7 @@ from ..masks.page_mask import page_mask
 from ..planning.cache.kept_states import KeptState
 from ..planning.recurrent.operands import OPERATIONS
 from .declaration import Declaration
+from .layer_calls import without_spans
 
 __all__ = ["bytes_of", "kept_keys", "kept_state", "state_fields", "window_tokens"]
 
@@ -22,7 +23,7 @@ Shapes = dict[str, jax.ShapeDtypeStruct]
 def window_tokens(declaration: Declaration) -> int | None:
     """How many keys a query of this attention sees at most, its own included, by a window or a chunk; None: all of them."""
     mask = declaration.call.mask
-    over_pages = None if mask is None else page_mask(mask)
+    over_pages = None if mask is None else page_mask(without_spans(mask))
     left = None if over_pages is None else over_pages.most_left
     return None if left is None else left + 1
 

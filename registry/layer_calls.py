@@ -6,11 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
+from ..masks import SEGMENT_IDS, And, Mask, Or
 from ..models.layers import LayerAttention, LayerHeads, LayerSizes
 from ..models.model_attention import ModelAttention
 from ..sharding.modes import GENERATION, canonical_mode
 
-__all__ = ["is_cached", "layer_call", "model_call"]
+__all__ = ["is_cached", "layer_call", "model_call", "without_spans"]
+
+_SPANS = 2  # that are drawn, where arrays are
+
+
+def without_spans(mask: Mask) -> Mask:
+    """The mask of tokens that belong to no span: what is beside the place of segment ids in an Or."""
+    parts = [_beside_spans(part) if isinstance(part, Or) else part for part in mask.conjuncts()]
+    return And(tuple(parts)) if len(parts) > 1 else parts[0]
+
+
+def _beside_spans(mask: Or) -> Mask:
+    beside = tuple(part for part in mask.masks if part != SEGMENT_IDS)
+    return beside[0] if len(beside) == 1 else Or(beside)
 
 
 def is_cached(mode: str | None) -> bool:
@@ -74,6 +88,10 @@ def model_call(
 def layer_call(layer: LayerAttention, attention: ModelAttention, call: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a call that differ between layers."""
     its: dict[str, Any] = {"mask": layer.mask}
+    if layer.mask is not None and not layer.mask.is_static:
+        # One query at a time is generated text, which belongs to no span.
+        one = call.get("q_len") == 1 and is_cached(call.get("mode", "autoregressive"))
+        its |= {"mask": without_spans(layer.mask)} if one else {"segment_ids": _SPANS}
     if layer.softmax_scale is not None:
         its["softmax_scale"] = layer.softmax_scale
     if layer.score is not None:

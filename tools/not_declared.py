@@ -53,7 +53,7 @@ def tables() -> str:
             "## In a file",
             "A declaration file has no arrays. These masks are passed in the call: "
             + ", ".join(f"`{kind}`" for kind in sorted(DYNAMIC_KINDS))
-            + ".",
+            + ". A file can say where the call's segment ids go: [images and prefixes](masks.md#images-and-prefixes).",
             "## Of a model's config",
             _table(("Key", "Why"), ((f"`{key}`", why) for key, (_, why) in REFUSED.items())),
             f"Of {len(PLAIN['unread'])} types of models nothing is read; [Model types](model-types.md#not-read) says why.",

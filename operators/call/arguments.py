@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ...errors import InputError, InputTypeError, a_type
-from ...masks import And, Causal, Dense, Full, Lengths, Mask, Not, SegmentIds, SlidingWindow
+from ...masks import SEGMENT_IDS, And, Causal, Dense, Full, Lengths, Mask, Not, SegmentIds, SlidingWindow
 from ...planning.call_arguments import CALL_ARGUMENTS, CallArguments, CallOptions
 from ...planning.other_names import refuse_unknown
 from ...planning.problem import positions_leaf
@@ -108,12 +108,33 @@ def split_arguments(
                 arrays[name] = argument
         else:
             options[name] = check(name, argument)
+    if any(leaf is None for leaf in leaves):
+        options["mask"], leaves = _placed(options["mask"], leaves, arrays, options.get("layout") == "thd")
     if score is not None:
         arrays |= captured
         cap, options["score"] = (None, score) if options.get("logits_soft_cap") is not None else without_cap(score)
         if cap is not None:
             options["logits_soft_cap"] = cap
     return Arrays(arrays, leaves), Options(**options) if options else _DEFAULTS
+
+
+def _placed(mask: Mask, leaves: tuple[Any, ...], arrays: dict[str, Any], packed: bool) -> tuple[Mask, tuple[Any, ...]]:
+    """The arrays of a mask with the call's segment ids in their place, where they no longer intersect with all of it."""
+    places = [leaf for leaf in mask.leaves() if leaf.is_slot and leaf == SEGMENT_IDS]
+    if len(places) != 1 or sum(leaf is None for leaf in leaves) != 2:
+        raise InputError(f"the mask {mask.describe()} has places without arrays; wanted at most one, of segment ids.")
+    query = arrays.pop("q_segment_ids", None)
+    kv = arrays.pop("kv_segment_ids", query)
+    if query is None or kv is None:
+        raise InputError(
+            f"the mask {mask.describe()} has a place for segment ids; pass q_segment_ids, and kv_segment_ids for other keys."
+        )
+    if packed:
+        raise InputError(
+            f"the mask {mask.describe()} has a place for segment ids, which in layout 'thd' separate sequences; use 'bthd'."
+        )
+    given = iter((query, kv))
+    return mask, tuple(next(given) if leaf is None else leaf for leaf in leaves)
 
 
 def _structure(mask: Any) -> tuple[Mask, bool, tuple[Any, ...]]:

@@ -79,7 +79,7 @@ REFUSED = [
         r"mask\.masks\[1\]: Chunked size=-1",
     ),
     ({"kind": "and", "masks": "causal"}, r"put it in \[ \]"),
-    ({"kind": "segment_ids"}, "pass it in the call"),
+    ({"kind": "kv_lengths"}, "pass it in the call"),
     ({"kind": 3}, "wanted one of full, causal"),
     ({"kind": ["causal"]}, "wanted one of full, causal"),
     ({3: 4}, 'add "kind"'),

@@ -39,7 +39,7 @@ LAYERED: dict[str, dict[str, Layers]] = {
         "global shared kv": Layers([19, 24, 29, 34], 8, 1, 512, 512),
     },
     "gemma-4-31b": {
-        "local 1024": Layers([n for n in range(60) if n % 6 != 5], 32, 16, 256, 256, window=1024),
+        "local 1024 spans": Layers([n for n in range(60) if n % 6 != 5], 32, 16, 256, 256, window=1024),
         "global": Layers(list(range(5, 60, 6)), 32, 4, 512, 512),
     },
     "minimax-m3": {

@@ -26,6 +26,7 @@ from layered_models import (
 
 from attnops import Attention, Causal, Full, LatentAttention, ModelDeclaration, OperationMetadata, SlidingWindow
 from attnops.errors import ConfigError, ConfigWarning
+from attnops.masks import SEGMENT_IDS
 
 MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
 
@@ -50,6 +51,8 @@ def test_published_models(name: str) -> None:
         assert (found["q_heads"], found["kv_heads"]) == (wanted.q_heads, wanted.kv_heads)
         assert (found["head_dim"], found["value_dim"]) == (wanted.head_dim, wanted.value_dim)
         window = Causal() if wanted.window is None else Causal() & SlidingWindow(left=wanted.window - 1, right=0)
+        if layer.kind.endswith(" spans"):
+            window = (Causal() | SEGMENT_IDS) & SlidingWindow(left=(wanted.window or 0) - 1, right=None)
         assert call.mask == window
         assert call.softmax_aux == ((wanted.q_heads,) if wanted.sinks else None)
         assert dict(layer.indexer) == (wanted.indexer or {})

@@ -30,6 +30,7 @@ from attnops import (
     SlidingWindow,
 )
 from attnops.errors import ConfigError, ConfigWarning, InputError
+from attnops.masks import SEGMENT_IDS
 from attnops.models.families import ALIASES, COMPOSITES, FAMILIES, PARTS
 
 MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
@@ -50,6 +51,8 @@ def window(tokens: int) -> Mask:
     return Causal() & SlidingWindow(left=tokens - 1, right=0)
 
 
+SPANS = Causal() | SEGMENT_IDS  # tokens of one image see each other
+
 # Name: (query heads, kv heads, dim, value dim), {mask: layers}, scale (None: 1/sqrt(dim)), soft cap, sinks.
 # From the models' cards, papers and published configs.
 PUBLISHED: dict[str, tuple[tuple[int, ...], dict[Mask, list[int]], float | None, float | None, bool]] = {
@@ -67,7 +70,10 @@ PUBLISHED: dict[str, tuple[tuple[int, ...], dict[Mask, list[int]], float | None,
     ),
     "gemma-3-4b-it": (
         (8, 4, 256, 256),
-        {window(1024): [n for n in range(34) if n not in (5, 11, 17, 23, 29)], Causal(): [5, 11, 17, 23, 29]},
+        {
+            SPANS & SlidingWindow(left=1023, right=None): [n for n in range(34) if n not in (5, 11, 17, 23, 29)],
+            SPANS: [5, 11, 17, 23, 29],
+        },
         1 / 16,
         None,
         False,
@@ -168,9 +174,11 @@ def test_layers_have_the_shapes_of_the_conformance_suite(name: str, shape: str, 
     scale = metadata.get("softmax_scale", known["head_dim"] ** -0.5)
     assert scale == pytest.approx(known["softmax_scale"], rel=1e-12)
     assert call.logits_soft_cap == known["logits_soft_cap"]
-    wanted: Mask = Causal()
+    config = json.loads((MODELS / f"{name}.json").read_text())
+    spans = config["model_type"] in ("gemma3", "gemma4")  # tokens of one image see each other
+    wanted: Mask = SPANS if spans else Causal()
     if known["window"]:
-        wanted = wanted & SlidingWindow(*known["window"])
+        wanted = wanted & SlidingWindow(known["window"][0], None if spans else known["window"][1])
     if known["chunk"]:
         wanted = wanted & Chunked(known["chunk"])
     assert call.mask == wanted
@@ -192,7 +200,7 @@ def test_a_file_a_folder_a_dict_and_an_object_mean_the_same(tmp_path: Path) -> N
     forms = [tmp_path / "config.json", str(tmp_path), GEMMA2, Config(), SimpleNamespace(**GEMMA2)]
     found = [ModelDeclaration.from_config(form).distinct for form in forms]
     assert all(other == found[0] for other in found)
-    assert [layer.kind for layer in ModelDeclaration.from_config(nested).distinct] == ["local 16", "global"]
+    assert [layer.kind for layer in ModelDeclaration.from_config(nested).distinct] == ["local 16 spans", "global spans"]
 
 
 def test_names_that_metadata_takes_from_any_config() -> None:
@@ -314,7 +322,7 @@ def test_what_was_decided_is_told() -> None:
     notes = _notes(MODELS / "gemma-3-4b-it.json")
     assert notes["model.nested_config"] == {"key": "text_config", "kind": "gemma3"}
     assert "num_attention_heads=8" in notes["model.defaults"]["fields"]
-    assert "model.leaves_out" in notes
+    assert notes["model.spans"] == {}
     assert _notes(MODELS / "llama-3.1-8b.json") == {}
     of_v3 = {"model.defaults": {"fields": ["rope_interleave=True"], "model": "deepseek_v3"}}
     assert _notes(MODELS / "deepseek-v3.json") == of_v3
@@ -417,7 +425,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"model_type": "deepseek_v3", "rope_scaling": {"a": 1}, "rope_parameters": {"a": 2}},
         "rope_parameters and rope_scaling contradict each other",
     ),
-    ({"model_type": "paligemma", "text_config": {}}, "doesn't know what else its layers see"),
+    ({"model_type": "molmo2", "text_config": {}}, "doesn't know what else its layers see"),
     ({"model_type": "llava", "text_config": {}}, "text_config has no model_type"),
     ({"model_type": "llava", "text_config": [1]}, r"text_config=\[1\]; wanted an object"),
 ]

@@ -9,13 +9,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from image_masks_probe import CONFIGS, SPANS
 from plain_cases import IMAGES, declared_calls
 
-from attnops import Full, ModelDeclaration
-from attnops.errors import ConfigError
+from attnops import Attention, Causal, Declaration, Full, ModelDeclaration, SegmentIds, SlidingWindow, mask_from_dict
+from attnops.errors import ConfigError, InputError, MaskError
+from attnops.masks import SEGMENT_IDS, span_ids
 from attnops.models.families import ALIASES, COMPOSITES, FAMILIES
 from attnops.models.plain_families import PLAIN, PLAIN_FAMILIES
+from attnops.verify import reference_attention
 
 ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / "tests" / "data" / "plain_truth.json").read_text())
@@ -162,3 +166,74 @@ def test_an_unknown_composite_is_read_as_text() -> None:
     assert "model.assumed_masks" in [note.code for note in read.notes]
     with pytest.raises(ConfigError, match="assume='lama'"):
         ModelDeclaration.from_config(nested | {"text_config": {"model_type": "new"} | _NEW}, assume="lama")
+
+
+IMAGE_MASKS = json.loads((ROOT / "tests" / "data" / "image_masks.json").read_text())
+_KINDS = {"full_attention": "global", "sliding_attention": "local"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_tokens_of_images_see_is_what_transformers_says(name: str) -> None:
+    """The masks that transformers makes of tokens with two images, or with a prefix in two parts."""
+    spans = np.array([SPANS])
+    spans = np.where(spans < 0, -1, 0) if name.startswith("paligemma") else spans
+    ids = span_ids(spans)
+    config = {"model_type": name.partition(" ")[0]} | CONFIGS[name]
+    model = ModelDeclaration.from_config(config, q_len=len(SPANS))
+    read = {layer.kind.partition(" ")[0]: layer.declaration.call.mask for layer in model.distinct}
+    assert {_KINDS[kind] for kind in IMAGE_MASKS[name]} >= set(read)
+    for kind, rows in IMAGE_MASKS[name].items():
+        if _KINDS[kind] not in read:
+            continue
+        mask = read[_KINDS[kind]]
+        filled = mask.map_leaves(lambda leaf: SegmentIds(ids, ids) if leaf == SEGMENT_IDS else leaf)
+        seen = np.asarray(filled.materialise(slice(0, len(SPANS)), slice(0, len(SPANS)), query_offset=0))
+        assert ["".join(str(int(cell)) for cell in row) for row in seen[0, 0]] == rows, kind
+
+
+def test_a_layer_with_spans_runs_and_one_generated_token_belongs_to_none() -> None:
+    config = {"model_type": "gemma3", "dtype": "float32"} | CONFIGS["gemma3"]
+    model = ModelDeclaration.from_config(config, q_len=len(SPANS))
+    layer = model.layer(0)
+    assert (layer.kind, layer.name) == ("local 5 spans", "local_5_spans")
+    query = np.random.default_rng(0).standard_normal((1, len(SPANS), 4, 16)).astype(np.float32)
+    key = np.random.default_rng(1).standard_normal((1, len(SPANS), 2, 16)).astype(np.float32)
+    attend = Attention(layer.declaration)
+    output = attend(query, key, key, q_segment_ids=span_ids(np.array([SPANS])))
+    rows = np.array([[cell == "1" for cell in row] for row in IMAGE_MASKS["gemma3"]["sliding_attention"]])
+    scale = layer.declaration.operation_metadata().softmax_scale
+    wanted = reference_attention(query, key, key, scale=scale, mask=rows[None, None])
+    assert np.abs(np.asarray(output.attention_outputs) - wanted.output).max() < 1e-5
+    with pytest.raises(InputError, match="q_segment_ids"):
+        attend(query, key, key)
+    step = ModelDeclaration.from_config(config, q_len=1, kv_len=64, mode="autoregressive").layer(0).declaration.call
+    assert (step.mask, step.segment_ids) == (Causal() & SlidingWindow(left=4, right=None), None)
+    assert [group.window_tokens for group in model.layer_groups] == [5, None]
+
+
+def test_a_declared_place_of_segment_ids() -> None:
+    """It is written to files; other arrays of masks aren't."""
+    mask = Causal() | SEGMENT_IDS
+    call = {"q_len": 8, "q_heads": 1, "head_dim": 8, "segment_ids": 2, "mask": mask.to_dict()}
+    declaration = Declaration.from_dict({"operation": "splash", "call": call})
+    assert declaration.call.mask == mask == mask_from_dict(mask.to_dict())
+    assert Declaration.from_dict(json.loads(declaration.to_json())) == declaration
+    with pytest.raises(MaskError, match="kv_lengths"):
+        mask_from_dict({"kind": "kv_lengths"})
+    with pytest.raises(MaskError, match="unknown key"):
+        mask_from_dict({"kind": "segment_ids", "query": 3})
+    x = np.zeros((1, 8, 1, 8), np.float32)
+    ids = np.zeros((1, 8), np.int32)
+    twice = (Causal() | SEGMENT_IDS) & (SlidingWindow(left=2) | SEGMENT_IDS)
+    with pytest.raises(InputError, match="at most one"):
+        Attention("vanilla", mask=twice)(x, x, x, q_segment_ids=ids)
+    with pytest.raises(InputError, match="thd"):
+        Attention("vanilla", mask=mask)(x[0], x[0], x[0], q_segment_ids=ids[0], layout="thd")
+    with pytest.raises(InputError, match="pass q_segment_ids"):
+        Attention("vanilla", mask=mask)(x, x, x)
+
+
+@pytest.mark.parametrize("spans", [np.zeros(4, np.int32), np.zeros((1, 4), np.float32)])
+def test_spans_that_are_no_integers_of_rank_2(spans: Any) -> None:
+    with pytest.raises(MaskError, match="spans"):
+        span_ids(spans)
