@@ -1,22 +1,21 @@
-"""Recurrent operations on a CPU against the ways to do without: ratios of medians, interleaved, in one process.
+"""Recurrent operations on a CPU against the ways to do without, and against other projects: ratios of medians, interleaved.
 
-    python benchmarks/recurrent.py [--json FILE] [--torch PYTHON] [--cycles]
+    python benchmarks/recurrent.py [--json FILE] [--python PYTHON]... [--maxtext FOLDER] [--only PART]...
 
-The shape is Qwen3-Next's with 16 heads of 128, 4096 tokens, float32. `scan` goes token by token in jax; `transformers` is the
-chunked function of its Qwen3-Next in torch, run by the Python that --torch names, in turns with ours. A decode step is compared
-with reading and writing the states once. A ratio below 1 means that ours is faster.
-
---cycles does nothing of this: it compiles the TPU kernels for described devices, and prints what their schedules take for 128
-tokens of 4 heads of 128 in bfloat16, without waits for memory. FILE keeps what it has of the other kind.
+The shape is Qwen3-Next's with 16 heads of 128, 4096 tokens, float32. `scan` goes token by token in jax. `rivals` are the
+functions that recurrent_rival.py names, each run by the first --python that has its library, in turns with ours, on the same
+arrays; FOLDER is a checkout of MaxText. What can't be imported is named. `decode` compares one token of each sequence with
+reading and writing the states once, `slots` the same over slots, in place, of which others stay as they are. A ratio below 1
+means that ours is faster. FILE keeps the parts that weren't run.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,31 +24,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from recurrent_rival import RIVALS
 
-from attnops import OperationMetadata, OperationRegistry
-from attnops.operators.recurrent.kernel.tpu_sizes import BACKWARD, FORWARD, KEEPING
-from attnops.verify.clock_worker import ClockWorker
-from attnops.verify.topology import described_mesh
-from attnops.verify.tune_recurrence import RecurrenceSearch
+from attnops import OperationRegistry, StateBatch
 
 HEADS, DIM, TOKENS, RUNS = 16, 128, 4096, 7
+CHANNELS, STATE_DIM = 16384, 16  # of Mamba-1: as many numbers as the states of the others have
 RULES = ("gated_delta_rule", "kda", "simple_gla", "gla", "mamba2")
-TARGETS = ("v6e:2x2", "tpu7x:2x2x1")
-CELLS = (("gated_delta_rule", 64), ("gated_delta_rule", 128), ("kda", 128), ("simple_gla", 128))
-_TORCH = """
-import statistics, sys, time, torch
-from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as rule
-torch.manual_seed(0)
-heads, tokens, dim = map(int, sys.argv[1:4])
-query, key, value = (torch.randn(1, tokens, heads, dim) for _ in range(3))
-decay, beta = -torch.rand(1, tokens, heads), torch.rand(1, tokens, heads)
-for line in sys.stdin:
-    with torch.no_grad():
-        start = time.perf_counter()
-        rule(query, key, value, decay, beta, use_qk_l2norm_in_kernel=True)
-        print(time.perf_counter() - start, flush=True)
-"""
+DECODES = (*RULES, "mamba1")
+PARTS = ("scan", "rivals", "passes", "decode", "slots")
+LONG = 4.0  # seconds of a run from which on one is enough
 
 
 def medians(ways: dict[str, Callable[[], float]], runs: int = RUNS) -> dict[str, float]:
@@ -82,6 +66,10 @@ def arrays_of(rule: str, tokens: int = TOKENS, batch: int = 1) -> dict[str, jax.
         return jnp.asarray(rng.standard_normal(shape, np.float32))
 
     wide = (batch, tokens, HEADS, DIM)
+    if rule == "mamba1":
+        x = draw(batch, tokens, CHANNELS)
+        call = {"x": x, "dt": jnp.exp(draw(*x.shape) - 2), "A": -jnp.exp(draw(CHANNELS, STATE_DIM))}
+        return call | {"B": draw(batch, tokens, STATE_DIM), "C": draw(batch, tokens, STATE_DIM)}
     if rule == "mamba2":
         call = {"x": draw(*wide), "dt": jnp.exp(draw(*wide[:3]) - 2), "A": -jnp.exp(draw(HEADS))}
         return call | {"B": draw(*wide), "C": draw(*wide)}
@@ -133,85 +121,148 @@ def against_scan() -> dict[str, float]:
     return {**seconds, "ratio": seconds["chunks"] / seconds["scan"]}
 
 
-def against_torch(python: str) -> dict[str, float]:
-    """The gated delta rule and transformers' function in torch, in turns."""
-    call, operation = arrays_of("gated_delta_rule"), OperationRegistry.create("gated_delta_rule")
-    chunks = jax.jit(lambda call: operation(**call, normalise_qk=True).attention_outputs)
-    command = [python, "-c", _TORCH, *map(str, (HEADS, TOKENS, DIM))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
+def interleaved(ours: Callable[[], float], worker: subprocess.Popen[str]) -> dict[str, float]:
+    """Seconds of both, in turn."""
+    stdin, stdout = worker.stdin, worker.stdout
+    assert stdin is not None
+    assert stdout is not None
 
-        def theirs() -> float:
-            worker.stdin.write("\n")  # type: ignore[union-attr]
-            worker.stdin.flush()  # type: ignore[union-attr]
-            return float(worker.stdout.readline())  # type: ignore[union-attr]
+    def theirs() -> float:
+        stdin.write("\n")
+        stdin.flush()
+        return float(stdout.readline())
 
-        seconds = medians({"chunks": timed(chunks, call), "torch": theirs})
-        worker.stdin.close()
-    return {**seconds, "ratio": seconds["chunks"] / seconds["torch"]}
+    ways = {"ours": ours, "theirs": theirs}
+    first = {name: way() for name, way in ways.items()}
+    return first if first["theirs"] > LONG else medians(ways, 5)
+
+
+def against(name: str, pythons: list[str], maxtext: Path | None) -> dict[str, Any]:
+    """One rival: its version, how far its outputs are from ours, and seconds of both in turn; or why it doesn't run."""
+    rule, why = RIVALS[name], "no --python"
+    call = arrays_of(rule)
+    operation = OperationRegistry.create(rule)
+    run = jax.jit(lambda call: operation(**call).attention_outputs)
+    outputs, worker = np.asarray(run(call), np.float32), Path(__file__).with_name("recurrent_rival.py")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "call.npz"
+        np.savez(path, **{name: np.asarray(x) for name, x in call.items()})
+        for python in pythons:
+            command = [python, str(worker), name, *([] if maxtext is None else [str(maxtext)])]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write(f"{path}\n")
+                process.stdin.flush()
+                word, _, rest = process.stdout.readline().strip().partition(" ")
+                if word != "ready":
+                    why = rest or "it ended before it ran"
+                    continue
+                apart = float(np.abs(np.load(path.with_suffix(".npy")) - outputs).max())
+                seconds = interleaved(timed(run, call), process)
+                process.stdin.close()
+            found = {"rule": rule, "version": rest, "apart": apart, **seconds}
+            return found | {"ratio": seconds["ours"] / seconds["theirs"]}
+    return {"rule": rule, "missing": why}
+
+
+def rivals(pythons: list[str], maxtext: Path | None) -> dict[str, Any]:
+    """Every rival; where ours is slower; and the mean of the ratios, geometric."""
+    found: dict[str, Any] = {}
+    for name in RIVALS:
+        found[name] = against(name, pythons, maxtext)
+        print(name, found[name], flush=True)
+    ratios = {name: x["ratio"] for name, x in found.items() if "ratio" in x}
+    if ratios:
+        found["mean"] = statistics.geometric_mean(ratios.values())
+        found["slower"] = [name for name, ratio in ratios.items() if ratio > 1]
+    return found
+
+
+def state_of(rule: str, count: int) -> jax.Array:
+    """So many states."""
+    return jnp.zeros((count, CHANNELS, STATE_DIM) if rule == "mamba1" else (count, HEADS, DIM, DIM), jnp.float32)
+
+
+def in_place(step: Callable[..., Any], state: jax.Array, *arrays: Any) -> Callable[[], float]:
+    """A way to run a step whose state is donated and is the last of what it returns, that returns its seconds."""
+    compiled = jax.jit(step, donate_argnums=0)
+
+    def run() -> float:
+        nonlocal state
+        start = time.perf_counter()
+        *_, state = jax.block_until_ready(compiled(state, *arrays))
+        return time.perf_counter() - start
+
+    return run
 
 
 def decode(rule: str, sequences: int = 16) -> dict[str, float]:
-    """A token of each sequence, against reading and writing the states once."""
-    operation = OperationRegistry.create(rule)
-    call = arrays_of(rule, 1, sequences)
-    states = [jnp.zeros((sequences, HEADS, DIM, DIM), jnp.float32) for _ in range(2)]
-    step = jax.jit(
-        lambda call, state: (lambda o: (o.attention_outputs, o.state))(operation(**call, initial_state=state))
-    )
-    touch = jax.jit(lambda state: state * np.float32(0.999))
-    seconds = medians({"step": timed(step, call, states[0]), "states": timed(touch, states[1])}, 51)
+    """A token of each sequence, against reading and writing the states once; both with states in place."""
+    operation, call = OperationRegistry.create(rule), arrays_of(rule, 1, sequences)
+
+    def step(state: jax.Array, call: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        output = operation(**call, initial_state=state)
+        return output.attention_outputs, output.state
+
+    states = [state_of(rule, sequences) for _ in range(2)]
+    touch = in_place(lambda state: (state * np.float32(0.999),), states[1])
+    seconds = medians({"step": in_place(step, states[0], call), "states": touch}, 51)
     return {**seconds, "ratio": seconds["step"] / seconds["states"]}
 
 
-def cycles() -> dict[str, dict[str, dict[str, float]]]:
-    """Device -> rule and chunk -> kernel -> static cycles of 128 tokens of 4 heads."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    workers = {name: ClockWorker(name) for name in (FORWARD, KEEPING, BACKWARD)}
-    for topology, (rule, chunk) in itertools.product(TARGETS, CELLS):
-        mesh = Mesh(np.asarray(described_mesh(topology).devices).reshape(-1)[:1], ("dp",))
-        metadata = OperationMetadata(mesh=mesh, operation_configs={rule: {"chunk_size": chunk}}, tuning="off")
-        shapes = {
-            name: jax.ShapeDtypeStruct((1, 512, 4, *x.shape[3:]), x.dtype if name == "decay" else jnp.bfloat16)
-            for name, x in arrays_of(rule, 8).items()
-        }
-        of_cell = found.setdefault(topology.split(":")[0], {}).setdefault(f"{rule} {chunk}", {})
-        for mode, part in (("prefill", "forward"), ("train", "backward")):
-            plan: Any = OperationRegistry.create(rule, metadata).plan(**shapes, mode=mode)
-            search = RecurrenceSearch(plan.operation, plan.method, plan.problem, plan.placement)
-            compiled, fields, kernels = search.scheduled(part, {})
-            for name, whole in kernels.items():
-                outcome = workers[name].ask(plan.problem.device_kind, compiled, part, fields)
-                if outcome.cycles is None:
-                    raise SystemExit(f"{topology} {rule} {chunk}: {outcome.failure}")
-                of_cell[name.removeprefix("attnops_recurrent_")] = whole(outcome.cycles) / 4
-        print(topology, rule, chunk, of_cell, flush=True)
-    for worker in workers.values():
-        worker.close()
-    return found
+def slots(rule: str, sequences: int) -> dict[str, float]:
+    """The same over twice as many slots, of which every second one is a sequence's; against reading and writing these in place,
+    one after the other."""
+    name = "ragged_gated_delta_rule_v2" if rule == "gated_delta_rule" else f"ragged_{rule}"
+    operation, call = OperationRegistry.create(name), arrays_of(rule, sequences, 1)
+    call = {name: x if name == "A" else x[0] for name, x in call.items()}
+    own = np.arange(sequences) * 2
+    lengths = {"cu_q_lens": np.arange(sequences + 1), "kv_lens": np.full(sequences, 9)}
+    batch = StateBatch.make(2 * sequences, **lengths, read_slots=own, write_slots=own[:, None])
+    batch = jax.tree.map(jnp.asarray, batch)
+
+    def step(state: jax.Array, call: dict[str, jax.Array], batch: StateBatch) -> tuple[jax.Array, jax.Array]:
+        output = operation(**call, state=state, batch=batch, max_q_len=1)
+        return output.attention_outputs, output.state
+
+    def touch(state: jax.Array, own: jax.Array) -> tuple[jax.Array]:
+        def one(n: Any, state: jax.Array) -> jax.Array:
+            read = jax.lax.dynamic_slice_in_dim(state, own[n], 1)
+            return jax.lax.dynamic_update_slice_in_dim(state, read * np.float32(0.999), own[n], 0)
+
+        return (jax.lax.fori_loop(0, sequences, one, state),)
+
+    states = [state_of(rule, 2 * sequences) for _ in range(2)]
+    ways = {
+        "step": in_place(step, states[0], call, batch),
+        "states": in_place(touch, states[1], jnp.asarray(own, jnp.int32)),
+    }
+    seconds = medians(ways, 21)
+    return {**seconds, "ratio": seconds["step"] / seconds["states"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--torch", help="a Python that has torch and transformers")
-    parser.add_argument("--cycles", action="store_true", help="only static cycles of the TPU kernels")
+    parser.add_argument("--python", action="append", default=[], help="one that has libraries of rivals; repeatable")
+    parser.add_argument("--maxtext", type=Path, help="a checkout of MaxText")
+    parser.add_argument("--only", action="append", choices=PARTS, help="only these parts")
     options = parser.parse_args()
-    found: dict[str, Any] = {}
-    if options.cycles:
-        found["cycles"] = cycles()
-    else:
-        found["scan"] = against_scan()
-        if options.torch:
-            found["transformers"] = against_torch(options.torch)
-        found["passes"] = {rule: forward_and_gradient(rule) for rule in RULES}
-        found["decode"] = {rule: decode(rule) for rule in RULES}
-    print(json.dumps(found, indent=1))
+    parts: dict[str, Callable[[], Any]] = {
+        "scan": against_scan,
+        "rivals": lambda: rivals(options.python, options.maxtext),
+        "passes": lambda: {rule: forward_and_gradient(rule) for rule in RULES},
+        "decode": lambda: {rule: decode(rule) for rule in DECODES},
+        "slots": lambda: {f"{rule} {n}": slots(rule, n) for n in (16, 128) for rule in DECODES},
+    }
+    found: dict[str, Any] = {"load": Path("/proc/loadavg").read_text().split()[:3]}
+    for name in options.only or PARTS:
+        found[name] = parts[name]()
+        print(name, json.dumps(found[name], indent=1), flush=True)
     if options.json:
         before = json.loads(options.json.read_text()) if options.json.exists() else {}
-        found = before | found
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(before | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

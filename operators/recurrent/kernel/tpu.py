@@ -24,7 +24,7 @@ from ...kernels.varying import vary, varying
 from .linear import chunked
 from .tpu_backward import backward
 from .tpu_call import Arrays, How, Kept, operands_of, part_of
-from .tpu_products import as_column, by_channel, by_head, dot, square_of, unit_inverse, wide_dot
+from .tpu_products import as_column, by_channel, by_head, dot, square_of, unit_inverse, unit_solve, wide_dot
 from .tpu_sizes import FORWARD, KEEPING, Sizes, chunk_tokens, schedule
 
 __all__ = ["chunked_tpu"]
@@ -206,7 +206,8 @@ def _kernel(refs: dict[str, Any], how: How, step: int) -> None:
         decay = refs["decay"][0, head] if sizes.by_channel else gates[0]
         beta = gates[-1] if sizes.delta else None
         before = state[0, head]
-        made = _chunk(refs["query"][0, at], refs["key"][0, at], refs["value"][0, head], decay, beta, before, how.scale)
+        tokens = refs["query"][0, at], refs["key"][0, at], refs["value"][0, head]
+        made = _chunk(*tokens, decay, beta, before, how.scale, keeps="inverse" in refs)
         refs["output"][0, head] = made.outputs.astype(refs["output"].dtype)
         state[0, head] = made.state
         if "states" in refs:
@@ -217,8 +218,8 @@ def _kernel(refs: dict[str, Any], how: How, step: int) -> None:
 
 
 class _Chunk(NamedTuple):
-    """outputs [tokens, value_dim] of a head's chunk, the state after it and, of the delta rule, the inverse and of each value
-    what its key hadn't seen: the updates before they are multiplied with beta."""
+    """outputs [tokens, value_dim] of a head's chunk, the state after it and, of the delta rule, the inverse if it is kept, and of
+    each value what its key hadn't seen: the updates before they are multiplied with beta."""
 
     outputs: jax.Array
     state: jax.Array
@@ -234,8 +235,9 @@ def _chunk(
     beta: jax.Array | None,
     state: jax.Array,
     scale: float,
+    keeps: bool,
 ) -> _Chunk:
-    """decay: a row [1, tokens], or [tokens, dim]; beta: a row."""
+    """decay: a row [1, tokens], or [tokens, dim]; beta: a row. keeps: whether the inverse is wanted."""
     size, dtype = query.shape[0], query.dtype
     square = square_of(size)
     rows = query if beta is None else jnp.concatenate([query, key], 0)
@@ -247,10 +249,12 @@ def _chunk(
     if beta is not None:
         # Updates are differences, which may cancel in the sums over tokens: rounded to bfloat16 they wouldn't.
         product = functools.partial(wide_dot, dtype=dtype)
-        inverse = unit_inverse(
-            jnp.where(square.column < square.row, decayed.products[size:], 0.0) * beta, square, dtype
-        )
-        unseen = product(inverse, update - read[size:], a_axis=1)
+        strict = jnp.where(square.column < square.row, decayed.products[size:], 0.0) * beta
+        if keeps:
+            inverse = unit_inverse(strict, square, dtype)
+            unseen = product(inverse, update - read[size:], a_axis=1)
+        else:
+            unseen = unit_solve(strict, update - read[size:], square, dtype)
         update = as_column(beta) * unseen
     seen = jnp.where(square.column <= square.row, decayed.products[:size], 0.0)
     outputs = np.float32(scale) * (read[:size] + product(seen, update, a_axis=1))

@@ -15,7 +15,7 @@ from ...kernels.precision import exact
 
 __all__ = [
     "Decayed", "Square", "as_column", "as_row", "by_channel", "by_channel_gradients", "by_head", "by_head_gradients", "dot",
-    "square_of", "unit_inverse", "wide_dot",
+    "square_of", "unit_inverse", "unit_solve", "wide_dot",
 ]  # fmt: skip
 
 _ROWS = 8  # of a block that is inverted by forward substitution: those of a register
@@ -102,7 +102,8 @@ def by_head(rows: jax.Array, columns: jax.Array, decay: jax.Array, square: Squar
     row, column = square
     until = jnp.where(column <= row, decay, 0.0)
     later = (row > column).astype(jnp.float32)
-    high, middle, low = (dot(part, later, 1, 0, jnp.bfloat16) for part in _parts(until, 3))
+    parts = (jnp.where(column <= row, part.astype(jnp.float32), 0.0) for part in _parts(decay, 3))
+    high, middle, low = (dot(part, later, 1, 0, jnp.bfloat16) for part in parts)
     ratio = jnp.exp(low + middle + high)
     started = jnp.exp(jnp.sum(until, 1, keepdims=True))
     ended = jnp.exp(jnp.sum(jnp.where(column > row, decay, 0.0), 1, keepdims=True))
@@ -224,10 +225,10 @@ def _added(x: jax.Array, size: int) -> jax.Array:
     return sum((x[n : n + size] for n in range(size, x.shape[0], size)), start=x[:size])
 
 
-def unit_inverse(strict: jax.Array, square: Square, dtype: Any) -> jax.Array:
+def unit_inverse(strict: jax.Array, square: Square, dtype: Any, block: int | None = None) -> jax.Array:
     """(I + strict)^-1, for all blocks of a size at once: those of a few rows by forward substitution, then by halves as
     unit_triangular.py. With A^-1 and D^-1 on the diagonal of X and B below them, the rows of D^-1 become those of
-    [-D^-1 B A^-1, D^-1]."""
+    [-D^-1 B A^-1, D^-1]. block: leave it at the inverses of blocks of so many rows."""
     size = strict.shape[0]
     found = (square.row == square.column).astype(jnp.float32)
     first = square.row & -_ROWS  # of the block
@@ -236,7 +237,7 @@ def unit_inverse(strict: jax.Array, square: Square, dtype: Any) -> jax.Array:
         row = found.reshape(size // _ROWS, _ROWS, size)[:, n : n + 1]
         found = found - factor * jnp.broadcast_to(row, (size // _ROWS, _ROWS, size)).reshape(size, size)
     half = _ROWS
-    while half < size:
+    while half < (block or size):
         blocks = found.reshape(size // (2 * half), 2, half, size)
         second = blocks[:, 1].reshape(size // 2, size)
         below = jnp.where(square.below(half), strict, 0.0)
@@ -245,3 +246,16 @@ def unit_inverse(strict: jax.Array, square: Square, dtype: Any) -> jax.Array:
         found = jnp.concatenate([blocks[:, :1], second], 1).reshape(size, size)
         half *= 2
     return found
+
+
+def unit_solve(strict: jax.Array, values: jax.Array, square: Square, dtype: Any) -> jax.Array:
+    """(I + strict)^-1 values, without the inverse's last product: with A^-1 and D^-1 of both halves and B below, A^-1 V of the
+    first half and D^-1 (W - B A^-1 V) of the second."""
+    half = strict.shape[0] // 2
+    if half < _ROWS:
+        return wide_dot(unit_inverse(strict, square, dtype), values, dtype)
+    blocks = unit_inverse(strict, square, dtype, half)
+    first = wide_dot(blocks[:half], values, dtype)
+    below = jnp.where(square.below(half), strict, 0.0)[half:]
+    left = values[half:] - wide_dot(below, jnp.concatenate([first, values[half:]], 0), dtype)
+    return jnp.concatenate([first, wide_dot(blocks[half:], jnp.concatenate([first, left], 0), dtype)], 0)
