@@ -99,7 +99,7 @@ def _over_slots(call: RecurrentCall, arrays: tuple[jax.Array, ...], scale: float
         slots,
         call.rows,
         call.config.chunk_size,
-        one_by_one=call.one_by_one,
+        one_by_one=call.one_by_one(arrays[1].shape[2]),
     )
     return outputs[None], slots
 
@@ -213,7 +213,7 @@ def mamba1(call: RecurrentCall) -> Results:
             return selective_scan(x, dt, rate, b, c, state, None, chunk_size=size)
 
         arrays = (x[0], dt[0], b[0], c[0])
-        outputs, slots = over_rows(scan, arrays, initial, call.rows, size, one_by_one=call.one_by_one)
+        outputs, slots = over_rows(scan, arrays, initial, call.rows, size, one_by_one=call.one_by_one())
         return _outputs(call, _skipped(call, outputs[None], per_head=False), slots)
     run = functools.partial(selective_scan, x, dt, rate, b, c, document=call.document, chunk_size=size)
     if call.over:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from .kernel.linear import chunked
 from .kernel.over_rows import Rows
 
 __all__ = ["Affine", "RecurrentCall", "passed_on"]
+
+_BLOCK = 1 << 18  # bytes of a state that a core keeps in its second cache while it reads them twice and writes them
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,14 @@ class RecurrentCall:
     rows: Rows | None = None
     token: Callable[..., tuple[jax.Array, jax.Array]] | None = None
 
-    @property
-    def one_by_one(self) -> bool:
-        """Whether rows of one token are worked on one after the other: on a CPU, whose caches then hold a state."""
-        return bool(self.problem.platform == "cpu")
+    def one_by_one(self, key_heads: int = 1) -> int:
+        """In how many blocks of heads, whole groups of key heads, rows of one token are worked on one after the other; 0 for all
+        at once. On a CPU, whose caches then hold what is read twice."""
+        if self.problem.platform != "cpu":
+            return 0
+        state = self.arrays["initial_state"]
+        size = math.prod(state.shape[1:]) * state.dtype.itemsize
+        return next(n for n in range(key_heads, 0, -1) if key_heads % n == 0 and (n == 1 or size // n >= _BLOCK))
 
 
 class Affine(NamedTuple):

@@ -43,6 +43,19 @@ def test_rows_of_few_tokens_need_no_chunks(kind: str) -> None:
         assert output.plan.problem.mode == "autoregressive"
 
 
+@pytest.mark.parametrize("kind", ["gated_delta_rule", "kda", "mamba2"])
+def test_large_states_are_worked_on_in_blocks_of_heads(kind: str) -> None:
+    """States of 640 KiB; one row starts from zeros, one has no token, one writes nothing."""
+    step = drawn(kind, Rows((1, 0, 1, 1), (9, 4, 0, 2)), key_heads=4, heads=8, dim=160, value_dim=128)
+    write = np.array(step.batch.write_slots)
+    write[3] = step.slots
+    step = Step(**vars(step) | {"batch": StateBatch(**step.batch.arrays | {"write_slots": write})})
+    output = jax.jit(lambda batch: Step(**vars(step) | {"batch": batch}).run(max_q_len=1))(step.batch)
+    outputs, state = wanted(step)
+    close(output.attention_outputs, outputs)
+    close(output.state, state)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_on_one_device_and_on_a_mesh(kind: str) -> None:
     parts = [drawn(kind, Rows((1, 18), (5, 0)), seed=1), drawn(kind, Rows((4, 15), (3, 2)), seed=2)]

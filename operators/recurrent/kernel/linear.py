@@ -108,22 +108,25 @@ def _one_token(
     document: jax.Array | None,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """`chunked` of one token: the state is read once for key and query together, and once where it is written."""
+    """`chunked` of one token: the state is read once where it is written, and once for the outputs or, by the delta rule, for key
+    and query together."""
     group, out_dtype = value.shape[1] // query.shape[1], query.dtype
     query, key = (jnp.repeat(x.astype(jnp.float32), group, 1) for x in (query, key))  # [batch, heads, 1, dim]
     value, kept = value.astype(jnp.float32), jnp.exp(log_decay.astype(jnp.float32))
-    update = value
     if initial_state is None:
-        state = jnp.swapaxes(key, 2, 3) * (update if beta is None else update * beta.astype(jnp.float32)[..., None])
+        state = jnp.swapaxes(key, 2, 3) * (value if beta is None else value * beta.astype(jnp.float32)[..., None])
         outputs = scale * jnp.einsum("bhik,bhkv->bhiv", query, state, precision=lax.Precision.HIGHEST)
         return outputs.astype(out_dtype), state
     if document is not None:
         kept = kept * (document == 0).astype(jnp.float32)[:, None, :, None]
     before = initial_state.astype(jnp.float32)
-    both = jnp.concatenate([key, query], 2) * kept
-    read = jnp.einsum("bhik,bhkv->bhiv", both, before, precision=lax.Precision.HIGHEST)
-    if beta is not None:
-        update = beta.astype(jnp.float32)[..., None] * (value - read[:, :, :1])
+    product = functools.partial(jnp.einsum, "bhik,bhkv->bhiv", precision=lax.Precision.HIGHEST)
+    if beta is None:
+        # Read after it is written: a state that is read for something else isn't written in place.
+        state = jnp.swapaxes(kept, 2, 3) * before + jnp.swapaxes(key, 2, 3) * value
+        return (scale * product(query, state)).astype(out_dtype), state
+    read = product(jnp.concatenate([key, query], 2) * kept, before)
+    update = beta.astype(jnp.float32)[..., None] * (value - read[:, :, :1])
     outputs = scale * (read[:, :, 1:] + jnp.sum(query * key, 3, keepdims=True) * update)
     state = jnp.swapaxes(kept, 2, 3) * before + jnp.swapaxes(key, 2, 3) * update
     return outputs.astype(out_dtype), state

@@ -100,13 +100,13 @@ def over_rows(
     rows: Rows,
     chunk_size: int,
     *,
-    one_by_one: bool = False,
+    one_by_one: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """(outputs [tokens, ...], 0 for tokens of no row; the slots after it).
 
     run: (arrays [batch, n, ...], states [batch, ...] in float32) -> (outputs [batch, n, ...], states); tokens of zeros change no
     state. arrays: [tokens, ...] each; slots [slots, ...]. one_by_one: rows of one token are worked on one after the other, each
-    state where it is."""
+    state where it is, in so many blocks of heads, which all arrays have after tokens."""
     tokens = arrays[0].shape[0]
     if rows.longest == 1:
         rows = rows._replace(write=rows.write[:, :1])  # no other column has a state
@@ -114,7 +114,7 @@ def over_rows(
     outputs = jnp.zeros((tokens, *one.shape[2:]), one.dtype)
     arrays, slots, rows, outputs = _alike(arrays, slots, rows, outputs)
     if rows.longest == 1 and one_by_one:
-        return _one_by_one(run, arrays, outputs, slots, rows)
+        return _one_by_one(run, arrays, outputs, slots, rows, one_by_one)
     states, alone = started(slots, rows).astype(jnp.float32), last_tokens_alone(rows)
     if rows.longest is None or rows.longest > alone:
         outputs, states = _in_chunks(run, arrays, outputs, states, rows, alone, chunk_size)
@@ -157,34 +157,47 @@ def _alike(arrays: Tokens, slots: jax.Array, rows: Rows, outputs: jax.Array) -> 
 
 
 def _one_by_one(
-    run: Run, arrays: Tokens, outputs: jax.Array, slots: jax.Array, rows: Rows
+    run: Run, arrays: Tokens, outputs: jax.Array, slots: jax.Array, rows: Rows, blocks: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Rows of one token: those that write a state, then those that don't."""
+    """Rows of one token: those that write a state, then those that don't. Of a row a block of heads at a time."""
     write = rows.write[:, 0]
     group = jnp.where(rows.lengths == 0, 2, jnp.where(write < slots.shape[0], 0, 1))
     order = jnp.argsort(group)
 
+    def place(n: Any) -> tuple[jax.Array, jax.Array]:
+        """(the row, the block of its heads)."""
+        n = jnp.minimum(n, np.int32(len(order) * blocks - 1))
+        return order[lax.div(n, np.int32(blocks))], lax.rem(n, np.int32(blocks))
+
+    def start(x: jax.Array, at: jax.Array, block: jax.Array) -> tuple[jax.Array, ...]:
+        return (at, block * np.int32(x.shape[1] // blocks), *(jnp.int32(0),) * (x.ndim - 2))
+
+    def cut(x: jax.Array, at: jax.Array, block: jax.Array) -> jax.Array:
+        """[1, heads of a block, ...]."""
+        return lax.dynamic_slice(x, start(x, at, block), (1, x.shape[1] // blocks, *x.shape[2:]))
+
     def stored(n: Any, slots: jax.Array) -> jax.Array:
-        """[1, ...]: the state before the n-th row's token."""
-        row = order[jnp.minimum(n, np.int32(len(order) - 1))]
-        read = rows.read[row]
+        """The state before the n-th token."""
+        row, block = place(n)
         none = jnp.where(rows.fresh[row], np.float32(0), np.float32(np.nan))
-        has = ~rows.fresh[row] & (read < slots.shape[0])
-        return jnp.where(has, lax.dynamic_slice_in_dim(slots, read, 1).astype(jnp.float32), none)
+        has = ~rows.fresh[row] & (rows.read[row] < slots.shape[0])
+        return jnp.where(has, cut(slots, rows.read[row], block).astype(jnp.float32), none)
 
     def token(n: Any, outputs: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
-        at = rows.starts[order[n]]
-        found, state = run(tuple(lax.dynamic_slice_in_dim(x, at, 1)[None] for x in arrays), before)
-        return lax.dynamic_update_slice_in_dim(outputs, found[0], at, 0), state.astype(slots.dtype)
+        row, block = place(n)
+        at = rows.starts[row]
+        found, state = run(tuple(cut(x, at, block)[None] for x in arrays), before)
+        return lax.dynamic_update_slice(outputs, found[0], start(outputs, at, block)), state.astype(slots.dtype)
 
     def writing(n: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        # The next row's state is read here, as a slot that is read where another is written would be copied with all others.
+        # The next state is read here, as a slot that is read where another is written would be copied with all others.
         outputs, slots, before = carry
         outputs, state = token(n, outputs, before)
-        slots = lax.dynamic_update_slice_in_dim(slots, state, write[order[n]], 0)
+        row, block = place(n)
+        slots = lax.dynamic_update_slice(slots, state, start(slots, write[row], block))
         return outputs, slots, stored(n + 1, slots)
 
-    kept, live = (jnp.sum(group <= n, dtype=jnp.int32) for n in (0, 1))
+    kept, live = (jnp.sum(group <= n, dtype=jnp.int32) * np.int32(blocks) for n in (0, 1))
     first = stored(jnp.int32(0), slots)
     outputs, slots, _ = lax.fori_loop(jnp.int32(0), kept, writing, (outputs, slots, first))
     outputs = lax.fori_loop(kept, live, lambda n, outputs: token(n, outputs, stored(n, slots))[0], outputs)
