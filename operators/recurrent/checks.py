@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from ...errors import InputError, InputTypeError, nearest, shown
 from ...masks.int_arrays import known_values
 from ..call.arrays import is_array
 
-__all__ = ["check_sizes", "check_values", "option_value"]
+__all__ = ["check_sizes", "check_values", "option_value", "without_gradient"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _COPIED = 1 << 16  # numbers of a device's array that are copied to the host for a check
@@ -85,3 +85,19 @@ def option_value(name: str, value: Any, kind: type, known: tuple[str, ...]) -> A
     if kind is str and value not in known:
         raise InputError(f"{name}={shown(value)}; wanted {' or '.join(map(repr, known))}." + nearest(value, known))
     return kind(value)
+
+
+@jax.custom_jvp
+def without_gradient(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays of a step over slots, which has no gradient. Errors: InputError where they are differentiated."""
+    return arrays
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise InputError(
+        "a step over slots was differentiated; wanted a call outside jax.grad: serving has no gradient. Train with the whole "
+        "call, such as gated_delta_rule, or put jax.lax.stop_gradient around the arguments."
+    )
+
+
+without_gradient.defjvp(_refuse)

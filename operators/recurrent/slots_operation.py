@@ -22,6 +22,7 @@ from ..call.program import Program, attention
 from ..paged_cache.state_batch import StateBatch
 from ..paged_cache.state_checks import check_states_later, state_problem
 from .arithmetic import Results
+from .checks import without_gradient
 from .implementations import over_slots
 from .kernel.over_rows import FEW, Rows
 from .local import RecurrentCall
@@ -176,6 +177,8 @@ class SlotsOperation(RecurrentOperation):
 
     def _local(self, decided: Any, arrays: dict[str, jax.Array]) -> Results:
         table, problem = self._table(), decided.problem
+        smooth = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        arrays = arrays | without_gradient(smooth)
         tokens = arrays[self.operands.names[0]].shape[0]
         batch = {name: arrays.pop(name) for name in STATE_BATCH.names}
         slots = arrays.pop("state")

@@ -296,3 +296,20 @@ def test_decoding_updates_slots_where_they_are(kind: str) -> None:
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= step.state.nbytes
     assert memory.temp_size_in_bytes < 16 * step.state[0].nbytes / 2
+
+
+@pytest.mark.parametrize("kind", ["kda", "mamba1", "causal_conv1d"])
+@pytest.mark.parametrize(("mix", "longest"), [("drafts", None), ("decode", 1)])
+def test_a_gradient_is_refused(kind: str, mix: str, longest: int | None) -> None:
+    step = drawn(kind, mix)
+    name = next(iter(step.arrays))
+
+    def loss(x: Any, state: Any) -> Any:
+        call = Step(**vars(step) | {"arrays": step.arrays | {name: x}, "state": state})
+        return call.run(max_q_len=longest).attention_outputs.sum()
+
+    for at in (0, 1):
+        with pytest.raises(InputError, match="serving has no gradient"):
+            jax.jit(jax.grad(loss, at))(step.arrays[name], step.state)
+    stopped = jax.grad(lambda x: loss(jax.lax.stop_gradient(x), step.state) + x.sum())(step.arrays[name])
+    np.testing.assert_array_equal(stopped, np.ones_like(step.arrays[name]))
