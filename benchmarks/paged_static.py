@@ -5,6 +5,7 @@
 
 Both are compiled for described TPUs. For the decoding kernel's step (a block of pages against a row of every head) the cycles
 are read from the compiler's final schedule, and compared with the time that the step's bytes take at the published bandwidth.
+A block of the kernel for selected keys is one of pieces of pages.
 The cycles don't include waits: a step that needs fewer cycles than its bytes take is bound by memory if enough bytes are being
 fetched meanwhile, which is what the ring of buffers is for. Bytes are counted from what the kernels fetch: whole pages, with rows
 padded to 128 numbers if the array's layout pads them.
@@ -23,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ SERVED_LAYOUTS = ("split", *ALTERNATING)
 ALL_TARGETS = (*TARGETS, "v5p:2x2x1", "v4:2x2x1")
 LATENT_MODELS = {"deepseek-v3": (128, 1, 576, 512), "deepseek-v3-tp8": (16, 1, 576, 512)}
 SEQUENCES = 64
+SELECTED, SELECTED_FROM = 2048, 32768  # keys that a token names, and those of its sequence
 JAX_KEYS = 512  # keys per block of JAX's kernel
 
 
@@ -68,6 +71,9 @@ def cases() -> list[dict[str, Any]]:
                 found.append(
                     {"target": target, "model": model, "page": page, "layout": "latent", "keys": 4096, "kind": "decode"}
                 )
+        of_selected = {"target": target, "page": 64, "keys": SELECTED_FROM, "kind": "selected"}
+        for model, layout in (*((x, "latent") for x in LATENT_MODELS), ("llama-3-8b", "split")):
+            found.append(of_selected | {"model": model, "layout": layout})
     return found
 
 
@@ -101,7 +107,7 @@ def compile_case(case: dict[str, Any], folder: str) -> dict[str, Any]:
 
     heads, kv_heads, dim, value_dim, key_row = sizes(case)
     page, width = case["page"], case["keys"] // case["page"]
-    tokens = SEQUENCES if case["kind"] == "decode" else 512
+    tokens = 512 if case["kind"] == "prefill" else SEQUENCES
     mesh = Mesh(described_mesh(case["target"]).devices.reshape(-1)[:1], ("device",))
     shape = lambda s, d: jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, PartitionSpec()))  # noqa: E731
     pages, bf16, int32 = SEQUENCES * width, jnp.bfloat16, jnp.int32
@@ -134,7 +140,9 @@ def compile_case(case: dict[str, Any], folder: str) -> dict[str, Any]:
             arrays = numbers | {"query": query, "key_pages": shape(row(key_row), bf16)}
             arrays["value_pages"] = None if one_array else shape(row(value_dim), bf16)
             static = {"softmax_scale": dim**-0.5, "layout": case["layout"], "value_dim": value_dim}
-            static["max_q_len"] = 1 if case["kind"] == "decode" else None
+            static["max_q_len"] = None if case["kind"] == "prefill" else 1
+            if case["kind"] == "selected":
+                arrays["selected"] = shape((tokens, SELECTED), int32)
             lowered = jax.jit(lambda a: paged_attention_tpu(**a, **static)).lower(arrays)
         compiled = lowered.compile()
     except Exception as error:
@@ -151,7 +159,8 @@ def compile_case(case: dict[str, Any], folder: str) -> dict[str, Any]:
         if name not in made["vmem"]:
             continue
         root = regions(*(path.read_text() for path in files))
-        made.setdefault("steps", {})[name] = step_cycles(root)
+        selects = case["kind"] == "selected"
+        made.setdefault("steps", {})[name] = selected_cycles(name, root) if selects else step_cycles(root)
     return made
 
 
@@ -159,7 +168,7 @@ def kernel_name(case: dict[str, Any]) -> str:
     """The kernel whose schedule is read; JAX's has its sizes in its name, so everything is dumped."""
     if case["layout"] == "jax":
         return ""
-    return f"attnops_paged_{'decode' if case['kind'] == 'decode' else 'chunks'}"
+    return f"attnops_paged_{'chunks' if case['kind'] == 'prefill' else case['kind']}"
 
 
 def step_cycles(root: Any) -> int:
@@ -178,12 +187,19 @@ def step_cycles(root: Any) -> int:
     return int(body.cycles - apart)
 
 
+def selected_cycles(name: str, root: Any) -> int:
+    """The same of the kernel for selected keys, without the product that is made again where a value isn't finite."""
+    from attnops.verify.paged_clock import LocalStep
+
+    return int(LocalStep.read(None, name, root).masked)  # type: ignore[arg-type]
+
+
 def sizes_of(case: dict[str, Any]) -> dict[str, Any]:
     """Bytes of a step, and of a decode batch against the least that it needs."""
     import jax.numpy as jnp
     import numpy as np
 
-    from attnops.operators.kernels.pages.tpu import Geometry, Options, chosen_sizes
+    from attnops.operators.kernels.pages.tpu import Geometry, Options, by_pieces, chosen_sizes
 
     heads, kv_heads, dim, value_dim, row = sizes(case)
     page, layout = case["page"], case["layout"]
@@ -201,10 +217,25 @@ def sizes_of(case: dict[str, Any]) -> dict[str, Any]:
         scale=1.0, causal=True, left=None, right=None, soft_cap=None, sinks=False, max_q_len=1, pages_per_block=0,
         queries_per_block=0, buffers=0, vmem_limit_bytes=None, interpret=False,
     )  # fmt: skip
+    if case["kind"] == "selected":
+        geometry = replace(geometry, selected=SELECTED)
     options = chosen_sizes(geometry, options)
     streams = 2 if not one_array or layout in ALTERNATING else 1
     held_heads = 1 << (kv_heads - 1).bit_length() if layout in ("split", "interleaved") else kv_heads
     page_bytes = streams * page * held_heads * math.ceil(row / 128) * 128 * 2
+    if case["kind"] == "selected":
+        pieces, sized = by_pieces(geometry, options)
+        size, held = pieces.page, SELECTED_FROM // pieces.page
+        # Pieces that hold a key, of keys drawn at random.
+        scattered = held * (1 - math.prod(1 - SELECTED / (SELECTED_FROM - i) for i in range(size)))
+        return {
+            "step_bytes": sized.pages_per_block * page_bytes * size // page,
+            "pieces_per_block": sized.pages_per_block,
+            "blocks": {
+                "in a row": SELECTED / size / sized.pages_per_block,
+                "scattered": scattered / sized.pages_per_block,
+            },
+        }
     fetched = {}
     for keys in (1024, 1500, 4096, 8192):
         held = dim if layout == "latent" else dim + value_dim
@@ -234,7 +265,7 @@ def measure(path: Path, only: str) -> None:
             made = json.loads(lines[-1]) if done.returncode == 0 and lines else {"failure": done.stderr[-300:]}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        if "failure" not in made and case["kind"] == "decode":
+        if "failure" not in made and case["kind"] != "prefill":
             made |= sizes_of(case)
         data["rows"].append({"case": case, **made})
         path.write_text(json.dumps(data, indent=1) + "\n")
@@ -245,7 +276,8 @@ def report(path: Path) -> None:
     """Print a table."""
     from attnops.verify.generations import abstract_target, clock_rate, device_of
 
-    for row in json.loads(path.read_text())["rows"]:
+    rows = json.loads(path.read_text())["rows"]
+    for row in rows:
         case = row["case"]
         label = " ".join(str(case[n]) for n in ("target", "model", "kind", "page", "layout"))
         if "failure" in row:
@@ -259,9 +291,20 @@ def report(path: Path) -> None:
             cycles = row["step_bytes"] / (device.bytes_per_second / device.cores) * clock_rate(kind)
             (step,) = row["steps"].values()
             line += f", bytes take {cycles:.0f} cycles: {step / cycles:.2f}"
+            if "blocks" in row:
+                (dense,) = (x for x in rows if x["case"] == dense_case(case))
+                blocks = SELECTED_FROM / (dense["pages_per_block"] * case["page"])
+                whole = blocks * max(*dense["steps"].values(), dense["step_bytes"] / row["step_bytes"] * cycles)
+                ratios = (f"{n} {many * max(step, cycles) / whole:.2f}" for n, many in row["blocks"].items())
+                line += f"; of decode over all keys: {', '.join(ratios)}"
             if "read" in row:
                 line += f"; read {max(row['read'].values()):.3f} of the least"
         print(line)
+
+
+def dense_case(case: dict[str, Any]) -> dict[str, Any]:
+    """The decoding step over all keys to hold one over selected keys against."""
+    return case | {"kind": "decode", "keys": 4096 if case["layout"] == "latent" else 2048}
 
 
 def main() -> None:

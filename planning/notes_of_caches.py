@@ -13,6 +13,9 @@ NOTES_OF_CACHES: tuple[tuple[str, str, str] | tuple[str, str, str, Literal["info
      "{sent:bytes} sent per device and layer"),
     ("paged.selected", "selected",
      "each token gathers at most {count} keys from the pages, {size:bytes} for all tokens of a device and layer", "info"),
+    ("paged.selected_pieces", "selected",
+     "the kernel fetches, of pages, pieces of {tokens} tokens that hold a selected key: at most {size:bytes} for all tokens of a "
+     "device and layer, named in {scalars:bytes} of scalar memory", "info"),
     ("paged.fused_spans", "update",
      "update='fused': beside {names} keys are written first; the result is the same"),
     ("paged.draft_tree", "draft_tree",

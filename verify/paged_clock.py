@@ -13,14 +13,21 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ConfigError
-from ..operators.kernels.pages.tpu import Geometry, Options, PageArrays, paged_attention_tpu, several_rows
+from ..operators.kernels.pages.tpu import (
+    Geometry,
+    Options,
+    PageArrays,
+    by_pieces,
+    paged_attention_tpu,
+    several_rows,
+)
 from ..planning.paged.page_reads import SequenceReads, sequence_reads
 from ..planning.paged.paged_problem import PagedProblem
 from .static_clock import Region
 
 __all__ = ["LocalStep", "StepCycles", "Visits", "kernels_of_step", "step_visits"]
 
-_DECODE, _CHUNKS = "attnops_paged_decode", "attnops_paged_chunks"
+_DECODE, _CHUNKS, _SELECTED = "attnops_paged_decode", "attnops_paged_chunks", "attnops_paged_selected"
 
 
 class StepCycles(NamedTuple):
@@ -69,6 +76,8 @@ class LocalStep:
         if options.drafts:
             drafts = (geometry.sequences, options.drafts, options.drafts)
             shapes["draft_tree"] = jax.ShapeDtypeStruct(drafts, jnp.bool_)
+        if geometry.selected:
+            shapes["selected"] = jax.ShapeDtypeStruct((geometry.tokens, geometry.selected), jnp.int32)
         if options.spans:
             shapes["spans"] = jax.ShapeDtypeStruct((geometry.tokens, 2), jnp.int32)
         if options.writes:
@@ -90,9 +99,16 @@ class LocalStep:
 
     def read(self, kernel: str, root: Region) -> StepCycles:
         """The cycles of one of the kernels. Errors: ConfigError for another form than theirs."""
-        del kernel
         walk = _walk(root)
         paths = [region for region in _outermost(walk) if region.products < walk.products]
+        if kernel == _SELECTED:  # a second product of values that aren't all finite
+            again = sum(region.cycles for region in paths)
+            step = (
+                walk.cycles
+                - again
+                - sum(r.cycles for r in walk.all() if r is not walk and r.is_loop and not r.products)
+            )
+            return StepCycles(step, step, root.cycles - walk.cycles)
         if len(paths) not in (0, 2):
             raise ConfigError(f"the kernel has {len(paths)} code paths for a block of pages; wanted one or two.")
         within = [region for path in paths for region in path.all()]
@@ -131,18 +147,28 @@ class LocalStep:
 
 def kernels_of_step(step: LocalStep) -> tuple[str, ...]:
     """The kernels that the step runs."""
+    if step.geometry.selected:
+        return (_SELECTED,)
     return (_DECODE, _CHUNKS) if several_rows(step.geometry, step.options) else (_DECODE,)
 
 
 def step_visits(problem: PagedProblem, step: LocalStep, batch: Any) -> dict[str, Visits]:
-    """Kernel -> its visits with the step's sizes, on the device that has the most blocks of pages."""
-    several, sizes = len(kernels_of_step(step)) > 1, (step.geometry, step.options)
+    """Kernel -> its visits with the step's sizes, on the device that has the most blocks of pages. Each selected key is
+    taken to be in a piece of its own, as far as there are so many."""
+    selects, several, sizes = (
+        bool(step.geometry.selected),
+        len(kernels_of_step(step)) > 1,
+        (step.geometry, step.options),
+    )
     by_shard: dict[int, list[SequenceReads]] = {}
     for row in sequence_reads(problem, batch):
         by_shard.setdefault(row.shard, []).append(row)
     largest: dict[str, Visits] = {}
     for rows in by_shard.values():
-        shard_visits = {_DECODE: _total(_decoding(row, *sizes) for row in rows if row.queries == 1 or not several)}
+        if selects:
+            shard_visits = {_SELECTED: _total(unit for row in rows for unit in _selecting(row, *sizes))}
+        else:
+            shard_visits = {_DECODE: _total(_decoding(row, *sizes) for row in rows if row.queries == 1 or not several)}
         if several:
             units = (unit for row in rows if row.queries > 1 for unit in _chunk(row, *sizes))
             shard_visits[_CHUNKS] = _total(units)
@@ -163,6 +189,18 @@ def _decoding(row: SequenceReads, geometry: Geometry, options: Options) -> Visit
     """Its kernel has one path, with a mask."""
     del geometry
     return Visits(0, -(-(row.end_page - row.first_page) // options.pages_per_block), 1)
+
+
+def _selecting(row: SequenceReads, geometry: Geometry, options: Options) -> Iterator[Visits]:
+    walked, sized = by_pieces(geometry, options)
+    for position in range(row.length - row.queries, row.length):
+        begin = 0 if options.left is None else max(position - options.left, 0)
+        end = row.length if options.reach is None else min(row.length, position + options.reach + 1)
+        if options.chunk is not None:
+            begin = max(begin, position // options.chunk * options.chunk)
+            end = min(end, (position // options.chunk + 1) * options.chunk)
+        held = -(-end // walked.page) - begin // walked.page
+        yield Visits(0, -(-min(geometry.selected, end - begin, held) // sized.pages_per_block), 1)
 
 
 def _chunk(row: SequenceReads, geometry: Geometry, options: Options) -> Iterator[Visits]:

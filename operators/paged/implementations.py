@@ -15,13 +15,13 @@ from ..kernels.pages.tpu import reasons_against
 from ..paged_cache.paged_call import Attended, PagedCall, on_xla
 from .paged_config import PagedConfig
 from .step_reasons import BY_HEAD, DTYPE, POSITIONS, SOFTMAX
-from .tpu_kernel import SPANNED, on_tpu, tpu_call, tpu_notes, tpu_reasons, tpu_sizes
+from .tpu_kernel import WRITTEN_FIRST, on_tpu, tpu_call, tpu_notes, tpu_reasons, tpu_sizes
 
 __all__ = ["PAGES_ON_TPU", "PAGES_ON_XLA", "PagedImplementation"]
 
 _FEATURES = frozenset({
     "causal", "sliding_window", "chunked", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "latent_values",
-    "quantized_kv", "draft_tree", "spans", "prefix_lengths", "rope_dtype",
+    "quantized_kv", "draft_tree", "spans", "prefix_lengths", "rope_dtype", "selected",
 })  # fmt: skip
 
 
@@ -97,7 +97,7 @@ class PagesOnTpu(PagedImplementation):
         del placement, config
         notes = tpu_notes(problem)
         if problem.update == "fused" and problem.mode != "insert":
-            if names := sorted(problem.features & SPANNED):
+            if names := sorted(problem.features & WRITTEN_FIRST):
                 notes += (note("paged.fused_spans", names=" and ".join(names)),)
             elif problem.max_q_len != 1:
                 notes += (note("paged.fused_long_rows"),)
@@ -108,7 +108,7 @@ class PagesOnXla(PagedImplementation):
     """Plain XLA: decoding rows by a list of live pages, chunks block by block; dead pages aren't read."""
 
     capability = declares(
-        consumes=_FEATURES | {"score", "selected", "positions"},
+        consumes=_FEATURES | {"score", "positions"},
         rules=(SOFTMAX, DTYPE, BY_HEAD, POSITIONS),
         tolerance={"float32": (4e-6, None), "bfloat16": (1.5e-2, None), "float16": (2e-3, None)},
     )
@@ -117,15 +117,29 @@ class PagesOnXla(PagedImplementation):
         """Attend."""
         return on_xla(call)
 
+    def tuned_fields(self, problem: Any, placement: Any) -> tuple[str, ...]:
+        """None where selected keys are gathered."""
+        return () if _gathers(problem) else super().tuned_fields(problem, placement)
+
+    def candidates(self, problem: Any, placement: Any) -> Mapping[str, tuple[dict[str, Any], ...]]:
+        """None where selected keys are gathered."""
+        return {"step": ()} if _gathers(problem) else super().candidates(problem, placement)
+
     def notes(self, problem: Any, placement: Any, config: OperationConfig) -> tuple[str, ...]:
-        """A limit of VMEM that isn't read, and a fused update, which there is none of."""
+        """Sizes that aren't read, and a fused update, which there is none of."""
         del placement
         notes: tuple[str, ...] = ()
-        if config.is_set("vmem_limit_bytes"):
-            notes += (note("config.unread", method="forward_native", fields=["vmem_limit_bytes"]),)
+        unread = ["vmem_limit_bytes", *(("pages_per_block", "queries_per_block") if _gathers(problem) else ())]
+        if unread := [name for name in unread if config.is_set(name)]:
+            notes += (note("config.unread", method="forward_native", fields=unread),)
         if problem.update == "fused" and problem.mode != "insert":
             notes += (note("paged.fused_unsupported", method="forward_native"),)
         return notes
+
+
+def _gathers(problem: PagedProblem) -> bool:
+    """Whether only selected keys are read, in blocks of tokens that their number gives."""
+    return "selected" in problem.features
 
 
 PAGES_ON_TPU, PAGES_ON_XLA = PagesOnTpu(), PagesOnXla()

@@ -12,6 +12,7 @@ from ...masks.page_mask import ANY_PAGE_MASK, page_mask
 from ...page_layouts import LAYOUTS
 from ...planning import OperationConfig, Reason
 from ...planning.notes import note
+from ...planning.paged.page_reads import selected_bytes
 from ...planning.paged.paged_problem import PagedProblem
 from ...planning.text import bytes_text
 from ..kernels.pages.tpu import (
@@ -19,27 +20,32 @@ from ..kernels.pages.tpu import (
     Options,
     PageArrays,
     advice,
+    by_pieces,
     chosen_sizes,
     max_vmem,
     paged_attention_tpu,
     reasons_against,
+    scalar_words,
     vmem_room,
 )
 from ..paged_cache.layer_arrays import LayerPages
 from ..paged_cache.paged_call import Attended, PagedCall
 from .own_keys import of_own_keys, with_own_lengths
 
-__all__ = ["SPANNED", "on_tpu", "tpu_call", "tpu_notes", "tpu_reasons", "tpu_sizes"]
+__all__ = ["WRITTEN_FIRST", "on_tpu", "tpu_call", "tpu_notes", "tpu_reasons", "tpu_sizes"]
 
 SPANNED = frozenset({"spans", "prefix_lengths"})
 """Features with which rows of one token are the kernel's for chunks, which writes none."""
+
+WRITTEN_FIRST = SPANNED | {"selected"}
+"""Features beside which the kernels write nothing: keys that tokens name needn't be their own."""
 
 _COPIES = "page_rows"  # the only advice that is a reason: XLA would copy the whole cache before each call
 
 
 def tpu_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
     """Every reason against the kernels."""
-    if problem.sequence_shards > 1 and (what := _beyond_own_keys(problem)):
+    if problem.sequence_shards > 1 and "selected" not in problem.features and (what := _beyond_own_keys(problem)):
         text = (
             f"the TPU kernel takes a device's share of the pages, which page_sequence_axis splits over {problem.sequence_shards} "
             f"devices, in steps whose rows of one token see all their keys; this step has {what}"
@@ -86,20 +92,26 @@ def tpu_sizes(problem: PagedProblem) -> OperationConfig:
 
 def tpu_notes(problem: PagedProblem) -> tuple[str, ...]:
     """What the kernels accept but run slowly or with wasted memory."""
-    return tuple(
+    notes = tuple(
         note("paged.advice", message=message, hint=hint)
         for code, message, hint in advice(_geometry(problem))
         if code != _COPIES
     )
+    if "selected" in problem.features:
+        geometry, options = tpu_call(problem, problem.config)
+        pieces, _ = by_pieces(geometry, options)
+        words = sum(sum(parts.values()) for parts in scalar_words(geometry, options).values())
+        size = selected_bytes(problem) * pieces.page
+        notes += (note("paged.selected_pieces", tokens=pieces.page, size=size, scalars=4 * words),)
+    return notes
 
 
 def on_tpu(call: PagedCall) -> Attended:
     """Attend with the TPU kernels; see kernels/pages/tpu."""
-    if call.sequence_shards > 1:
+    if call.sequence_shards > 1 and call.selected is None:
         return _on_own_keys(call)
-    if call.selected is not None or call.score is not None or call.q_positions is not None:
-        given = "selected keys" if call.selected is not None else "a score or positions"
-        raise ConfigError(f"{given} over pages: the TPU kernel has none of it; wanted plain XLA.")
+    if call.score is not None or call.q_positions is not None:
+        raise ConfigError("a score or positions over pages: the TPU kernel has none of it; wanted plain XLA.")
     if LAYOUTS[call.layout].kernel is None:
         raise ConfigError(f"pages of layout {call.layout!r}; wanted one of {_taken()}.")
     output, lse, after = paged_attention_tpu(
@@ -111,6 +123,9 @@ def on_tpu(call: PagedCall) -> Attended:
         vmem_limit_bytes=call.sizes.vmem_limit_bytes,
         interpret=call.sizes.interpret,
         rows=None if call.rows is None else PageArrays(*call.rows),
+        selected=call.selected,
+        page_stride=call.sequence_shards,
+        page_shard=call.shard_index,
     )
     return Attended(output, lse, None if after is None else LayerPages(*after))
 
@@ -144,6 +159,7 @@ def _beyond_own_keys(problem: PagedProblem) -> str:
 _FIELDS = {
     "dtype": "runtime_dtype",
     "page_table_smem": "max_length",
+    "selected_smem": "selected",
     "page_rows": "cache.layout",
     "rope_dtype": "cache.rope_dtype",
 }
@@ -186,6 +202,7 @@ def _geometry(problem: PagedProblem) -> Geometry:
         value_dtype=stored,
         key_scale=scale,
         value_scale=scale,
+        selected=0 if (selected := problem.operand("selected")) is None else selected.shape[1],
         **rope,
     )
 
@@ -207,7 +224,7 @@ def _options(problem: PagedProblem, config: OperationConfig) -> Options:
         buffers=0,
         vmem_limit_bytes=getattr(config, "vmem_limit_bytes", None),
         interpret=False,
-        writes=problem.update == "fused" and not spans,
+        writes=problem.update == "fused" and not problem.features & WRITTEN_FIRST,
         drafts=0 if tree is None else tree.shape[1],
         spans=spans,
     )

@@ -106,10 +106,10 @@ def attend(
     layer_state = alone(state, layer, batch)
     cache = layer_state.cache
     check_window(cache.window_tokens, sliding_window, chunk_size)
-    rows, spanned = None, spans is not None or prefix_lengths is not None
+    rows, first = None, any(x is not None for x in (selected, spans, prefix_lengths))
     if key is None:
         check_step(layer_state, 0, batch, query, debug=debug, writes=False)
-    elif update == "fused" and not spanned and _writable(layer_state, batch, query, sinks, key, value, mesh):
+    elif update == "fused" and not first and _writable(layer_state, batch, query, sinks, key, value, mesh):
         which: Any = "none" if max_q_len == 1 else "several"
         layer_state, rows = write(layer_state, 0, batch, key, value, (key_scale, value_scale), debug=debug, which=which)
     else:

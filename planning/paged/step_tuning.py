@@ -14,8 +14,10 @@ _QUERIES = (8, 16, 32, 64, 128, 256)
 
 
 def step_fields(problem: PagedProblem) -> tuple[str, ...]:
-    """The config's unset sizes that the step uses. With one query per sequence there are no query blocks."""
-    names = ("pages_per_block",) if problem.max_q_len is not None else ("pages_per_block", "queries_per_block")
+    """The config's unset sizes that the step uses. There are no blocks of queries with one per sequence, or where each names its
+    keys."""
+    alone = problem.max_q_len is not None or "selected" in problem.features
+    names = ("pages_per_block",) if alone else ("pages_per_block", "queries_per_block")
     return () if problem.mode == "insert" else tuple(name for name in names if not problem.config.is_set(name))
 
 

@@ -5,6 +5,7 @@ What compiles is not thereby numerically right: the numbers are held against the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -56,6 +57,7 @@ def compile_one(
     writes: bool = False,
     drafts: int = 0,
     spans: bool = False,
+    selected: int = 0,
     **call: Any,
 ) -> tuple[tuple[KernelUse, ...], int, int]:
     """(the kernels, temporary bytes of the program, bytes of the pages)."""
@@ -99,6 +101,8 @@ def compile_one(
         arrays["draft_tree"] = shape((sequences, drafts, drafts), jnp.bool_)
     if spans:
         arrays["spans"] = shape((tokens, 2), jnp.int32)
+    if selected:
+        arrays["selected"] = shape((tokens, selected), jnp.int32)
     static = {"softmax_scale": dims[0] ** -0.5, "layout": layout} | call
     pages_of = {n: arrays.pop(n, None) for n in PAGES}
     stored_pages = {n: x for n, x in pages_of.items() if np.ndim(x) >= 3}
@@ -123,6 +127,7 @@ def compile_one(
         (V5E, "heads", {"heads": (32, 1)}),
         (V6E, "latent", LATENTS | DECODE | {"writes": True}),
         (V5E, "packed", LLAMA | DECODE | {"writes": True}),
+        (V5E, "latent", LATENTS | {"tokens": 64, "selected": 512}),
         *(
             pytest.param(topology, "latent", LATENTS | call, marks=pytest.mark.slow)
             for topology in (V4, V5E, V5P, V6E, TPU7X)
@@ -183,6 +188,20 @@ def compile_one(
             pytest.param(topology, "heads", LLAMA | {"tokens": 64, "width": 16, "chunk_size": size}, marks=pytest.mark.slow)
             for topology, size in ((V4, 48), (V5E, 48), (V5E, 8192), (V5P, 48), (V6E, 48), (TPU7X, 48))
         ),
+        *(  # keys that each token names, in pieces of 8 tokens, of one, and of whole pages
+            pytest.param(topology, layout, {"tokens": 64} | call | {"selected": 2048}, marks=pytest.mark.slow)
+            for topology in (V4, V5E, V5P, V6E, TPU7X)
+            for layout, call in (
+                ("latent", LATENTS | {"max_q_len": 1, "logits_soft_cap": 30.0, "sinks": True}),
+                ("latent", LATENTS | ROPE | {"writes": False, "drafts": 8}),
+                ("latent", LATENTS | {"page": 60, "page_stride": 2}),
+                ("split", LLAMA | {"sliding_window": (511, 0)}),
+                ("packed", LLAMA | {"pages_dtype": "int8", "scale": "token_head", "page": 32}),
+                ("interleaved", {"heads": (16, 8), "spans": True}),
+                ("heads", {"page": 128, "pages_dtype": "int8", "scale": "token_head"}),
+                ("joined", {"heads": (16, 4), "dims": (192, 128), "page": 64, "row": 384, "value_dim": 128, "dtype": "float32"}),
+            )
+        ),
         *(
             pytest.param(topology, "heads", LLAMA | {"spans": True, "sliding_window": (1023, 0)}, marks=pytest.mark.slow)
             for topology in (V4, V5E, V5P, V6E, TPU7X)
@@ -206,6 +225,7 @@ def compile_one(
 def test_compiles(topology: str, layout: str, call: dict[str, Any]) -> None:
     made, temporary, pages = compile_one(topology, layout, **call)
     names = ["attnops_paged_decode"] + ["attnops_paged_chunks"] * (call.get("max_q_len") != 1)
+    names = ["attnops_paged_selected"] if "selected" in call else names
     assert sorted(kernel.name for kernel in made) == sorted(names)
     assert temporary < pages / 4  # no copy of the cache
 
@@ -247,11 +267,11 @@ def test_blocks_of_1024_keys_and_64_queries_compile_on_a_v5e() -> None:
 
 
 def _geometry(layout: str, heads: tuple[int, int], dims: tuple[int, int], page: int, pages_dtype: str) -> Geometry:
-    row = sum(dims) if layout == "joined" else dims[0]
+    row = {"joined": sum(dims), "latent": 640}.get(layout, dims[0])
     stored = np.dtype(jnp.dtype(pages_dtype))
     return Geometry(
         layout=layout, tokens=256, heads=heads[0], kv_heads=heads[1], dim=dims[0], value_dim=dims[1], key_row=row,
-        value_row=row if layout == "joined" else dims[1], pages=64 * 64, page=page, sequences=64, width=64,
+        value_row=row if layout in ("joined", "latent") else dims[1], pages=64 * 64, page=page, sequences=64, width=64,
         dtype=np.dtype(jnp.bfloat16), key_dtype=stored, value_dtype=stored, key_scale=None, value_scale=None,
     )  # fmt: skip
 
@@ -268,12 +288,17 @@ def _geometry(layout: str, heads: tuple[int, int], dims: tuple[int, int], page: 
         pytest.param("joined", (9, 3), (64, 64), 32, {}, marks=pytest.mark.slow),
         pytest.param("heads", (32, 8), (128, 128), 16, {"drafts": 64}, marks=pytest.mark.slow),
         pytest.param("heads", (16, 4), (256, 256), 64, {"pages_per_block": 8}, marks=pytest.mark.slow),
+        pytest.param("latent", (128, 1), (576, 512), 64, {"selected": 2048}, marks=pytest.mark.slow),
+        pytest.param("split", (32, 8), (128, 128), 16, {"selected": 2048}, marks=pytest.mark.slow),
+        pytest.param("joined", (16, 4), (128, 128), 64, {"selected": 2048}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_vmem_is_no_more_than_counted_and_fits_that_limit(
     layout: str, heads: tuple[int, int], dims: tuple[int, int], page: int, sizes: dict[str, Any]
 ) -> None:
-    geometry = _geometry(layout, heads, dims, page, "bfloat16")
+    selected = sizes.get("selected", 0)
+    geometry = replace(_geometry(layout, heads, dims, page, "bfloat16"), selected=selected)
+    sizes = {name: x for name, x in sizes.items() if name != "selected"}
     asked = {"pages_per_block": 0, "queries_per_block": 0, "max_q_len": None} | sizes
     options = Options(
         scale=1.0, causal=True, left=None, right=None, soft_cap=None, sinks=False, buffers=0, vmem_limit_bytes=None,
@@ -285,7 +310,8 @@ def test_vmem_is_no_more_than_counted_and_fits_that_limit(
     made, _, _ = compile_one(
         V5E, layout, heads=heads, dims=dims, page=page, tokens=256, max_q_len=options.max_q_len,
         pages_per_block=options.pages_per_block, queries_per_block=options.queries_per_block, buffers=options.buffers,
-        vmem_limit_bytes=limit, writes=options.writes, drafts=options.drafts,
+        vmem_limit_bytes=limit, writes=options.writes, drafts=options.drafts, selected=selected,
+        row=geometry.key_row if layout in ("joined", "latent") else None, value_dim=dims[1],
     )  # fmt: skip
     for kernel in made:
         assert kernel.vmem_used is not None

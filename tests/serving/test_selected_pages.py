@@ -12,11 +12,10 @@ import pytest
 from paged_batches import PagedCase
 from paged_kernel_runs import laid_out
 
-from attnops import ConfigError, InputError, KVCache, OperationMetadata, OperationRegistry
+from attnops import InputError, KVCache, OperationMetadata, OperationRegistry
 from attnops.errors import AttnOpsError
 from attnops.operators.kernels.pages.paged import paged_attention
-from attnops.operators.paged.tpu_kernel import on_tpu
-from attnops.operators.paged_cache import RaggedBatch, attend, init
+from attnops.operators.paged_cache import RaggedBatch, init
 from attnops.sharding import virtual_mesh
 from attnops.verify import reference_attention
 
@@ -31,7 +30,7 @@ CASES = (
 )
 
 
-def _selected(case: PagedCase, arrays: dict[str, Any], count: int, seed: int = 0) -> np.ndarray:
+def selected_keys(case: PagedCase, arrays: dict[str, Any], count: int, seed: int = 0) -> np.ndarray:
     """int32 [tokens, count]: some positions of each token's sequence, each once, in any order, among others that are no keys."""
     rng, tokens = np.random.default_rng(seed), len(arrays["query"])
     made = np.full((tokens, count), -1, np.int32)
@@ -89,7 +88,7 @@ def _wanted(case: PagedCase, arrays: dict[str, Any], selected: np.ndarray) -> tu
 @pytest.mark.parametrize(("layout", "case"), CASES, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_agrees_with_the_reference(layout: str, case: PagedCase) -> None:
     arrays = batches.make(case)
-    selected = _selected(case, arrays, 7)
+    selected = selected_keys(case, arrays, 7)
     static = case.call | {"layout": layout, "max_q_len": case.static["max_q_len"]}
     if layout in ("joined", "latent"):
         static["value_dim"] = case.dims[1]
@@ -131,7 +130,29 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_with_selected_keys(way: str) -> None:
-    fields, axes = WAYS[way]
+    _step_with_selected_keys(*WAYS[way], {})
+
+
+# In the TPU kernel, which is interpreted: in layouts whose rows it takes.
+KERNEL_WAYS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "dp_tp": ({"layout": "joined", "pages_axis": "dp"}, {"dp": 2, "tp": 2}),
+    "packed_tp": ({"layout": "packed"}, {"tp": 2}),
+    "latent_sp_dp": (LATENT | {"page_sequence_axis": "sp", "pages_axis": "dp"}, {"dp": 2, "sp": 2}),
+    "latent_dp_tp": (LATENT | {"pages_axis": "dp"}, {"dp": 4, "tp": 2}),
+    "joined_sp_tp": ({"layout": "joined", "page_sequence_axis": "sp"}, {"sp": 4, "tp": 2}),
+    "joined_on_one_device": ({"layout": "joined", "pages_axis": "dp"}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(x, marks=[] if x in ("dp_tp", "latent_sp_dp") else [pytest.mark.slow]) for x in KERNEL_WAYS],
+)
+def test_a_step_in_the_tpu_kernel(way: str) -> None:
+    _step_with_selected_keys(*KERNEL_WAYS[way], {"paged": {"interpret": True}})
+
+
+def _step_with_selected_keys(fields: dict[str, Any], axes: dict[str, int], configs: dict[str, Any]) -> None:
     cache, mesh = KVCache(**FIELDS | fields), None
     if axes:
         count = int(np.prod([*axes.values()]))
@@ -139,7 +160,9 @@ def test_a_step_with_selected_keys(way: str) -> None:
     plan, rng = cache.plan(mesh), np.random.default_rng(1)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     shards, lengths = plan.shards, (9, 14)
-    paged = OperationRegistry.create("paged", OperationMetadata(mesh=mesh, softmax_scale=0.3))
+    metadata = OperationMetadata(mesh=mesh, softmax_scale=0.3)
+    stores = OperationRegistry.create("paged", metadata)
+    paged = OperationRegistry.create("paged", metadata.replace(operation_configs=configs))
     tables, tokens = ([0, 3, 6], [4, 1, 8, 5]), sum(lengths)
     make = lambda new: RaggedBatch.make(  # noqa: E731
         plan, cu_q_lens=np.cumsum([0, *new]), kv_lens=lengths, page_table=tables, tokens=tokens
@@ -152,7 +175,7 @@ def test_a_step_with_selected_keys(way: str) -> None:
     if cache.values_in_keys:
         value = key[..., :12]
     given = (key, None if cache.values_in_keys else value)
-    state = paged(None, *given, state=init(cache, mesh), layer=0, batch=batch_of(lengths), mode="insert").state
+    state = stores(None, *given, state=init(cache, mesh), layer=0, batch=batch_of(lengths), mode="insert").state
     query, new = draw(shards * tokens, 4, 16), (3, 1)
     selected = np.full((shards * tokens, 5), -1, np.int32)
     firsts = [(shard * tokens, shard * tokens + 3) for shard in range(shards)]
@@ -167,6 +190,8 @@ def test_a_step_with_selected_keys(way: str) -> None:
         )
     )
     output = np.asarray(call(state, batch_of(new), query, selected))
+    ran = paged.plan(query, cache=cache, selected=selected, update="none").implementation
+    assert ran == ("paged.forward_tpu" if configs else "paged.forward_native")
     for shard in range(shards):
         for row, first in enumerate(firsts[shard]):
             start = shard * tokens + (0, lengths[0])[row]
@@ -222,13 +247,6 @@ def test_the_plan_says_what_is_gathered_and_not_what_all_keys_are() -> None:
     assert paged.plan(*arrays, cache=CACHE, batch=BATCH).reads is not None
 
 
-def test_the_kernel_refuses_what_it_would_leave_out() -> None:
-    q, k, v = (jnp.ones((4, heads, 16)) for heads in (4, 2, 2))
-    selected = jnp.zeros((4, 1), jnp.int32)
-    with pytest.raises(ConfigError, match="selected"):
-        attend(init(CACHE), 0, BATCH, q, k, v, selected=selected, method=on_tpu)
-
-
 def test_a_traced_selection_is_checked_with_debug() -> None:
     with pytest.raises(Exception, match="position 9"):
         jax.block_until_ready(
@@ -236,18 +254,12 @@ def test_a_traced_selection_is_checked_with_debug() -> None:
         )
 
 
-def test_inserts_select_nothing_and_the_kernel_says_that_it_gathers_no_tokens() -> None:
+def test_inserts_select_nothing() -> None:
     with pytest.raises(InputError, match="insert"):
         _step(np.zeros((4, 1), np.int32), mode="insert")
     mesh = virtual_mesh({"tp": 2})
-    metadata = OperationMetadata(backend="tpu", fallback="allow")
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)  # noqa: E731
     q, k = shape(4, 4, 16), shape(4, 2, 16)
-    plan = OperationRegistry.create("paged", metadata).plan(
-        q, k, k, cache=CACHE, selected=jax.ShapeDtypeStruct((4, 8), jnp.int32)
-    )
-    assert plan.implementation == "paged.forward_native"
-    assert "feature.selected" in [reason.code for rejected in plan.rejected for reason in rejected.reasons]
     plan = OperationRegistry.create("paged", OperationMetadata(mesh=mesh)).plan(
         q, k, k, cache=CACHE, selected=jax.ShapeDtypeStruct((4, 8), jnp.int32)
     )

@@ -94,6 +94,35 @@ def test_counts_the_blocks_that_the_kernels_visit(
     assert {name: tuple(x) for name, x in found.items()} == {n: tuple(x) for n, x in counted.items() if n in found}
 
 
+@given(
+    rows=ROWS,
+    window=st.sampled_from([None, (0, 0), (300, 0)]),
+    count=st.sampled_from([1, 40, 2000]),
+    layout=st.sampled_from(["split", "heads"]),
+)
+def test_counts_the_blocks_of_selected_keys(
+    rows: list[tuple[int, int]], window: tuple[int, int] | None, count: int, layout: str
+) -> None:
+    """As many as keys can make that lie as far from one another as they can: one of each 8, or alone where tokens come first."""
+    options = {} if window is None else {"sliding_window": window}
+    operation, step = _step(rows, _abstract(), options, layout=layout)
+    chosen = jax.ShapeDtypeStruct((sum(q for q, _ in rows), count), jnp.int32)
+    plan = operation.plan(**step.arrays, selected=chosen, cache=step.cache, batch=step.batch, **options)
+    geometry, sized = tpu_call(plan.problem, plan.problem.config)
+    local = LocalStep(geometry, replace(sized, pages_per_block=4))
+    tokens_a_piece = 1 if layout == "split" else 8
+    most = min(4 * PAGE // tokens_a_piece, 128, count)  # pieces in a block
+    blocks = 0
+    for q, n in rows:
+        for position in range(n - q, n):
+            seen = range(0 if window is None else max(0, position - window[0]), position + 1)
+            blocks += -(-min(len({j // tokens_a_piece for j in seen}), count) // most)
+    assert step_visits(plan.problem, local, step.batch) == {
+        "attnops_paged_selected": Visits(0, blocks, sum(q for q, _ in rows))
+    }
+    assert kernels_of_step(local) == ("attnops_paged_selected",)
+
+
 def test_a_kernel_that_writes_is_tuned_apart() -> None:
     operation, step = _step([(1, 40)], _abstract(), {"max_q_len": 1})
     keys = []
@@ -132,6 +161,7 @@ CALLS: dict[str, tuple[list[tuple[int, int]], dict[str, Any], dict[str, Any]]] =
     "split": ([(1, 500), (64, 200)], {}, {"layout": "split"}),
     "chunked": ([(1, 500), (64, 200)], {"mask": Causal() & Chunked(128)}, {}),
     "int8": ([(1, 500), (64, 200)], {"update": "fused"}, {"quantised": {"dtype": "int8"}}),
+    "selected": ([(1, 500), (2, 64)], {"selected": jax.ShapeDtypeStruct((3, 128), jnp.int32)}, {"layout": "joined"}),
     "int8_head": ([(1, 500)], {"max_q_len": 1}, {"quantised": {"dtype": "int8", "scale": "head"}, "page_size": 32}),
 }
 
@@ -141,7 +171,8 @@ CALLS: dict[str, tuple[list[tuple[int, int]], dict[str, Any], dict[str, Any]]] =
     ("name", "topology"),
     [
         ("decode", "v5e:2x2"),
-        *(pytest.param(n, "v5e:2x2", marks=pytest.mark.slow) for n in CALLS if n != "decode"),
+        ("selected", "v5e:2x2"),
+        *(pytest.param(n, "v5e:2x2", marks=pytest.mark.slow) for n in CALLS if n not in ("decode", "selected")),
         *(pytest.param("int8", t, marks=pytest.mark.slow) for t in ("v4:2x2x1", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")),
     ],
 )

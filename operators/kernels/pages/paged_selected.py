@@ -17,9 +17,10 @@ from ...vanilla.kernel.cpu_tuning import as_bits, from_bits
 from ..lse import subtracted
 from ..primitives import cut_along, loop, put
 from ..varying import vary, varying
+from .paged_mask import QueryRows
 from .paged_step import Batch, PagedOperands, PagedStatic, Sums, Tiles, finish
 
-__all__ = ["attend_selected"]
+__all__ = ["attend_selected", "places_of", "seen_places"]
 
 _BLOCK_BYTES = 4 << 20  # of gathered keys, in float32
 
@@ -45,10 +46,8 @@ def attend_selected(
         start = jnp.minimum(block * np.int32(size), np.int32(tokens - size))
         part = lambda x: cut_along(x, start, size)  # noqa: E731
         sequence, selected = part(seq), part(operands.selected)
-        of = lambda x: x.at[sequence].get(mode="promise_in_bounds")  # noqa: E731
-        queries = tiles.queries(batch, sequence, part(row)[:, None])
-        ids, slot, there = _places(tiles, sequence, selected)
-        seen = tiles.visible(selected, there, queries, of(batch.kv_lens))
+        ids, slot, seen, queries = seen_places(tiles, batch, sequence, part(row), selected)
+        seen = seen[:, None]
         key, value = _gathered(tiles, ids, slot)
         scale = _scales(tiles, operands.key_scale, ids, slot)
         x = tiles.logits(part(rows), key, scale, seen, sequence, tiles.places(queries, selected, sequence))
@@ -71,7 +70,18 @@ def attend_selected(
     return loop(0, np.int32(-(-tokens // size)), of_block, jax.tree.map(lambda x: vary(x, axes), empty))
 
 
-def _places(tiles: Tiles, sequence: jax.Array, selected: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def seen_places(
+    tiles: Tiles, batch: Batch, sequence: jax.Array, row: jax.Array, selected: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, QueryRows]:
+    """(page ids, places in the page, whether the token sees such a key here), [tokens, n] each, and the tokens as queries.
+    sequence, row [tokens]: each token's sequence, and its place there."""
+    queries = tiles.queries(batch, sequence, row[:, None])
+    ids, slot, there = places_of(tiles, sequence, selected)
+    lengths = batch.kv_lens.at[sequence].get(mode="promise_in_bounds")
+    return ids, slot, tiles.visible(selected, there, queries, lengths)[:, 0], queries
+
+
+def places_of(tiles: Tiles, sequence: jax.Array, selected: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(page ids, places in the page, whether there is such a key here), [tokens, n] each; ids are in range for all."""
     static, page = tiles.static, np.int32(tiles.page)
     at = jnp.maximum(selected, 0)

@@ -4,6 +4,7 @@ from .attend import PageArrays, paged_attention_tpu
 from .geometry import Geometry, Layout, Options
 from .limits import advice, chosen_sizes, max_vmem, reasons_against
 from .memory import scalar_words, several_rows, vmem_parts, vmem_room
+from .selected import by_pieces
 
 __all__ = [
     "Geometry",
@@ -11,6 +12,7 @@ __all__ = [
     "Options",
     "PageArrays",
     "advice",
+    "by_pieces",
     "chosen_sizes",
     "max_vmem",
     "paged_attention_tpu",

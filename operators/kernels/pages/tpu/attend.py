@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -18,12 +18,13 @@ from ...varying import alike
 from ..paged import places, with_spans
 from ..paged_checks import check_numbers, check_operands, check_spans, check_tree, int32, options_of, refuse_gradient
 from ..paged_mask import NO_KEY, packed_tree
-from ..paged_step import PagedOperands, batch_of
+from ..paged_step import PagedOperands, PagedOptions, PagedStatic, batch_of
 from .chunks import attend_chunks
 from .decode import decode
 from .geometry import LANES, Geometry, Layout, Options, rows_per_word
 from .limits import chosen_sizes, reasons_against
 from .memory import several_rows
+from .selected import by_pieces, chosen_items
 from .softmax import Columns
 from .work_items import chunk_items, decode_items
 
@@ -71,6 +72,9 @@ def paged_attention_tpu(
     draft_tree: Bool[Array, "sequences drafts drafts"] | None = None,
     spans: Int[Array, "tokens 2"] | None = None,
     prefix_lengths: Int[Array, " sequences"] | None = None,
+    selected: Int[Array, "tokens n"] | None = None,
+    page_stride: int = 1,
+    page_shard: Int[Array, ""] | int = 0,
 ) -> tuple[Array, Array, PageArrays | None]:
     """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads], the pages if `rows` were
     written, else None).
@@ -88,6 +92,10 @@ def paged_attention_tpu(
     rows: for a sequence with one row, the kernel writes its key and value into their page while it attends; the returned arrays
     take over the memory of the pages and of per-token scales. What longer sequences write must be in the pages already. A row
     whose position has no page in the table, or one with an id out of range, is dropped.
+
+    selected, page_stride, page_shard: as there, the last two only beside `selected`. Pieces of pages that hold such a key are
+    fetched: of 8 tokens where a page has a head's tokens one after another, or scales by token, else single ones. A key that
+    comes twice counts once.
 
     Errors: InputError or InputTypeError.
     """
@@ -121,13 +129,18 @@ def paged_attention_tpu(
             {} if rope_pages is None else {"rope_row": rope_pages.shape[-1], "rope_dtype": np.dtype(rope_pages.dtype)}
         )
 
-    check_operands(operands_of(*as_split), "split")
+    chosen = None if selected is None else int32("selected", selected)
+    check_operands(operands_of(*as_split)._replace(selected=chosen), "split")
     check_tree(operands_of(*as_split), draft_tree)
     check_spans(operands_of(*as_split), spans, prefix_lengths)
     value_row = key_pages.shape[-1] if value_pages is None else value_pages.shape[-1]
     geometry = replace(_geometry(layout, operands_of(*as_split)), key_row=key_pages.shape[-1], value_row=value_row)
     geometry = replace(geometry, **rope_fields())
-    operands = operands_of(key_pages, value_pages, key_scale, value_scale)._replace(rope_pages=rope_pages)
+    if chosen is not None:
+        geometry = replace(geometry, selected=chosen.shape[1])
+    shard = int32("page_shard", page_shard) if page_stride > 1 else None
+    operands = operands_of(key_pages, value_pages, key_scale, value_scale)
+    operands = operands._replace(rope_pages=rope_pages, selected=chosen, shard=shard)
     options = Options(
         **options_of(softmax_scale, causal, sliding_window, logits_soft_cap, max_q_len, chunk_size),
         sinks=sinks is not None,
@@ -140,10 +153,11 @@ def paged_attention_tpu(
         drafts=0 if draft_tree is None else draft_tree.shape[-1],
         spans=spans is not None or prefix_lengths is not None,
     )
-    if options.writes and options.spans:
-        raise InputError(
-            "rows are given beside spans, whose rows of one token the kernel doesn't write; write them before."
-        )
+    if options.writes and (options.spans or selected is not None):
+        given = "spans, whose rows of one token" if selected is None else "selected keys, beside which rows"
+        raise InputError(f"rows are given beside {given} the kernel doesn't write; write them before.")
+    if page_stride != 1 and selected is None:
+        raise InputError(f"page_stride={page_stride} without selected keys; wanted 1.")
     if rows is not None:
         _check_rows(geometry, rows)
     options = chosen_sizes(geometry, options)
@@ -156,7 +170,10 @@ def paged_attention_tpu(
             batch = batch_of(operands)
             tree = packed_tree(options, jnp.asarray(draft_tree), batch.kv_lens - batch.q_lens)
             operands = operands._replace(draft_tree=tree)
-        return _attend(geometry, options, with_spans(operands, spans, prefix_lengths), rows)
+        operands = with_spans(operands, spans, prefix_lengths)
+        if chosen is not None:
+            return _attend_selected(geometry, options, page_stride, operands)
+        return _attend(geometry, options, operands, rows)
 
 
 def _check_rows(geometry: Geometry, rows: PageArrays) -> None:
@@ -302,16 +319,50 @@ def _attend(
         output = jnp.where(heads_last(chunks.in_list, output), many, output)
         lse = jnp.where(heads_last(chunks.in_list, lse), many_lse, lse)
         has_output |= chunks.in_list
-    output = jnp.where(heads_last(has_output, output), output[..., geometry.output_lanes], 0)
+    attended = real if options.max_q_len is None else real & (row < options.max_q_len)
+    after = PageArrays(**{name: arrays[f"{name}_pages"] for name in geometry.streams()}) if written else None
+    return *_with_unseen(geometry, operands, output, lse, has_output, attended), after
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _attend_selected(
+    geometry: Geometry, options: Options, stride: int, operands: PagedOperands
+) -> tuple[jax.Array, jax.Array, PageArrays | None]:
+    """Each token is a row of the kernel for single rows, over the pieces of pages that hold its keys."""
+    operands = alike(operands)
+    batch = batch_of(operands)
+    seq, row, real = places(operands, batch)
+    rules = {field.name: getattr(options, field.name) for field in fields(PagedOptions)}
+    static = PagedStatic(
+        **rules, platform="tpu", pages_a_block=1, pairs=1, large_blocks=0, block_q=1, layout=geometry.layout,
+        stride=stride, value_dim=geometry.value_dim,
+    )  # fmt: skip
+    walked, sized = by_pieces(geometry, options)
+    words, count, listed, rows = chosen_items(walked, static, operands, batch, seq, row, real)
+    arrays = _arrays(walked, sized, operands, None) | {"chosen": rows}
+    output, lse, _ = decode(walked, sized, arrays, words, count)
+    attended = real if options.max_q_len is None else real & (row < options.max_q_len)
+    return *_with_unseen(geometry, operands, output, lse, listed, attended), None
+
+
+def _with_unseen(
+    geometry: Geometry,
+    operands: PagedOperands,
+    output: jax.Array,
+    lse: jax.Array,
+    has_output: jax.Array,
+    attended: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """(output, lse) with 0 and -inf, or the sinks of a row that is attended, where a kernel wrote nothing."""
+    output = jnp.where(has_output[:, None, None], output[..., geometry.output_lanes], 0)
     unseen: Any = -jnp.inf
     if operands.sinks is not None:
-        attended = real if options.max_q_len is None else real & (row < options.max_q_len)
         unseen = jnp.where(attended[:, None], operands.sinks.astype(np.float32)[None], -jnp.inf)
-    after = PageArrays(**{name: arrays[f"{name}_pages"] for name in geometry.streams()}) if written else None
-    return output, jnp.where(heads_last(has_output, lse), lse, unseen), after
+    return output, jnp.where(has_output[:, None], lse, unseen)
 
 
 _attend.defjvp(refuse_gradient)
+_attend_selected.defjvp(refuse_gradient)
 
 
 def _arrays(

@@ -94,7 +94,7 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
             by_token = {}
             if 3 in (geometry.key_scale, geometry.value_scale):
                 _, there = live_keys(geometry, options, first, word, item.keys)
-                by_token = pages.token_scales(slot, there)
+                by_token = pages.token_scales(slot, there, first)
 
             def of_heads(masked: bool) -> None:
                 seen = None

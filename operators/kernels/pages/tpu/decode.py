@@ -19,6 +19,7 @@ from ...precision import tile_product
 from .geometry import LANES, Geometry, Options, rows_per_word, sublanes
 from .pages import Pages, walk
 from .run import call
+from .selected import rows_of_items
 from .softmax import (
     Columns,
     Sums,
@@ -103,14 +104,18 @@ def _all_at_once(
 ) -> Sums:
     kv_heads = geometry.kv_heads
     order = pages.flat_order()
-    place, there = live_keys(geometry, options, first, word, item.keys, kv_heads, order)
+    if pages.chosen is None:
+        place, there = live_keys(geometry, options, first, word, item.keys, kv_heads, order)
+    else:
+        place, there = pages.chosen.keys(options.pages_per_block, first, item.end, kv_heads, order)
     raw = tile_product(query, pages.flat(False, slot), 1, 1)
     head = order - divided(order, kv_heads) * kv_heads
     head = jnp.where(seen_keys(options, there, place, item.position), head, -1)
     own_head = head == divided(lax.broadcasted_iota(jnp.int32, raw.shape, 0), geometry.group)
     scale = None if columns.key_scale is None else spread(refs["columns"][columns.key_scale], raw.shape[1])
     p, peak, total, shrink = add(sums, jnp.where(own_head, weigh(options, raw, scale), -jnp.inf))
-    step = tile_product(p.astype(geometry.compute_dtype), pages.flat(True, slot), 1, 0)
+    product = lambda: tile_product(p.astype(geometry.compute_dtype), pages.flat(True, slot), 1, 0)  # noqa: E731
+    step = pages.of_chosen(product, slot, first)
     return Sums(peak, total, sums.weighted * spread(shrink, step.shape[1]) + step)
 
 
@@ -127,9 +132,12 @@ def _head_by_head(
     word: Any,
     sums: Sums,
 ) -> Sums:
-    place, there = live_keys(geometry, options, first, word, item.keys)
+    if pages.chosen is None:
+        place, there = live_keys(geometry, options, first, word, item.keys)
+    else:
+        place, there = pages.chosen.keys(options.pages_per_block, first, item.end)
     seen = seen_keys(options, there, place, item.position)
-    by_token = pages.token_scales(slot, there)
+    by_token = pages.token_scales(slot, there, first)
 
     def logits(rows: slice, head: int) -> jax.Array:
         scale = by_token.get("key_scale")
@@ -142,7 +150,7 @@ def _head_by_head(
             return None
         return spread(refs["columns"][columns.key_scale][rows], keys[0].shape[0])
 
-    def weighted(rows: slice, head: int) -> jax.Array:
+    def weighted(rows: slice, head: int, values: list[jax.Array]) -> jax.Array:
         part, scale = p[rows], by_token.get("value_scale")
         if scale is not None:
             part = part * scale[head : head + 1]
@@ -153,8 +161,12 @@ def _head_by_head(
     every = columns.key_scale is not None and geometry.rope_dtype is None
     scale = None if not every else spread(refs["columns"][columns.key_scale], raw.shape[1])
     p, peak, total, shrink = add(sums, jnp.where(seen, weigh(options, raw, scale), -jnp.inf))
-    values = [pages.value(slot, j) for j in range(geometry.kv_heads)]
-    step = _by_head(geometry, weighted)
+
+    def product() -> jax.Array:
+        values = [pages.value(slot, j) for j in range(geometry.kv_heads)]
+        return _by_head(geometry, lambda rows, head: weighted(rows, head, values))
+
+    step = pages.of_chosen(product, slot, first)
     return Sums(peak, total, sums.weighted * spread(shrink, step.shape[1]) + step)
 
 
@@ -175,15 +187,17 @@ def decode(
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """(output [tokens, heads, summed dim], lse [tokens, heads], the pages after); only the work items' rows are written.
 
-    arrays: table, flat; query; key_pages and others that are fetched; columns. If the kernel writes, key_row and others with
-    the tokens' own numbers; else the pages after are {}.
+    arrays: table, flat, or `chosen` where tokens name their keys; query; key_pages and others that are fetched; columns. If the
+    kernel writes, key_row and others with the tokens' own numbers; else the pages after are {}.
     """
     heads, lse_rows = geometry.heads, lane_chunks(geometry.heads)
     row = lambda number, words, *_: (words[number * FIELDS + 1], 0, 0)  # noqa: E731
-    scalars = {"words": words, "count": count.reshape(1), "table": arrays["table"]}
+    scalars = {"words": words, "count": count.reshape(1)} | ({} if geometry.selected else {"table": arrays["table"]})
     inputs: dict[str, tuple[jax.Array, pl.BlockSpec]] = {
         "query": (arrays["query"], pl.BlockSpec((None, heads, geometry.query_dim), row)),
     }
+    if geometry.selected:
+        inputs |= rows_of_items(arrays["chosen"])
     anywhere = pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
     where = [f"{name}_pages" for name in geometry.streams()]
     source = {name: f"{name}_before" if options.writes else name for name in where}
@@ -206,7 +220,7 @@ def decode(
         outputs |= {name: (arrays[name].shape, arrays[name].dtype) for name in where}
         specs += [anywhere] * len(where)
         scratch, same = write_scratch(geometry), {source[name]: name for name in where}
-    name = "attnops_paged_decode"
+    name = "attnops_paged_selected" if geometry.selected else "attnops_paged_decode"
     results = call(name, kernel, geometry, options, scalars, inputs, outputs, specs, scratch, count, same)
     lse = results["lse"].reshape(geometry.tokens, lse_rows * LANES)[:, :heads]
     return results["output"], lse, {name: results[name] for name in same.values()}

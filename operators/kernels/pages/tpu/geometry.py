@@ -51,6 +51,13 @@ class Geometry:
     value_scale: int | None
     rope_row: int = 0  # numbers per row of rope_pages, which hold the keys' numbers after value_dim; 0 without
     rope_dtype: np.dtype | None = None
+    selected: int = 0  # positions of keys that come with each token; 0: it attends to what it sees
+    stored_page: int = 0  # tokens of a stored page if only `page` of them are fetched at once; 0: whole pages are
+
+    @property
+    def pieces(self) -> int:
+        """Into how many parts, each fetched alone, a stored page is cut."""
+        return self.stored_page // self.page if self.stored_page else 1
 
     @property
     def group(self) -> int:
@@ -171,7 +178,9 @@ class Geometry:
             rows["rope"] = self.row_shape(self.rope_row), self.rope_dtype
         for name, rank in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
             if rank == 3 and (name == "key_scale" or self.layout != "latent"):
-                shape = (self.page, self.kv_heads) if self.tokens_first else (self.kv_heads, self.page)
+                # Scales along lanes can't be cut there: they come as those of the stored page.
+                whole = self.kv_heads, self.stored_page or self.page
+                shape = (self.page, self.kv_heads) if self.tokens_first else whole
                 rows[name] = shape, np.dtype(np.float32)
         return rows
 

@@ -54,11 +54,13 @@ def reasons_against(geometry: Geometry, options: Options) -> list[tuple[str, str
         reasons.append(("buffers", "one buffer leaves none for fetching pages", "ask for 2 or more"))
     words = max(sum(parts.values()) for parts in scalar_words(geometry, options).values())
     if 4 * words > MAX_SCALAR_BYTES:
-        message = (
-            f"a page table of {geometry.sequences} sequences x {geometry.width} pages and the units of work are {4 * words} "
-            f"bytes, of {MAX_SCALAR_BYTES} in scalar memory"
-        )
-        reasons.append(("page_table_smem", message, "use larger pages, or fewer sequences per step"))
+        code, what = "page_table_smem", f"a page table of {geometry.sequences} sequences x {geometry.width} pages"
+        hint = "use larger pages, or fewer sequences"
+        if geometry.selected:
+            code, what = "selected_smem", f"the places of {geometry.selected} keys of two tokens"
+            hint = "select fewer keys, or pass fewer tokens"
+        message = f"{what} and the units of work are {4 * words} bytes, of {MAX_SCALAR_BYTES} in scalar memory"
+        reasons.append((code, message, f"{hint} per step"))
     return reasons
 
 

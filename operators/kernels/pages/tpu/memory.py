@@ -13,6 +13,7 @@ from .decode import by_product
 from .geometry import LANES, Geometry, Options, sublanes
 from .pages import page_scratch
 from .row_numbers import Lanes
+from .selected import by_pieces, row_words
 from .softmax import Columns, lane_chunks
 from .work_items import FIELDS, max_chunk_items
 from .writes import row_block, write_scratch
@@ -29,12 +30,17 @@ _PATHS = 4 / 3
 
 
 def several_rows(geometry: Geometry, options: Options) -> bool:
-    """Whether a sequence may have several rows in a batch, or a row a span: they are the second kernel's."""
+    """Whether a sequence may have several rows in a batch, or a row a span: they are the second kernel's, unless tokens name
+    their keys, when each is a row of its own."""
+    if geometry.selected:
+        return False
     return options.spans or (geometry.tokens > 1 and options.max_q_len != 1)
 
 
 def vmem_parts(geometry: Geometry, options: Options, *, at_most: bool = False) -> dict[str, dict[str, int]]:
     """Each kernel of a call -> bytes of VMEM by what they hold. at_most: as if code paths shared nothing, to choose sizes by."""
+    if geometry.selected:
+        return {"attnops_paged_selected": _decode_parts(*by_pieces(geometry, options))}
     parts = {"attnops_paged_decode": _decode_parts(geometry, options)}
     if several_rows(geometry, options):
         parts["attnops_paged_chunks"] = _chunk_parts(geometry, options, 2 if at_most else _PATHS)
@@ -43,6 +49,10 @@ def vmem_parts(geometry: Geometry, options: Options, *, at_most: bool = False) -
 
 def scalar_words(geometry: Geometry, options: Options) -> dict[str, dict[str, int]]:
     """Each kernel of a call -> words of scalar memory by what they hold."""
+    if geometry.selected:
+        walked, _ = by_pieces(geometry, options)
+        rows = 4 * row_words(walked)
+        return {"attnops_paged_selected": {"units": geometry.tokens * FIELDS, "keys of two tokens, twice": rows}}
     table = {"page table": geometry.sequences * geometry.width}
     words = {"attnops_paged_decode": table | {"units": geometry.sequences * FIELDS}}
     if several_rows(geometry, options):

@@ -15,6 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...precision import tile_product
 from .geometry import LANES, Geometry, Options, rows_per_word
+from .selected import Chosen, piece_of
+from .softmax import divided
 from .words import numbers, words_of
 from .work_items import FIELDS, FIRST_PAGE, WorkItem
 from .writes import Writer
@@ -44,6 +46,7 @@ class Pages:
     ) -> None:
         """`writer`: writes each work item's own row when its page has arrived."""
         self.geometry, self.options, self.refs, self.writer = geometry, options, refs, writer
+        self.chosen = Chosen(geometry, refs) if geometry.selected else None
         self.block = options.pages_per_block
         self.names = tuple(geometry.streams())
         self.last = self.names[0 if geometry.one_array else 1]  # the stream that values come from
@@ -57,18 +60,20 @@ class Pages:
     def ahead(self, words: Any, count: Any) -> None:
         """Start fetching the next block that isn't being fetched yet, whichever work item it belongs to."""
         front, block = self.refs["front"], np.int32(self.block)
+        known = count if self.chosen is None else jnp.minimum(count, self.chosen.known)
 
-        @pl.when(front[0] < count)
+        @pl.when(front[0] < known)
         def _more() -> None:
             item, first, slot = WorkItem.read(words, front[0]), front[1], front[2]
-            self._start(slot, item, first)
+            self._start(slot, front[0], item, first)
             done = first + block >= item.end
             after = jnp.minimum(front[0] + 1, count - 1)
             front[0] = front[0] + done.astype(jnp.int32)
             front[1] = jnp.where(done, words[after * FIELDS + FIRST_PAGE], first + block)
             front[2] = jnp.where(slot + 1 == self.options.buffers, 0, slot + 1)
 
-    def _start(self, slot: Any, item: WorkItem, first: Any) -> None:
+    def _start(self, slot: Any, number: Any, item: WorkItem, first: Any) -> None:
+        """The block from page `first` on of an item, and its number."""
         whole = self._whole(item, first)
 
         def fetch(i: Any, page: Any) -> None:
@@ -79,12 +84,12 @@ class Pages:
         def _all() -> None:
             place = item.seq * self.geometry.width + first
             for i in range(self.block):
-                fetch(i, self.refs["table"][place + i])
+                fetch(i, self.refs["table"][place + i] if self.chosen is None else self.chosen.id(number, first + i))
 
         @pl.when(jnp.logical_not(whole))
         def _some() -> None:
             def fetch_page(i: Any, _: None) -> None:
-                valid, page = self._page(item, first + i)
+                valid, page = self._page(item, first + i, number)
                 pl.when(valid)(lambda: fetch(i, page))
 
             lax.fori_loop(np.int32(0), np.int32(self.block), fetch_page, None)
@@ -115,7 +120,7 @@ class Pages:
             def _clear() -> None:
                 self._clear(slot, i)
 
-            return word | lax.shift_left(valid.astype(jnp.int32), i)
+            return word if self.chosen is not None else word | lax.shift_left(valid.astype(jnp.int32), i)
 
         # A whole block needs no check of single pages.
         some = jnp.where(whole, np.int32(0), np.int32(self.block))
@@ -129,7 +134,7 @@ class Pages:
         def _clear() -> None:
             self._clear(slot, last, tail)
 
-        return jnp.where(whole, whole_word(self.block), word)
+        return word if self.chosen is not None else jnp.where(whole, whole_word(self.block), word)
 
     def _clear(self, slot: Any, place: Any, tail: Any = None) -> None:
         """Set a page's values to 0, those of its token `tail` and later ones if given; if both alternate, its keys too."""
@@ -161,9 +166,11 @@ class Pages:
         """Whether every page of the block is fetched."""
         return (item.sound != 0) & (first + np.int32(self.block) <= item.end)
 
-    def _page(self, item: WorkItem, at: Any) -> tuple[Any, Any]:
-        """(whether it is fetched, its id)."""
+    def _page(self, item: WorkItem, at: Any, number: Any = None) -> tuple[Any, Any]:
+        """(whether it is fetched, its id). number: the item's, where its pages are named; without, any id of one will do."""
         width = self.geometry.width
+        if self.chosen is not None:
+            return at < item.end, np.int32(0) if number is None else self.chosen.id(number, jnp.minimum(at, width - 1))
         page = self.refs["table"][item.seq * width + jnp.minimum(at, width - 1)]
         return (at < item.end) & (page >= 0) & (page < self.geometry.pages), page
 
@@ -189,15 +196,26 @@ class Pages:
         raw = tile_product(latent, key, 1, 1)
         return (raw if scale is None else raw * scale) + tile_product(rope, self.rope(slot, head), 1, 1)
 
-    def token_scales(self, slot: Any, valid: jax.Array) -> dict[str, jax.Array]:
-        """Scales that are by token, by name: [kv_heads, keys] each, 0 where not valid [1, keys]. Latents' keys and values share
-        theirs."""
-        scales = {name: self._scale_rows(name, slot, valid) for name in self.names if name.endswith("_scale")}
+    def of_chosen(self, product: Any, slot: Any, first: Any) -> jax.Array:
+        """product(): weights times a block's values. In a piece are keys that nobody chose, whose weights are 0: if one's value
+        isn't finite, all of theirs are set to 0, and the product is made again."""
+        found = product()
+        if self.chosen is None or self.geometry.page == 1:
+            return found
+        finite = jnp.where(jnp.abs(found) < jnp.inf, 0.0, 1.0).sum() == 0
+        buffer = self.refs[f"{self.last}_buffer"].at[slot]
+        pl.when(jnp.logical_not(finite))(lambda: self.chosen.clear_others(buffer, first))
+        return lax.cond(finite, lambda: found, product)
+
+    def token_scales(self, slot: Any, valid: jax.Array, first: Any) -> dict[str, jax.Array]:
+        """Scales of the block from page `first` on that are by token, by name: [kv_heads, keys] each, 0 where not valid
+        [1, keys]. Latents' keys and values share theirs."""
+        scales = {name: self._scale_rows(name, slot, valid, first) for name in self.names if name.endswith("_scale")}
         if scales and self.geometry.layout == "latent":
             scales["value_scale"] = scales["key_scale"]
         return scales
 
-    def _scale_rows(self, name: str, slot: Any, valid: jax.Array) -> jax.Array:
+    def _scale_rows(self, name: str, slot: Any, valid: jax.Array, first: Any) -> jax.Array:
         """Scales of the block's keys, [kv_heads, keys]; 0 where not valid [1, keys].
 
         A product with ones and zeros spreads the pages' slots over the lanes; it is exact, because each sum has one term.
@@ -212,12 +230,17 @@ class Pages:
             here, there = (lax.broadcasted_iota(jnp.int32, (kv_heads, kv_heads), axis) for axis in (0, 1))
             transposed = dot(jnp.where(here == there, 1.0, 0.0), scales, (((1,), (1,)), ((), ())))
             return jnp.where(valid, transposed, 0.0)
-        scales = scales.reshape(size * kv_heads, page)
-        lane = lax.broadcasted_iota(jnp.int32, (page, size * page), 1)
-        spot = lax.broadcasted_iota(jnp.int32, (page, size * page), 0)
-        spread = jnp.zeros((page, size * page), jnp.float32)
-        for i in range(size):
-            spread = jnp.where(lane == spot + i * page, 1.0, spread)
+        stored = scales.shape[-1]
+        scales = scales.reshape(size * kv_heads, stored)
+        lane = lax.broadcasted_iota(jnp.int32, (1, size * page), 1)
+        there = divided(lane, page)
+        inside = lane - there * page  # where in its stored page a key's scale is
+        if geometry.pieces > 1:
+            assert self.chosen is not None
+            for i in range(size):
+                inside = jnp.where(there == i, inside + self.chosen.offset(first + i), inside)
+        spot = lax.broadcasted_iota(jnp.int32, (stored, size * page), 0)
+        spread = jnp.where(spot == jnp.broadcast_to(inside, spot.shape), 1.0, 0.0)
         wide = dot(scales, spread, (((1,), (0,)), ((), ())))
         lanes = lax.broadcasted_iota(jnp.int32, (kv_heads, size * page), 1)
         rows = jnp.zeros((kv_heads, size * page), jnp.float32)
@@ -274,10 +297,21 @@ class Pages:
     def _copy(self, slot: Any, i: Any, stream: int, page: Any) -> Any:
         name = self.names[stream]
         return pltpu.make_async_copy(
-            self.refs[f"{name}_pages"].at[page],
+            self._source(name, page),
             self.refs[f"{name}_buffer"].at[slot, i],
             self.refs["arrived"].at[slot, stream],
         )
+
+    def _source(self, name: str, page: Any) -> Any:
+        """A page in HBM, or the piece of one with this number among all pieces."""
+        geometry, pages = self.geometry, self.refs[f"{name}_pages"]
+        if geometry.pieces == 1:
+            return pages.at[page]
+        stored, first = piece_of(geometry, page)
+        if name.endswith("_scale") and not geometry.tokens_first:
+            return pages.at[stored]
+        rows = pl.ds(first, geometry.page)
+        return pages.at[stored, rows] if geometry.tokens_first else pages.at[stored, :, rows]
 
 
 def as_factor(x: jax.Array, dtype: Any) -> jax.Array:

@@ -14,7 +14,7 @@ from ..paged_step import Batch, PagedOperands
 from .geometry import Geometry, Options
 from .row_numbers import numbers_of_items, of_rows
 
-__all__ = ["FIELDS", "FIRST_PAGE", "Chunks", "WorkItem", "chunk_items", "decode_items", "max_chunk_items"]
+__all__ = ["FIELDS", "FIRST_PAGE", "Chunks", "WorkItem", "chunk_items", "compact", "decode_items", "max_chunk_items"]
 
 FIELDS, FIRST_PAGE = 7, 3  # words per work item, and the word where its pages begin
 
@@ -61,7 +61,7 @@ def decode_items(
     sound = _sound(geometry, operands.page_table, first, keys)
     seq = jnp.arange(geometry.sequences, dtype=np.int32)
     listed = selected & (end > first)
-    words, count, _ = _compact(listed, WorkItem(seq, batch.starts, position, first, end, keys, sound))
+    words, count, _ = compact(listed, WorkItem(seq, batch.starts, position, first, end, keys, sound))
     return words, count, listed
 
 
@@ -119,7 +119,7 @@ def chunk_items(
     firsts = batch.kv_lens - batch.q_lens
     first_page, _ = _pages(geometry, options, firsts, firsts, all_keys, None if spans is None else spans.least)
     sound = of(_sound(geometry, operands.page_table, first_page, all_keys))
-    words, count, place = _compact(listed, WorkItem(seq, of(starts) + at, position, first, end, keys, sound))
+    words, count, place = compact(listed, WorkItem(seq, of(starts) + at, position, first, end, keys, sound))
     numbers = None
     if tree is not None or own is not None:
         numbers = numbers_of_items(options, tree, own, seq, at, begin, jnp.where(listed, place, np.int32(max_units)))
@@ -177,7 +177,7 @@ def _sound(geometry: Geometry, table: jax.Array, first: jax.Array, keys: jax.Arr
     return (beyond | ((table >= 0) & (table < geometry.pages))).all(axis=1).astype(np.int32)
 
 
-def _compact(listed: jax.Array, item: WorkItem) -> tuple[jax.Array, jax.Array, jax.Array]:
+def compact(listed: jax.Array, item: WorkItem) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(words of the listed ones, packed; how many; the place of each among them)."""
     size = listed.shape[0]
     place = jnp.cumsum(listed, dtype=np.int32) - 1
