@@ -78,6 +78,8 @@ class LocalStep:
             shapes["draft_tree"] = jax.ShapeDtypeStruct(drafts, jnp.bool_)
         if geometry.selected:
             shapes["selected"] = jax.ShapeDtypeStruct((geometry.tokens, geometry.selected), jnp.int32)
+        if options.stride > 1:
+            shapes["page_shard"] = jax.ShapeDtypeStruct((), jnp.int32)
         if options.spans:
             shapes["spans"] = jax.ShapeDtypeStruct((geometry.tokens, 2), jnp.int32)
         if options.writes:
@@ -89,6 +91,7 @@ class LocalStep:
             "logits_soft_cap": options.soft_cap, "max_q_len": options.max_q_len, "layout": geometry.layout,
             "value_dim": geometry.value_dim, "pages_per_block": options.pages_per_block, "buffers": options.buffers,
             "queries_per_block": options.queries_per_block, "vmem_limit_bytes": options.vmem_limit_bytes,
+            "page_stride": options.stride,
         }  # fmt: skip
         missing: dict[str, Any] = {} if "value_pages" in stored else {"value_pages": None}
 
@@ -155,26 +158,48 @@ def kernels_of_step(step: LocalStep) -> tuple[str, ...]:
 def step_visits(problem: PagedProblem, step: LocalStep, batch: Any) -> dict[str, Visits]:
     """Kernel -> its visits with the step's sizes, on the device that has the most blocks of pages. Each selected key is
     taken to be in a piece of its own, as far as there are so many."""
-    selects, several, sizes = (
-        bool(step.geometry.selected),
-        len(kernels_of_step(step)) > 1,
-        (step.geometry, step.options),
-    )
     by_shard: dict[int, list[SequenceReads]] = {}
     for row in sequence_reads(problem, batch):
         by_shard.setdefault(row.shard, []).append(row)
     largest: dict[str, Visits] = {}
     for rows in by_shard.values():
-        if selects:
-            shard_visits = {_SELECTED: _total(unit for row in rows for unit in _selecting(row, *sizes))}
-        else:
-            shard_visits = {_DECODE: _total(_decoding(row, *sizes) for row in rows if row.queries == 1 or not several)}
-        if several:
-            units = (unit for row in rows if row.queries > 1 for unit in _chunk(row, *sizes))
-            shard_visits[_CHUNKS] = _total(units)
-        if not largest or _blocks(shard_visits) > _blocks(largest):
-            largest = shard_visits
+        for turn in range(step.options.stride):
+            found = _device_visits(rows, _Own(step.geometry, step.options, turn))
+            if not largest or _blocks(found) > _blocks(largest):
+                largest = found
     return largest
+
+
+@dataclass(frozen=True)
+class _Own:
+    """One device's part of a step, of those that have the pages of its sequences in turn."""
+
+    geometry: Geometry
+    options: Options
+    turn: int
+
+    def pages(self, before: int) -> int:
+        """How many of the first so many pages of a sequence it has."""
+        return (before + self.options.stride - 1 - self.turn) // self.options.stride
+
+    def keys(self, before: int) -> int:
+        """How many of the first so many keys."""
+        page, turns = self.geometry.page, self.geometry.page * self.options.stride
+        return before // turns * page + min(max(before % turns - self.turn * page, 0), page)
+
+    def first_key(self, at: int) -> int:
+        """The position of the first key in its page `at` of a sequence."""
+        return (at * self.options.stride + self.turn) * self.geometry.page
+
+
+def _device_visits(rows: list[SequenceReads], own: _Own) -> dict[str, Visits]:
+    if own.geometry.selected:
+        return {_SELECTED: _total(unit for row in rows for unit in _selecting(row, own))}
+    several = several_rows(own.geometry, own.options)
+    found = {_DECODE: _total(_decoding(row, own) for row in rows if row.queries == 1 or not several)}
+    if several:
+        found[_CHUNKS] = _total(unit for row in rows if row.queries > 1 for unit in _chunk(row, own))
+    return found
 
 
 def _blocks(visits: dict[str, Visits]) -> int:
@@ -185,48 +210,50 @@ def _total(visits: Iterable[Visits]) -> Visits:
     return Visits(*(sum(column) for column in zip((0, 0, 0), *visits, strict=True)))
 
 
-def _decoding(row: SequenceReads, geometry: Geometry, options: Options) -> Visits:
+def _decoding(row: SequenceReads, own: _Own) -> Visits:
     """Its kernel has one path, with a mask."""
-    del geometry
-    return Visits(0, -(-(row.end_page - row.first_page) // options.pages_per_block), 1)
+    pages = own.pages(row.end_page) - own.pages(row.first_page)
+    return Visits(0, -(-pages // own.options.pages_per_block), int(pages > 0))
 
 
-def _selecting(row: SequenceReads, geometry: Geometry, options: Options) -> Iterator[Visits]:
-    walked, sized = by_pieces(geometry, options)
+def _seen(row: SequenceReads, options: Options, first: int, last: int) -> tuple[int, int]:
+    """(first key, one past the last) that its queries at the positions first to last see."""
+    begin = 0 if options.left is None else max(first - options.left, 0)
+    end = row.length if options.reach is None else min(row.length, last + options.reach + 1)
+    if options.chunk is not None:
+        begin = max(begin, first // options.chunk * options.chunk)
+        end = min(end, (last // options.chunk + 1) * options.chunk)
+    return begin, end
+
+
+def _selecting(row: SequenceReads, own: _Own) -> Iterator[Visits]:
+    walked, sized = by_pieces(own.geometry, own.options)
     for position in range(row.length - row.queries, row.length):
-        begin = 0 if options.left is None else max(position - options.left, 0)
-        end = row.length if options.reach is None else min(row.length, position + options.reach + 1)
-        if options.chunk is not None:
-            begin = max(begin, position // options.chunk * options.chunk)
-            end = min(end, (position // options.chunk + 1) * options.chunk)
-        held = -(-end // walked.page) - begin // walked.page
-        yield Visits(0, -(-min(geometry.selected, end - begin, held) // sized.pages_per_block), 1)
+        begin, end = (own.keys(n) for n in _seen(row, own.options, position, position))
+        pieces = -(-end // walked.page) - begin // walked.page if end > begin else 0
+        most = min(own.geometry.selected, end - begin, pieces)
+        yield Visits(0, -(-most // sized.pages_per_block), int(most > 0))
 
 
-def _chunk(row: SequenceReads, geometry: Geometry, options: Options) -> Iterator[Visits]:
+def _chunk(row: SequenceReads, own: _Own) -> Iterator[Visits]:
+    geometry, options = own.geometry, own.options
     page, many, block = geometry.page, options.pages_per_block, options.queries_per_block
-    size = many * page
     for at in range(0, row.queries, block):
         position = row.length - row.queries + at
-        last = position + min(block, row.queries - at) - 1
-        begin = 0 if options.left is None else max(position - options.left, 0)
-        end = row.length if options.reach is None else min(row.length, last + options.reach + 1)
-        if options.chunk is not None:
-            begin = max(begin, position // options.chunk * options.chunk)
-            end = min(end, (last // options.chunk + 1) * options.chunk)
-        first, stop = begin // page, -(-end // page)
+        begin, end = _seen(row, options, position, position + min(block, row.queries - at) - 1)
+        first, stop = own.pages(begin // page), own.pages(-(-end // page))
         unmasked = 0
         for start in range(first, stop, many):
-            place = start * page
-            full = start + many <= stop and place + size <= row.length
-            full &= options.reach is None or place + size - 1 <= position + options.reach
+            place, last = own.first_key(start), own.first_key(start + many - 1) + page - 1
+            full = start + many <= stop and last < row.length
+            full &= options.reach is None or last <= position + options.reach
             full &= options.left is None or place >= position + options.farthest - options.left
-            full &= not options.drafts or place + size <= position
+            full &= not options.drafts or last < position
             if options.chunk is not None:
                 full &= (position + options.farthest) // options.chunk <= place // options.chunk
-                full &= (place + size - 1) // options.chunk <= position // options.chunk
+                full &= last // options.chunk <= position // options.chunk
             unmasked += full
-        yield Visits(unmasked, -(-(stop - first) // many) - unmasked, 1)
+        yield Visits(unmasked, -(-(stop - first) // many) - unmasked, int(stop > first))
 
 
 def _outermost(region: Region) -> list[Region]:

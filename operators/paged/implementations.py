@@ -15,7 +15,7 @@ from ..kernels.pages.tpu import reasons_against
 from ..paged_cache.paged_call import Attended, PagedCall, on_xla
 from .paged_config import PagedConfig
 from .step_reasons import BY_HEAD, DTYPE, POSITIONS, SOFTMAX
-from .tpu_kernel import WRITTEN_FIRST, on_tpu, tpu_call, tpu_notes, tpu_reasons, tpu_sizes
+from .tpu_kernel import on_tpu, tpu_call, tpu_notes, tpu_reasons, tpu_sizes, written_first
 
 __all__ = ["PAGES_ON_TPU", "PAGES_ON_XLA", "PagedImplementation"]
 
@@ -97,7 +97,7 @@ class PagesOnTpu(PagedImplementation):
         del placement, config
         notes = tpu_notes(problem)
         if problem.update == "fused" and problem.mode != "insert":
-            if names := sorted(problem.features & WRITTEN_FIRST):
+            if names := written_first(problem):
                 notes += (note("paged.fused_spans", names=" and ".join(names)),)
             elif problem.max_q_len != 1:
                 notes += (note("paged.fused_long_rows"),)

@@ -30,28 +30,24 @@ from ..kernels.pages.tpu import (
 )
 from ..paged_cache.layer_arrays import LayerPages
 from ..paged_cache.paged_call import Attended, PagedCall
-from .own_keys import of_own_keys, with_own_lengths
 
-__all__ = ["WRITTEN_FIRST", "on_tpu", "tpu_call", "tpu_notes", "tpu_reasons", "tpu_sizes"]
+__all__ = ["on_tpu", "tpu_call", "tpu_notes", "tpu_reasons", "tpu_sizes", "written_first"]
 
 SPANNED = frozenset({"spans", "prefix_lengths"})
 """Features with which rows of one token are the kernel's for chunks, which writes none."""
 
-WRITTEN_FIRST = SPANNED | {"selected"}
-"""Features beside which the kernels write nothing: keys that tokens name needn't be their own."""
+
+def written_first(problem: PagedProblem) -> list[str]:
+    """The features beside which the kernels write nothing: spans, keys that tokens name, which needn't be their own, and pages of
+    a sequence on several devices, of which one has the token's."""
+    return sorted(problem.features & (SPANNED | {"selected"})) + ["page_sequence_axis"] * (problem.sequence_shards > 1)
+
 
 _COPIES = "page_rows"  # the only advice that is a reason: XLA would copy the whole cache before each call
 
 
 def tpu_reasons(problem: PagedProblem) -> tuple[Reason, ...]:
     """Every reason against the kernels."""
-    if problem.sequence_shards > 1 and "selected" not in problem.features and (what := _beyond_own_keys(problem)):
-        text = (
-            f"the TPU kernel takes a device's share of the pages, which page_sequence_axis splits over {problem.sequence_shards} "
-            f"devices, in steps whose rows of one token see all their keys; this step has {what}"
-        )
-        hint = "Pass max_q_len=1 in decode steps, leave the axis out, or declare fallback='allow' for plain XLA."
-        return (Reason("paged.page_sequence", "cache.page_sequence_axis", text, hint),)
     if LAYOUTS[problem.layout].kernel is None:
         text = f"the TPU kernel takes pages of layout {_taken()}, but the cache declares {problem.layout!r}"
         hint = "Declare one of these where the cache is allocated, or fallback='allow' for plain XLA."
@@ -108,8 +104,6 @@ def tpu_notes(problem: PagedProblem) -> tuple[str, ...]:
 
 def on_tpu(call: PagedCall) -> Attended:
     """Attend with the TPU kernels; see kernels/pages/tpu."""
-    if call.sequence_shards > 1 and call.selected is None:
-        return _on_own_keys(call)
     if call.score is not None or call.q_positions is not None:
         raise ConfigError("a score or positions over pages: the TPU kernel has none of it; wanted plain XLA.")
     if LAYOUTS[call.layout].kernel is None:
@@ -128,32 +122,6 @@ def on_tpu(call: PagedCall) -> Attended:
         page_shard=call.shard_index,
     )
     return Attended(output, lse, None if after is None else LayerPages(*after))
-
-
-def _on_own_keys(call: PagedCall) -> Attended:
-    """Attend to this device's keys of sequences whose pages are on several. Errors: ConfigError for steps in which rows see
-    only a part of these."""
-    left = None if call.sliding_window is None else call.sliding_window[0]
-    spanned = (call.chunk_size, call.draft_tree, call.spans, call.prefix_lengths, call.rows, left)
-    if call.max_q_len != 1 or any(x is not None for x in spanned):
-        raise ConfigError(
-            f"the pages of a sequence are on {call.sequence_shards} devices; the TPU kernel then takes rows of one token that "
-            "see all keys, with max_q_len=1 and update='before'."
-        )
-    own, without_keys = with_own_lengths(call)
-    return of_own_keys(on_tpu(own), without_keys, call.sinks)
-
-
-def _beyond_own_keys(problem: PagedProblem) -> str:
-    """What a step has that needs more than a device's own keys, all of which a row of one token sees; '' for none."""
-    mask = page_mask(problem.mask) or ANY_PAGE_MASK
-    found = {
-        "rows of several tokens, as far as is known": problem.max_q_len != 1,
-        "a window": mask.left is not None,
-        "chunks": mask.chunk is not None,
-        "update 'fused'": problem.update == "fused",
-    } | {name: name in problem.features for name in ("draft_tree", *sorted(SPANNED))}
-    return ", ".join(name for name, there in found.items() if there)
 
 
 _FIELDS = {
@@ -224,9 +192,10 @@ def _options(problem: PagedProblem, config: OperationConfig) -> Options:
         buffers=0,
         vmem_limit_bytes=getattr(config, "vmem_limit_bytes", None),
         interpret=False,
-        writes=problem.update == "fused" and not problem.features & WRITTEN_FIRST,
+        writes=problem.update == "fused" and not written_first(problem),
         drafts=0 if tree is None else tree.shape[1],
         spans=spans,
+        stride=problem.sequence_shards,
     )
 
 

@@ -107,6 +107,7 @@ def attend(
     cache = layer_state.cache
     check_window(cache.window_tokens, sliding_window, chunk_size)
     rows, first = None, any(x is not None for x in (selected, spans, prefix_lengths))
+    first |= layer_state.sequence_shards > 1
     if key is None:
         check_step(layer_state, 0, batch, query, debug=debug, writes=False)
     elif update == "fused" and not first and _writable(layer_state, batch, query, sinks, key, value, mesh):

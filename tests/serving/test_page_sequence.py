@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from test_steps import DIM, FIELDS, HEADS, LATENT, Served
 
-from attnops import Causal, Chunked, ConfigError, InputError, OperationMetadata, OperationRegistry, RefusedError
+from attnops import Causal, Chunked, InputError, OperationMetadata, OperationRegistry, RefusedError
 from attnops.errors import AttnOpsError, CapacityError
 from attnops.operators.paged import tpu_kernel
 from attnops.operators.paged.declared_step import declared_step
@@ -412,14 +412,20 @@ KERNEL: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "packed_dp": (SPLIT | {"layout": "packed", "value_dim": DIM, "pages_axis": "dp"}, {"dp": 2, "sp": 2}, SINKS),
     "latent_sp4": (SPLIT | LATENT | {"max_length": 68}, {"sp": 4}, SINKS),
     "latent_dp_int8": (SPLIT | INT8 | LATENT | {"pages_axis": "dp"}, {"dp": 2, "sp": 2}, {}),
-}
+    "latent_window": (SPLIT | LATENT | {"max_length": 68}, {"sp": 4}, {"sliding_window": (6, 0), "logits_soft_cap": 5.0} | SINKS),
+    "joined_chunk_tp": (SPLIT | {"layout": "joined"}, {"sp": 2, "tp": 2}, {"chunk": 10} | SINKS),
+    "latent_fused_two_axes": (
+        LATENT | {"page_sequence_axis": ("sp", "ep"), "pages_axis": "dp"}, {"dp": 2, "ep": 2, "sp": 2}, {"update": "fused"}
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(x, marks=[] if x == "latent_sp4" else [pytest.mark.slow]) for x in KERNEL]
+    "way", [pytest.param(x, marks=[] if x == "latent_window" else [pytest.mark.slow]) for x in KERNEL]
 )
-def test_the_tpu_kernel_decodes_on_each_devices_pages(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one token, whose sequences end inside, before and behind each device's pages; some are on one device alone."""
+def test_the_tpu_kernels_attend_to_each_devices_pages(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, and rows of one token, whose sequences end inside, before and behind each device's pages; some are on one device
+    alone."""
     fields, axes, call = KERNEL[way]
     served, kernel = (
         Served(fields, axes, call),
@@ -427,7 +433,6 @@ def test_the_tpu_kernel_decodes_on_each_devices_pages(way: str, monkeypatch: pyt
     )
     rest: list[dict[str, int]] = [{}] * (served.shards - 1)
     served.run([{"a": 13, "b": 3}, *[{"z": 6}] * len(rest)])
-    served.run([{"c": 4}, *rest])
     served.step, ran, tables = kernel.step, tpu_kernel.paged_attention_tpu, []
 
     def counted(*arrays: Any, **call: Any) -> Any:
@@ -435,18 +440,24 @@ def test_the_tpu_kernel_decodes_on_each_devices_pages(way: str, monkeypatch: pyt
         return ran(*arrays, **call)
 
     monkeypatch.setattr(tpu_kernel, "paged_attention_tpu", counted)
+    served.run([{"c": 4, "a": 7, "b": 1}, *[{"z": 5}] * len(rest)])
     for new in ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1}, {"c": 1, "d": 1, "a": 1}, {"a": 1}):
         served.run([new, *[{"z": 1}] * len(rest)], longest=1)
-    assert tables == [(served.plan.local_sequences, served.plan.table_width // served.plan.sequence_shards)]
+    assert tables == [(served.plan.local_sequences, served.plan.table_width // served.plan.sequence_shards)] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'attnops[tpu]'")
 @pytest.mark.parametrize("target", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
-def test_decoding_on_each_devices_pages_compiles(target: str) -> None:
+@pytest.mark.parametrize("longest", [1, None])
+def test_steps_on_each_devices_pages_compile(target: str, longest: int | None) -> None:
     """And sends what merges the outputs, of 128 heads in float32: no keys."""
     cache = FIELDS | WIDE | {"page_sequence_axis": "sp", "layers": 1, "dtype": "bfloat16", "pages": 128}
-    step = {"q_heads": 128, "kv_lens": 400, "sequences": 8, "max_q_len": 1, "softmax_scale": 0.1, "dtype": "bfloat16"}
+    step = {"q_heads": 128, "kv_lens": 400, "sequences": 8, "softmax_scale": 0.1, "dtype": "bfloat16"}
+    if longest is None:
+        step |= {"q_lens": 6, "sliding_window": [127, 0], "logits_soft_cap": 30.0, "softmax_aux": True}
+    else:
+        step |= {"max_q_len": longest}
     file = Declaration.from_dict({"operation": "paged", "cache": cache, "step": step})
     mesh = target_of(target).mesh({"sp": target_of(target).count})
     operation = OperationRegistry.create("paged", OperationMetadata(mesh=mesh, fallback="error"))
@@ -460,43 +471,26 @@ def test_decoding_on_each_devices_pages_compiles(target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "runs"),
+    "change",
     [
-        ({"max_q_len": 1}, True),
-        ({"max_q_len": 1, "sliding_window": (8, 0)}, False),
-        ({"max_q_len": 1, "mask": Causal() & Chunked(32)}, False),
-        ({"max_q_len": 2}, False),
-        ({"max_q_len": 1, "update": "fused"}, False),
-        ({"max_q_len": 1, "spans": jax.ShapeDtypeStruct((8, 2), jnp.int32)}, False),
+        {"max_q_len": 1},
+        {"max_q_len": 1, "sliding_window": (8, 0)},
+        {"mask": Causal() & Chunked(32)},
+        {"max_q_len": 2, "draft_tree": jax.ShapeDtypeStruct((8, 2, 2), jnp.bool_)},
+        {"max_q_len": 1, "update": "fused"},
+        {"spans": jax.ShapeDtypeStruct((8, 2), jnp.int32), "selected": jax.ShapeDtypeStruct((8, 3), jnp.int32)},
     ],
 )
-def test_steps_that_the_tpu_kernel_takes(change: dict[str, Any], runs: bool) -> None:
+def test_steps_that_the_tpu_kernel_takes(change: dict[str, Any]) -> None:
+    """All that it takes of whole sequences. Keys are written first, by the device that has their page."""
     cache = KVCache(**FIELDS | SPLIT | WIDE)
-    paged = OperationRegistry.create("paged", OperationMetadata(mesh=described(sp=2), platform="tpu", fallback="allow"))
+    paged = OperationRegistry.create("paged", OperationMetadata(mesh=described(sp=2), platform="tpu", fallback="error"))
     shapes = [jax.ShapeDtypeStruct((8, n, 576), jnp.float32) for n in (HEADS, 1)]
     plan = paged.plan(*shapes, None, cache=cache, softmax_scale=0.1, **change)
-    assert plan.implementation == ("paged.forward_tpu" if runs else "paged.forward_native")
-    codes = [[x.code for x in r.reasons] for r in plan.rejected]
-    assert codes == ([] if runs else [["paged.page_sequence"]])
-
-
-def test_the_tpu_kernel_says_no() -> None:
-    """Of parts of sequences it takes rows of one token; plain XLA runs in its place, and the call says no by itself."""
-    cache = KVCache(
-        **FIELDS | SPLIT | {"layout": "joined", "head_dim": 128, "value_dim": 128, "page_size": 16, "pages": 16}
-    )
-    paged = OperationRegistry.create("paged", OperationMetadata(mesh=described(sp=2), platform="tpu", fallback="allow"))
-    shapes = [jax.ShapeDtypeStruct((8, n, 128), jnp.float32) for n in (HEADS, 2, 2)]
-    plan = paged.plan(*shapes, cache=cache)
-    assert plan.implementation == "paged.forward_native"
-    assert [(r.implementation, [x.code for x in r.reasons]) for r in plan.rejected] == [
-        ("paged.forward_tpu", ["paged.page_sequence"])
-    ]
-    mesh = mesh_of(sp=2)
-    made = RaggedBatch.make(cache.plan(mesh), cu_q_lens=[0, 2], kv_lens=[2], page_table=[[8]])
-    arrays = [np.ones(x.shape, np.float32) for x in shapes]
-    with pytest.raises(ConfigError, match="on 2 devices; the TPU kernel then takes rows of one token"):
-        attend(init(cache, mesh), 0, made, *arrays, mesh=mesh, method=tpu_kernel.on_tpu)
+    assert plan.implementation == "paged.forward_tpu"
+    geometry, options = tpu_kernel.tpu_call(plan.problem, plan.problem.config)
+    assert (options.stride, options.writes, geometry.width) == (2, False, cache.plan(described(sp=2)).table_width // 2)
+    assert ("paged.fused_spans" in [note.code for note in plan.notes]) == ("update" in change)
 
 
 @pytest.mark.slow

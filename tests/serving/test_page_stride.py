@@ -1,11 +1,13 @@
-"""The kernel on every n-th page of each sequence: the parts, joined in float64, are the whole against the reference."""
+"""The kernels on every n-th page of each sequence: the parts, joined in float64, are the whole against the reference."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import paged_batches as batches
+import paged_kernel_runs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from paged_batches import PagedCase
 from attnops import InputError
 from attnops.errors import InputTypeError
 from attnops.operators.kernels.pages.paged import paged_attention
+from attnops.operators.kernels.pages.tpu.work_items import OwnPages
 
 CASES = (
     PagedCase("mixed", sinks=True),
@@ -26,7 +29,24 @@ CASES = (
 QUICK = CASES[:3]
 
 
-def joined(case: PagedCase, arrays: dict[str, np.ndarray], n: int) -> tuple[np.ndarray, np.ndarray]:
+# In the TPU kernels, which are interpreted.
+KERNEL: tuple[tuple[str, PagedCase], ...] = (
+    ("latent", PagedCase("mixed", (16, 1), (40, 32), latent=True, window=(9, 0), cap=3.0, sinks=True)),
+    ("heads", PagedCase("speculate", (9, 3), tree=8, sinks=True)),
+    ("split", PagedCase("mixed", chunk=10, quantised="int8", scale="token_head")),
+    ("joined", PagedCase("prefill", spans=True, prefix=9, window=(3, 0))),
+    ("packed", PagedCase("mixed", (16, 2), window=(4, 3), causal=False, dtype="bfloat16")),
+    ("latent", PagedCase("decode", (5, 1), (40, 32), latent=True, quantised="int8", scale="token_head", rope="bfloat16")),
+    ("interleaved", PagedCase("mixed", (8, 4), (128, 128), tree=35, window=(3, 0))),
+    ("split", PagedCase("decode", (16, 2), dtype="bfloat16", window=(9, 0))),
+    ("heads", PagedCase("mixed", page=3, chunk=7, causal=False)),
+    ("latent", PagedCase("speculate", (32, 1), (576, 512), latent=True, spans=True, chunk=18)),
+)  # fmt: skip
+
+
+def joined(
+    case: PagedCase, arrays: dict[str, np.ndarray], n: int, of_part: Any = batches.run
+) -> tuple[np.ndarray, np.ndarray]:
     """Each shard with its own columns of the table, padded to one width; sinks count with the last."""
     outputs, lses = [], []
     width = -(-arrays["page_table"].shape[1] // n)
@@ -36,7 +56,7 @@ def joined(case: PagedCase, arrays: dict[str, np.ndarray], n: int) -> tuple[np.n
         part = arrays | {"page_table": own, "page_shard": np.asarray(shard, np.int32)}
         if "sinks" in part and shard < n - 1:
             part["sinks"] = np.full_like(part["sinks"], -np.inf)
-        output, lse = batches.run(case, part, page_stride=n)
+        output, lse = of_part(case, part, page_stride=n)
         assert (output[np.isneginf(lse)] == 0).all()
         outputs.append(output)
         lses.append(lse)
@@ -53,6 +73,36 @@ def joined(case: PagedCase, arrays: dict[str, np.ndarray], n: int) -> tuple[np.n
 def test_the_parts_are_the_whole(case: PagedCase, n: int) -> None:
     arrays = batches.make(case)
     batches.agree(case, joined(case, arrays, n), batches.expect(case, arrays))
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [
+        pytest.param(layout, case, id=f"{layout}-{case.name}", marks=[pytest.mark.slow] * (i > 3))
+        for i, (layout, case) in enumerate(KERNEL)
+    ],
+)
+def test_the_parts_are_the_whole_in_the_tpu_kernels(layout: str, case: PagedCase, n: int) -> None:
+    arrays = batches.make(case)
+    run = lambda *args, **more: paged_kernel_runs.run(*args, layout, **more)  # noqa: E731
+    batches.agree(case, joined(case, arrays, n, run), batches.expect(case, arrays))
+
+
+@pytest.mark.parametrize("wrong", ["begin", "before"])
+def test_a_wrong_place_is_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages counted as if there were no others in between, and a page that isn't read."""
+    right = OwnPages.before
+    changed = {
+        "begin": lambda self, at: at * np.int32(self.geometry.page),
+        "before": lambda self, number: jnp.maximum(right(self, number) - 1, 0),
+    }
+    monkeypatch.setattr(OwnPages, wrong, changed[wrong])
+    case = PagedCase("mixed", (16, 1), (40, 32), latent=True)
+    arrays = batches.make(case)
+    run = lambda *args, **more: paged_kernel_runs.run(*args, "latent", pages_per_block=1, **more)  # noqa: E731
+    with pytest.raises(AssertionError):
+        batches.agree(case, joined(case, arrays, 2, run), batches.expect(case, arrays))
 
 
 @pytest.mark.slow

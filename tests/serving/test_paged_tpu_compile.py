@@ -194,9 +194,9 @@ def compile_one(
             for layout, call in (
                 ("latent", LATENTS | {"max_q_len": 1, "logits_soft_cap": 30.0, "sinks": True}),
                 ("latent", LATENTS | ROPE | {"writes": False, "drafts": 8}),
-                ("latent", LATENTS | {"page": 60, "page_stride": 2}),
+                ("latent", LATENTS | {"page": 24, "page_stride": 2}),
                 ("split", LLAMA | {"sliding_window": (511, 0)}),
-                ("packed", LLAMA | {"pages_dtype": "int8", "scale": "token_head", "page": 32}),
+                ("packed", LLAMA | {"pages_dtype": "int8", "scale": "head", "page": 32}),
                 ("interleaved", {"heads": (16, 8), "spans": True}),
                 ("heads", {"page": 128, "pages_dtype": "int8", "scale": "token_head"}),
                 ("joined", {"heads": (16, 4), "dims": (192, 128), "page": 64, "row": 384, "value_dim": 128, "dtype": "float32"}),

@@ -123,6 +123,52 @@ def test_counts_the_blocks_of_selected_keys(
     assert kernels_of_step(local) == ("attnops_paged_selected",)
 
 
+@given(
+    rows=ROWS,
+    window=st.sampled_from([None, (40, 0)]),
+    pages=st.sampled_from([1, 3]),
+    queries=st.sampled_from([16, 48]),
+    stride=st.sampled_from([2, 4]),
+    count=st.sampled_from([None, 9]),
+)
+def test_counts_the_blocks_of_the_device_with_most(
+    rows: list[tuple[int, int]], window: Any, pages: int, queries: int, stride: int, count: int | None
+) -> None:
+    """Of pages that are on several devices in turn; against a matrix of what each row sees."""
+    options = {} if window is None else {"sliding_window": window}
+    operation, step = _step(rows, _abstract(), options)
+    chosen = {} if count is None else {"selected": jax.ShapeDtypeStruct((sum(q for q, _ in rows), count), jnp.int32)}
+    plan = operation.plan(**step.arrays, **chosen, cache=step.cache, batch=step.batch, **options)
+    geometry, sized = tpu_call(plan.problem, plan.problem.config)
+    sized = replace(sized, pages_per_block=pages, queries_per_block=queries, stride=stride)
+    found = step_visits(plan.problem, LocalStep(geometry, sized), step.batch)
+    totals = []
+    for device in range(stride):
+        counted = {"attnops_paged_decode": 0, "attnops_paged_chunks": 0, "attnops_paged_selected": 0}
+        for q, n in rows:
+            size = 1 if q == 1 or count else queries
+            for at in range(0, q, size):
+                places = np.arange(n - q + at, min(n - q + at + size, n))[:, None]
+                keys = np.arange(n)
+                sees = ((keys <= places) & (keys >= places - (n if window is None else window[0]))).any(axis=0)
+                if count is None:
+                    live = [
+                        p
+                        for p in range(-(-n // PAGE))
+                        if p % stride == device and sees[p * PAGE : p * PAGE + PAGE].any()
+                    ]
+                    name = "attnops_paged_decode" if q == 1 else "attnops_paged_chunks"
+                    counted[name] += -(-len(live) // pages)
+                else:
+                    mine = np.flatnonzero(sees & (keys // PAGE % stride == device))
+                    counted["attnops_paged_selected"] += -(-min(count, len({*(mine // 8)})) // min(2 * pages, count))
+        totals.append(counted)
+    most = max(totals, key=lambda counted: sum(counted.values()))
+    blocks = {name: counted.whole + counted.masked for name, counted in found.items()}
+    assert sum(blocks.values()) == sum(most.values())
+    assert {n: x for n, x in blocks.items() if x} in [{n: x for n, x in one.items() if x} for one in totals]
+
+
 def test_a_kernel_that_writes_is_tuned_apart() -> None:
     operation, step = _step([(1, 40)], _abstract(), {"max_q_len": 1})
     keys = []

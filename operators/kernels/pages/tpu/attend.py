@@ -93,9 +93,9 @@ def paged_attention_tpu(
     take over the memory of the pages and of per-token scales. What longer sequences write must be in the pages already. A row
     whose position has no page in the table, or one with an id out of range, is dropped.
 
-    selected, page_stride, page_shard: as there, the last two only beside `selected`. Pieces of pages that hold such a key are
-    fetched: of 8 tokens where a page has a head's tokens one after another, or scales by token, else single ones. A key that
-    comes twice counts once.
+    page_stride, page_shard: as there; not beside `rows`. selected: as there; pieces of pages that hold such a key are fetched: of
+    8 tokens where a page has a head's tokens one after another, or scales by token, else single ones. A key that comes twice
+    counts once.
 
     Errors: InputError or InputTypeError.
     """
@@ -105,6 +105,7 @@ def paged_attention_tpu(
         "queries_per_block": queries_per_block,
         "buffers": buffers,
         "chunk_size": chunk_size,
+        "page_stride": page_stride,
     }
     check_numbers(softmax_scale, logits_soft_cap, sizes | {"vmem_limit_bytes": vmem_limit_bytes})
     query, key_pages = jnp.asarray(query), jnp.asarray(key_pages)
@@ -152,12 +153,13 @@ def paged_attention_tpu(
         writes=rows is not None,
         drafts=0 if draft_tree is None else draft_tree.shape[-1],
         spans=spans is not None or prefix_lengths is not None,
+        stride=page_stride,
     )
-    if options.writes and (options.spans or selected is not None):
-        given = "spans, whose rows of one token" if selected is None else "selected keys, beside which rows"
-        raise InputError(f"rows are given beside {given} the kernel doesn't write; write them before.")
-    if page_stride != 1 and selected is None:
-        raise InputError(f"page_stride={page_stride} without selected keys; wanted 1.")
+    beside = {"spans": options.spans, "selected": selected is not None, "page_stride": page_stride > 1}
+    if options.writes and (names := [name for name, there in beside.items() if there]):
+        raise InputError(
+            f"rows are given beside {' and '.join(names)}, where the kernel doesn't write them; write them before."
+        )
     if rows is not None:
         _check_rows(geometry, rows)
     options = chosen_sizes(geometry, options)
@@ -172,7 +174,7 @@ def paged_attention_tpu(
             operands = operands._replace(draft_tree=tree)
         operands = with_spans(operands, spans, prefix_lengths)
         if chosen is not None:
-            return _attend_selected(geometry, options, page_stride, operands)
+            return _attend_selected(geometry, options, operands)
         return _attend(geometry, options, operands, rows)
 
 
@@ -324,9 +326,9 @@ def _attend(
     return *_with_unseen(geometry, operands, output, lse, has_output, attended), after
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _attend_selected(
-    geometry: Geometry, options: Options, stride: int, operands: PagedOperands
+    geometry: Geometry, options: Options, operands: PagedOperands
 ) -> tuple[jax.Array, jax.Array, PageArrays | None]:
     """Each token is a row of the kernel for single rows, over the pieces of pages that hold its keys."""
     operands = alike(operands)
@@ -335,7 +337,7 @@ def _attend_selected(
     rules = {field.name: getattr(options, field.name) for field in fields(PagedOptions)}
     static = PagedStatic(
         **rules, platform="tpu", pages_a_block=1, pairs=1, large_blocks=0, block_q=1, layout=geometry.layout,
-        stride=stride, value_dim=geometry.value_dim,
+        stride=options.stride, value_dim=geometry.value_dim,
     )  # fmt: skip
     walked, sized = by_pieces(geometry, options)
     words, count, listed, rows = chosen_items(walked, static, operands, batch, seq, row, real)
@@ -378,6 +380,9 @@ def _arrays(
     elif geometry.query_dim > geometry.dim:
         query = jnp.pad(query, ((0, 0), (0, 0), (0, geometry.query_dim - geometry.dim)))
     arrays = {"query": query, "table": operands.page_table.reshape(-1)}
+    if options.stride > 1:
+        assert operands.shard is not None
+        arrays["shard"] = operands.shard
     columns = []
     scales = {"key_scale": operands.key_scale, "value_scale": operands.value_scale}
     for index, x in zip(Columns.of(geometry, options), (operands.sinks, *scales.values()), strict=True):

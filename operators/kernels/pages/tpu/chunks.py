@@ -21,7 +21,7 @@ from ..paged_mask import chunk_start
 from .geometry import LANES, Geometry, Options
 from .pages import Pages, walk, whole_word
 from .row_numbers import Lanes, Numbers
-from .run import call
+from .run import call, counts
 from .softmax import Columns, Sums, add, begin, finish, in_lanes, lane_chunks, live_keys, seen_keys, spread, weigh
 from .work_items import FIELDS, WorkItem, max_chunk_items, row_alignment
 
@@ -93,13 +93,13 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
         def visit(slot: Any, first: Any, word: Any, carry: None) -> None:
             by_token = {}
             if 3 in (geometry.key_scale, geometry.value_scale):
-                _, there = live_keys(geometry, options, first, word, item.keys)
+                _, there = live_keys(geometry, options, first, word, item.keys, shard=pages.shard)
                 by_token = pages.token_scales(slot, there, first)
 
             def of_heads(masked: bool) -> None:
                 seen = None
                 if masked:
-                    place, there = live_keys(geometry, options, first, word, item.keys)
+                    place, there = live_keys(geometry, options, first, word, item.keys, shard=pages.shard)
                     row = lax.broadcasted_iota(jnp.int32, (*rows_shape, size), query_axis).reshape(rows, size)
                     wide = lambda x: jnp.broadcast_to(x, (rows, size))  # noqa: E731
                     there = wide(there.astype(jnp.int32)) == 1
@@ -130,17 +130,18 @@ def kernel(refs: dict[str, Any], geometry: Geometry, options: Options) -> None:
 
                 each_head(geometry, of_head)
 
-            place = first * np.int32(geometry.page)
-            full = (word == whole_word(options.pages_per_block)) & (place + size <= item.keys) & (item.position >= 0)
+            place, last = pages.own.begin(first), pages.own.begin(first + (options.pages_per_block - 1))
+            last = last + (geometry.page - 1)
+            full = (word == whole_word(options.pages_per_block)) & (last < item.keys) & (item.position >= 0)
             if options.reach is not None:
-                full &= place + (size - 1) <= item.position + options.reach
+                full &= last <= item.position + options.reach
             if options.left is not None:
                 full &= place >= item.position + options.farthest - options.left
             if options.chunk is not None:  # that of the last row begins last, that of the first ends first
                 full &= place >= chunk_start(item.position + np.int32(options.farthest), options.chunk)
-                full &= place + size <= chunk_start(item.position, options.chunk) + np.int32(options.chunk)
+                full &= last < chunk_start(item.position, options.chunk) + np.int32(options.chunk)
             if options.drafts:
-                full &= place + size <= item.position
+                full &= last < item.position
             pl.when(full)(lambda: of_heads(False))
             pl.when(jnp.logical_not(full))(lambda: of_heads(True))
 
@@ -185,7 +186,7 @@ def attend_chunks(
     items, packed = max_chunk_items(geometry, options)
     lse_rows = lane_chunks(geometry.group * options.queries_per_block)
     anywhere = pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
-    scalars = {"words": words, "count": count.reshape(1), "table": arrays["table"]}
+    scalars = {"words": words, "count": counts(arrays, count), "table": arrays["table"]}
     inputs = {"query": (arrays["query"], anywhere)}
     for name in geometry.streams():
         inputs[f"{name}_pages"] = arrays[f"{name}_pages"], anywhere

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ...precision import tile_product
 from .geometry import LANES, Geometry, Options, rows_per_word, sublanes
 from .pages import Pages, walk
-from .run import call
+from .run import call, counts
 from .selected import rows_of_items
 from .softmax import (
     Columns,
@@ -105,7 +105,7 @@ def _all_at_once(
     kv_heads = geometry.kv_heads
     order = pages.flat_order()
     if pages.chosen is None:
-        place, there = live_keys(geometry, options, first, word, item.keys, kv_heads, order)
+        place, there = live_keys(geometry, options, first, word, item.keys, kv_heads, order, pages.shard)
     else:
         place, there = pages.chosen.keys(options.pages_per_block, first, item.end, kv_heads, order)
     raw = tile_product(query, pages.flat(False, slot), 1, 1)
@@ -133,7 +133,7 @@ def _head_by_head(
     sums: Sums,
 ) -> Sums:
     if pages.chosen is None:
-        place, there = live_keys(geometry, options, first, word, item.keys)
+        place, there = live_keys(geometry, options, first, word, item.keys, shard=pages.shard)
     else:
         place, there = pages.chosen.keys(options.pages_per_block, first, item.end)
     seen = seen_keys(options, there, place, item.position)
@@ -187,12 +187,15 @@ def decode(
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """(output [tokens, heads, summed dim], lse [tokens, heads], the pages after); only the work items' rows are written.
 
-    arrays: table, flat, or `chosen` where tokens name their keys; query; key_pages and others that are fetched; columns. If the
-    kernel writes, key_row and others with the tokens' own numbers; else the pages after are {}.
+    arrays: shard, if pages are in turn on several devices; table, flat, or `chosen` where tokens name their keys; query;
+    key_pages and others that are fetched; columns. If the kernel writes, key_row and others with the tokens' own numbers; else
+    the pages after are {}.
     """
     heads, lse_rows = geometry.heads, lane_chunks(geometry.heads)
     row = lambda number, words, *_: (words[number * FIELDS + 1], 0, 0)  # noqa: E731
-    scalars = {"words": words, "count": count.reshape(1)} | ({} if geometry.selected else {"table": arrays["table"]})
+    scalars = {"words": words, "count": counts(arrays, count)} | (
+        {} if geometry.selected else {"table": arrays["table"]}
+    )
     inputs: dict[str, tuple[jax.Array, pl.BlockSpec]] = {
         "query": (arrays["query"], pl.BlockSpec((None, heads, geometry.query_dim), row)),
     }

@@ -198,6 +198,7 @@ class Options(PagedOptions):
     writes: bool = False  # whether rows of one token are written by the kernel
     drafts: int = 0  # in a tree of a sequence's tokens; 0 without
     spans: bool = False  # whether rows see keys besides those of the mask
+    stride: int = 1  # devices that have the pages of a sequence in turn; a table has this one's
 
     @property
     def farthest(self) -> int:

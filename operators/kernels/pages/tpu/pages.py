@@ -18,7 +18,7 @@ from .geometry import LANES, Geometry, Options, rows_per_word
 from .selected import Chosen, piece_of
 from .softmax import divided
 from .words import numbers, words_of
-from .work_items import FIELDS, FIRST_PAGE, WorkItem
+from .work_items import FIELDS, FIRST_PAGE, OwnPages, WorkItem
 from .writes import Writer
 
 __all__ = ["Pages", "page_scratch", "walk", "whole_word"]
@@ -47,6 +47,8 @@ class Pages:
         """`writer`: writes each work item's own row when its page has arrived."""
         self.geometry, self.options, self.refs, self.writer = geometry, options, refs, writer
         self.chosen = Chosen(geometry, refs) if geometry.selected else None
+        shard = refs["count"][1] if options.stride > 1 else None
+        self.own, self.shard = OwnPages(geometry, options, shard), 0 if shard is None else shard
         self.block = options.pages_per_block
         self.names = tuple(geometry.streams())
         self.last = self.names[0 if geometry.one_array else 1]  # the stream that values come from
@@ -100,7 +102,7 @@ class Pages:
         Values of other pages, and those past the sequence's end, are set to 0: a freed page may have held NaN, and 0 times NaN is
         NaN.
         """
-        whole, page = self._whole(item, first), self.geometry.page
+        whole = self._whole(item, first)
 
         @pl.when(whole)
         def _all() -> None:  # the copies of a semaphore are counted together
@@ -127,8 +129,8 @@ class Pages:
         word = lax.fori_loop(np.int32(0), some, wait_page, np.int32(0))
         if self.writer is not None:  # before values past the end are cleared: a tile is written as it was fetched
             self._write(self.writer, slot, item, first)
-        tail = lax.rem(item.keys, np.int32(page))
-        last = lax.div(item.keys, np.int32(page)) - first
+        last, tail = self.own.place(item.keys)
+        last = last - first
 
         @pl.when((tail != 0) & (last >= 0) & (last < self.block))
         def _clear() -> None:

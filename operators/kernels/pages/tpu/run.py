@@ -16,7 +16,12 @@ from ...varying import vary, varying
 from .geometry import Geometry, Options
 from .pages import page_scratch
 
-__all__ = ["call"]
+__all__ = ["call", "counts"]
+
+
+def counts(arrays: Mapping[str, jax.Array], count: jax.Array) -> jax.Array:
+    """How many work items there are, and after it which of the devices with pages in turn this is, if there are several."""
+    return jnp.stack([count, *([arrays["shard"].reshape(())] if "shard" in arrays else [])])
 
 
 def call(

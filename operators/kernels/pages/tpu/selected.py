@@ -40,7 +40,7 @@ def by_pieces(geometry: Geometry, options: Options) -> tuple[Geometry, Options]:
     size = piece_tokens(geometry)
     pieces = max(1, min(options.pages_per_block * geometry.page // size, MAX_PIECES, geometry.selected))
     walked = replace(geometry, page=size, stored_page=geometry.page, sequences=geometry.tokens, width=geometry.selected)
-    seen: dict[str, Any] = {"causal": False, "left": None, "right": None, "chunk": None, "max_q_len": 1}
+    seen: dict[str, Any] = {"causal": False, "left": None, "right": None, "chunk": None, "max_q_len": 1, "stride": 1}
     return walked, replace(options, **seen, pages_per_block=pieces, writes=False, drafts=0, spans=False)
 
 

@@ -120,9 +120,10 @@ def live_keys(
     keys: Any,
     lanes: int = 1,
     order: jax.Array | None = None,
+    shard: Any = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """(positions of a block's keys, which of them exist), both [1, keys * lanes], each key `lanes` times in a row, or in the
-    `order` of these numbers.
+    `order` of these numbers. shard: which of the devices that have the sequences' pages in turn this is.
 
     Keys exist in a page that was fetched, within the sequence.
     """
@@ -130,6 +131,8 @@ def live_keys(
     column = lax.broadcasted_iota(jnp.int32, (1, size), 1) if order is None else order
     place = divided(column, lanes) + first * np.int32(geometry.page)
     slot = divided(column, geometry.page * lanes)
+    if options.stride > 1:  # pages of other devices are in between
+        place = place + ((slot + first) * np.int32(options.stride - 1) + shard) * np.int32(geometry.page)
     fetched = (lax.shift_right_logical(jnp.full((1, size), word), slot) & 1) == 1
     return place, fetched & (place < keys)
 

@@ -14,7 +14,17 @@ from ..paged_step import Batch, PagedOperands
 from .geometry import Geometry, Options
 from .row_numbers import numbers_of_items, of_rows
 
-__all__ = ["FIELDS", "FIRST_PAGE", "Chunks", "WorkItem", "chunk_items", "compact", "decode_items", "max_chunk_items"]
+__all__ = [
+    "FIELDS",
+    "FIRST_PAGE",
+    "Chunks",
+    "OwnPages",
+    "WorkItem",
+    "chunk_items",
+    "compact",
+    "decode_items",
+    "max_chunk_items",
+]
 
 FIELDS, FIRST_PAGE = 7, 3  # words per work item, and the word where its pages begin
 
@@ -55,10 +65,11 @@ def decode_items(
     geometry: Geometry, options: Options, operands: PagedOperands, batch: Batch, selected: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(words, count, bool [sequences] whether in the list) of sequences with one row each."""
-    keys = jnp.minimum(batch.kv_lens, np.int32(geometry.width * geometry.page))
+    own = OwnPages(geometry, options, operands.shard)
+    keys = jnp.minimum(batch.kv_lens, own.most_keys)
     position = batch.kv_lens - batch.q_lens
-    first, end = _pages(geometry, options, position, position, keys)
-    sound = _sound(geometry, operands.page_table, first, keys)
+    first, end = _pages(own, options, position, position, keys)
+    sound = _sound(own, operands.page_table, first, keys)
     seq = jnp.arange(geometry.sequences, dtype=np.int32)
     listed = selected & (end > first)
     words, count, _ = compact(listed, WorkItem(seq, batch.starts, position, first, end, keys, sound))
@@ -104,7 +115,8 @@ def chunk_items(
     seq = jnp.minimum(jnp.sum(ends[None, :] <= number[:, None], axis=1, dtype=np.int32), geometry.sequences - 1)
     of = lambda x: x.at[seq].get(mode="promise_in_bounds")  # noqa: E731
     at = (number - of(ends - blocks)) * block
-    keys = jnp.minimum(of(batch.kv_lens), np.int32(geometry.width * geometry.page))
+    own_pages = OwnPages(geometry, options, operands.shard)
+    keys = jnp.minimum(of(batch.kv_lens), own_pages.most_keys)
     begin = of(batch.kv_lens) - of(batch.q_lens)
     position = begin + at
     last = position + jnp.minimum(of(rows) - at, block) - 1
@@ -113,12 +125,12 @@ def chunk_items(
     spans = operands.spans
     own = None if spans is None else of_rows(spans, of(batch.starts) + at, of(batch.starts) + of(rows), options)
     least, most = (None, None) if own is None else (own[0].min(axis=1), own[1].max(axis=1))
-    first, end = _pages(geometry, options, position, last, keys, least, most)
+    first, end = _pages(own_pages, options, position, last, keys, least, most)
     listed = (number < ends[-1]) & (end > first)
-    all_keys = jnp.minimum(batch.kv_lens, np.int32(geometry.width * geometry.page))
+    all_keys = jnp.minimum(batch.kv_lens, own_pages.most_keys)
     firsts = batch.kv_lens - batch.q_lens
-    first_page, _ = _pages(geometry, options, firsts, firsts, all_keys, None if spans is None else spans.least)
-    sound = of(_sound(geometry, operands.page_table, first_page, all_keys))
+    first_page, _ = _pages(own_pages, options, firsts, firsts, all_keys, None if spans is None else spans.least)
+    sound = of(_sound(own_pages, operands.page_table, first_page, all_keys))
     words, count, place = compact(listed, WorkItem(seq, of(starts) + at, position, first, end, keys, sound))
     numbers = None
     if tree is not None or own is not None:
@@ -143,8 +155,36 @@ def chunk_items(
     )
 
 
+class OwnPages:
+    """Which of a sequence's pages are in this device's table: all, or number p if p % stride is its place among the devices."""
+
+    def __init__(self, geometry: Geometry, options: Options, shard: Any) -> None:
+        self.geometry, self.stride, self.shard = geometry, options.stride, shard
+        self.most_keys = np.int32(geometry.width * geometry.page * options.stride)
+
+    def before(self, number: Any) -> Any:
+        """How many of the first so many pages of a sequence are in the table."""
+        if self.stride == 1:
+            return number
+        return lax.div(number + (np.int32(self.stride - 1) - self.shard), np.int32(self.stride))
+
+    def begin(self, at: Any) -> Any:
+        """The position of the first key in page `at` of the table."""
+        number = at if self.stride == 1 else at * np.int32(self.stride) + self.shard
+        return number * np.int32(self.geometry.page)
+
+    def place(self, keys: Any) -> tuple[Any, Any]:
+        """(the page in the table, below 0 if it isn't there, and how many keys in it) where a sequence of so many keys ends."""
+        page = np.int32(self.geometry.page)
+        number, tail = lax.div(keys, page), lax.rem(keys, page)
+        if self.stride == 1:
+            return number, tail
+        number, shard = lax.div(number, np.int32(self.stride)), lax.rem(number, np.int32(self.stride))
+        return jnp.where(shard == self.shard, number, -1), tail
+
+
 def _pages(
-    geometry: Geometry,
+    own: OwnPages,
     options: Options,
     first: jax.Array,
     last: jax.Array,
@@ -152,9 +192,9 @@ def _pages(
     least: jax.Array | None = None,
     most: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(first page, one past the last) that rows at the positions first to last see, besides keys from `least` to before
-    `most`."""
-    page = np.int32(geometry.page)
+    """(first page, one past the last) in the table that rows at the positions first to last see, besides keys from `least` to
+    before `most`."""
+    page = np.int32(own.geometry.page)
     begin = jnp.zeros_like(keys) if options.left is None else jnp.maximum(first - np.int32(options.left), 0)
     end = keys if options.reach is None else jnp.minimum(keys, last + np.int32(options.reach + 1))
     if options.chunk is not None:
@@ -166,13 +206,15 @@ def _pages(
         end = jnp.maximum(end, jnp.minimum(most, keys))
     end = jnp.where(last >= 0, end, 0)  # a row before the first key sees nothing
     begin_page, end_page = lax.div(begin, page), lax.div(jnp.maximum(end, 0) + (page - 1), page)
+    begin_page, end_page = own.before(begin_page), own.before(end_page)
     return begin_page, jnp.where(end > begin, end_page, begin_page)
 
 
-def _sound(geometry: Geometry, table: jax.Array, first: jax.Array, keys: jax.Array) -> jax.Array:
+def _sound(own: OwnPages, table: jax.Array, first: jax.Array, keys: jax.Array) -> jax.Array:
     """For each sequence: 1 if the ids of all pages with its keys, from the first visible one on, are in range, else 0."""
+    geometry = own.geometry
     slot = jnp.arange(geometry.width, dtype=np.int32)[None]
-    pages = lax.div(keys + np.int32(geometry.page - 1), np.int32(geometry.page))
+    pages = own.before(lax.div(keys + np.int32(geometry.page - 1), np.int32(geometry.page)))
     beyond = (slot < first[:, None]) | (slot >= pages[:, None])
     return (beyond | ((table >= 0) & (table < geometry.pages))).all(axis=1).astype(np.int32)
 
