@@ -3,6 +3,7 @@
 from .certificate import Certificate, FeatureVerdict, WrongCase
 from .convention import Convention, built_in_conventions, convention_named
 from .examine import certify
+from .suite import suite
 
 __all__ = [
     "Certificate",
@@ -12,4 +13,5 @@ __all__ = [
     "built_in_conventions",
     "certify",
     "convention_named",
+    "suite",
 ]

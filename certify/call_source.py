@@ -8,7 +8,15 @@ from typing import Any
 from .case import Case
 from .convention import Convention
 
-__all__ = ["call_lines", "differentiated", "filled"]
+_PLACED = (
+    "segments",
+    "bias",
+    "sinks",
+    "mask",
+    "kv_lengths",
+)  # may have a place of their own in `call`, None if they're absent
+
+__all__ = ["call_lines", "differentiated", "prepared_lines"]
 
 
 def differentiated(case: Case) -> tuple[str, ...]:
@@ -100,8 +108,8 @@ def filled(template: str, case: Case, convention: Convention, **more: Any) -> st
         "tokens": None if case.left is None else case.left + 1,
         "offset": case.offset, "scale": case.scale, "cap": case.cap, "mask": _MASKS[convention.mask_means],
         "batch": case.batch, "q_len": case.q_len, "kv_len": case.kv_len, "heads": case.heads, "kv_heads": case.kv_heads,
-        "dim": case.dim, "value_dim": case.value_dim, "group": case.heads // case.kv_heads, "causal": case.has("causal"),
-        "dtype": case.dtype,
+        "dim": case.dim, "value_dim": case.value_dim, "group": case.heads // case.kv_heads,
+        "grouped": case.heads != case.kv_heads, "causal": case.has("causal"), "windowed": case.has("window"), "dtype": case.dtype,
         **{name: f"{name}[0]" if case.levels["layout"] == "thd" else name for name in ("q_segments", "kv_segments")}, **more,
     }  # fmt: skip
     return re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), template)
@@ -114,31 +122,35 @@ _MASKS = {
 }
 
 
-def _call_text(case: Case, convention: Convention) -> str:
-    """The expression of the call, from q, k and v in bthd to an output in bthd."""
-    c = convention
-    templates = [
-        c.causal if case.has("causal") else c.not_causal,
-        c.causal_offset if case.levels["causal"] in ("start", "end", "offset") else None,
-        c.window if case.has("window") else None,
-        c.segments if case.has("segments") else None,
-        c.kv_lengths if case.has("lengths") else None,
-        c.mask if case.has("mask") else None,
-        c.bias if case.has("bias") else None,
-        c.scale if case.has("scale") else None,
-        c.soft_cap if case.has("soft_cap") else None,
-        c.sinks if case.has("sinks") else None,
-        c.alibi if case.has("alibi") else None,
-        c.lse if case.has("lse") else None,
-        c.layouts.get(case.levels["layout"]),
-    ]
-    given = [filled(text, case, c) for text in templates if text]
+def _placeholders(case: Case, c: Convention) -> dict[str, str]:
+    """What the templates of a case make together: {arguments}, {options}, {terms}, and what has its own place in the call."""
+    asked = {name: filled(text, case, c) for name, text in _templates(case, c).items() if text}
+    placed = {name: asked.get(name, "None") for name in _PLACED if f"{{{name}}}" in c.call}
+    given = [text for name, text in asked.items() if name not in placed]
     terms = [text[1:].strip() for text in given if text.startswith("&")]
-    arguments = [*c.always, *(text for text in given if not text.startswith("&"))]
+    options = [text[1:].strip() for text in given if text.startswith("@")]
+    arguments = [*(filled(text, case, c) for text in c.always), *(text for text in given if text[0] not in "&@")]
     made = c.term_join.join(terms) or c.no_terms
     joined = filled(c.terms.replace("{terms}", made), case, c)
     if made and "{terms}" not in c.call:
         arguments.append(joined)
+    listed = {"arguments": arguments, "options": options}
+    return (
+        {name: "".join(f", {one}" for one in texts if one) for name, texts in listed.items()}
+        | {"terms": joined}
+        | placed
+    )
+
+
+def prepared_lines(case: Case, convention: Convention) -> tuple[str, ...]:
+    """The convention's lines before a call."""
+    more = _placeholders(case, convention)
+    return tuple(filled(line, case, convention, **more) for line in convention.prepare)
+
+
+def _call_text(case: Case, convention: Convention) -> str:
+    """The expression of the call, from q, k and v in bthd to an output in bthd."""
+    c = convention
     layout = case.levels["layout"] if case.levels["layout"] in c.layouts else next(iter(c.layouts))
     names = {name: _in_layout(name, layout) for name in ("q", "k", "v")}
     if c.shared_heads == "repeat" and case.heads != case.kv_heads:
@@ -147,14 +159,31 @@ def _call_text(case: Case, convention: Convention) -> str:
         for name in ("k", "v"):
             whole = f"{name}.{repeat}({group}, 2)" if repeat else f"jnp.repeat({name}, {group}, 2)"
             names[name] = _in_layout(whole, layout)
-    text = filled(
-        c.call, case, c, f="f", arguments="".join(f", {one}" for one in arguments), terms=joined, **names
-    )  # fmt: skip
+    text = filled(c.call, case, c, f="f", **names, **_placeholders(case, c))
     if not case.has("lse"):
         return _out_of_layout(text + c.output, layout)
     lse = c.lse_at if c.lse_layout == "bht" else f"{c.lse_at}.swapaxes(1, 2)"
     output, lse = _out_of_layout(f"r{c.output or '[0]'}", layout), f"r{lse}"
     return f"(lambda r: ({output}, {lse}))({text})"
+
+
+def _templates(case: Case, c: Convention) -> dict[str, str | None]:
+    """What the convention writes for what the case has."""
+    return {
+        "causal": c.causal if case.has("causal") else c.not_causal,
+        "causal_offset": c.causal_offset if case.levels["causal"] in ("start", "end", "offset") else None,
+        "window": c.window if case.has("window") else None,
+        "segments": c.segments if case.has("segments") else None,
+        "kv_lengths": c.kv_lengths if case.has("lengths") else None,
+        "mask": c.mask if case.has("mask") else None,
+        "bias": c.bias if case.has("bias") else None,
+        "scale": c.scale if case.has("scale") else None,
+        "soft_cap": c.soft_cap if case.has("soft_cap") else None,
+        "sinks": c.sinks if case.has("sinks") else None,
+        "alibi": c.alibi if case.has("alibi") else None,
+        "lse": c.lse if case.has("lse") else None,
+        "layout": c.layouts.get(case.levels["layout"]),
+    }
 
 
 def _in_layout(name: str, layout: str) -> str:

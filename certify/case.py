@@ -120,9 +120,11 @@ _HEADS = {"no": (2, 2), "gqa": (4, 2), "groups_of_3": (6, 2), "mqa": (4, 1)}
 def made(levels: Levels, seed: int, length_step: int = 1, dim_step: int = 1) -> Case:
     """A case of these levels, whose sizes are drawn by the seed: lengths and dims are multiples of the steps, unless 'odd'."""
     rng = np.random.default_rng([seed, 17])
-    kv_len = int(rng.choice([6, 8])) if length_step == 1 else 2 * length_step
+    kv_len = (
+        int(rng.choice([6, 8])) if length_step == 1 else length_step * (2 if levels["sizes"] in ("cross", "one") else 1)
+    )
     if levels["sizes"] == "odd":
-        kv_len = 7 if length_step == 1 else 2 * length_step - 3
+        kv_len = 7 if length_step == 1 else length_step - 3
     q_len = {"cross": 3 if length_step == 1 else length_step, "one": 1}.get(levels["sizes"], kv_len)
     heads, kv_heads = _HEADS[levels["heads"]]
     dim = 8 if dim_step == 1 else dim_step

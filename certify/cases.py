@@ -11,9 +11,9 @@ from .convention import Convention
 from .covering import covering
 from .features import FACTORS, FEATURES, Feature, Levels, default_levels, features_of, valid
 
-__all__ = ["alone", "inexpressible", "paired"]
+__all__ = ["alone", "fits", "inexpressible", "paired"]
 
-_DRAWN = 4000  # rows of levels that pairs are chosen from
+_DRAWN = 2000  # rows of levels that pairs are chosen from
 
 
 def inexpressible(one: Feature, convention: Convention) -> str | None:
@@ -65,6 +65,14 @@ def _levels(convention: Convention, changes: Levels) -> Levels:
     return levels
 
 
+def fits(levels: Levels, convention: Convention) -> bool:
+    """Whether the levels can stand in one case of this convention."""
+    default = default_levels()
+    return valid(levels) and not any(
+        levels[one] != default[one] and levels[other] != default[other] for one, other in convention.apart
+    )
+
+
 def _made(convention: Convention, levels: Levels, seed: int) -> Case:
     return made(levels, seed, convention.length_step, convention.dim_step)
 
@@ -108,8 +116,10 @@ def paired(convention: Convention, features: Collection[Feature], seed: int, mos
         levels = _levels(
             convention, {factor: level for factor, level in drawn.items() if level != default_levels()[factor]}
         )
-        if valid(levels) and all(
-            (one.factor, one.level) in kept or base[one.factor] == one.level for one in features_of(levels)
+        if (
+            levels != base
+            and fits(levels, convention)
+            and all((one.factor, one.level) in kept or base[one.factor] == one.level for one in features_of(levels))
         ):
             rows[tuple(levels.values())] = None
     if len(rows) < 2:

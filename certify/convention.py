@@ -83,6 +83,9 @@ class Convention(BaseModel):
     no_terms: str = ""
     dead_rows: Literal["zero", "unspecified"] = "unspecified"  # zero: a row that sees no key has output 0
     gradient: bool = True
+    apart: tuple[
+        tuple[str, str], ...
+    ] = ()  # factors that are documented to exclude each other, or to have another meaning
     length_step: int = 1  # lengths and head dims are multiples of these, unless a feature asks for others
     dim_step: int = 1
     cannot: dict[str, str] = {}  # feature or factor -> why it isn't judged

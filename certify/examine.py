@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from .case import Case
 from .cases import alone, inexpressible, paired
 from .certificate import Certificate, FeatureVerdict, WrongCase
-from .features import FEATURES, Feature, implied
+from .features import DEAD, FEATURES, Feature, implied
 from .judge import Judgement
 from .shrink import shrunk
 from .source import Subject, script
@@ -36,10 +36,14 @@ class Examination:
     def judge(self, case: Case) -> Judgement:
         """Run one case. If it is wrong for a reason not known yet, find the smallest that is."""
         result = self.run(case)
+        self.record(case, result)
+        return result
+
+    def record(self, case: Case, result: Judgement) -> None:
+        """Take in what came of a case."""
         self.results.append((case, result))
         if result.verdict == "wrong" and self.cause(case) is None and len(self.causes) < _SHRUNK:
             self._shrink(case, result)
-        return result
 
     def cause(self, case: Case) -> int | None:
         """The place of the shrunk case whose features this case has too."""
@@ -145,6 +149,8 @@ def _verdict(
     )
     verdict = "wrong" if blamed else "refused" if one in refused else "right" if counts["right"] else "not tried"
     why = refused.get(one, "") if verdict == "refused" else ""
+    if verdict == "right" and one.name in DEAD and examination.subject.convention.dead_rows == "unspecified":
+        why = "not documented what such a row is: anything but NaN counts"
     return FeatureVerdict(
         one.name, one.title, verdict, why, counts["right"], counts["wrong"], counts["refused"], blamed
     )

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["FACTORS", "FEATURES", "Feature", "Levels", "default_levels", "feature", "features_of", "implied", "valid"]
+__all__ = [
+    "DEAD",
+    "FACTORS",
+    "FEATURES",
+    "Feature",
+    "Levels",
+    "default_levels",
+    "feature",
+    "features_of",
+    "implied",
+    "valid",
+]
 
 Levels = dict[str, str]  # factor -> level
 
@@ -72,6 +83,7 @@ FEATURES: tuple[Feature, ...] = tuple(
 FACTORS: dict[str, tuple[str, ...]] = {
     factor: (_DEFAULTS.get(factor, "no"), *levels) for factor, levels in _TABLE.items()
 }
+DEAD = ("mask.dead", "bias.dead", "lengths.zero")  # features in which a row sees no key
 _BY_NAME = {one.name: one for one in FEATURES}
 
 

@@ -22,7 +22,10 @@ def result_text(one: FeatureVerdict) -> str:
         return one.why
     if one.verdict == "wrong":
         return f"case {', '.join(str(n + 1) for n in one.wrong_cases)}"
-    return "" if one.verdict == "not tried" else f"{one.right} case{'' if one.right == 1 else 's'}"
+    if one.verdict == "not tried":
+        return ""
+    counted = f"{one.right} case{'' if one.right == 1 else 's'}"
+    return f"{counted}; {one.why}" if one.why else counted
 
 
 def certificate_page(certificate: Certificate) -> str:

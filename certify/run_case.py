@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from ..errors import first_line
+from ..errors import ConfigError, first_line
 from .case import Case
 from .judge import Judgement, judged
 from .source import Lines, Subject, lines_of
 
 __all__ = ["CaseRunner"]
 
+_FILE = "<case>"
 _CLEARED_EVERY = 100  # cases: jax keeps every compiled program
 
 
@@ -22,6 +23,7 @@ class CaseRunner:
         self.subject = subject
         self.given = given
         self.count = 0
+        self.imported: dict[str, Any] = {}
 
     def __call__(self, case: Case) -> Judgement:
         """An exception of the target is a refusal; NaN that jax found at its request is not."""
@@ -30,25 +32,54 @@ class CaseRunner:
             import jax
 
             jax.clear_caches()
-        lines, space = lines_of(case, self.subject), dict[str, Any]()
-        if self.given is not None:
-            space["f"] = self.given
+        lines = lines_of(case, self.subject)
+        program, space = self._compiled(lines), self._imported(lines)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                _execute(lines, space)
+                exec(program, space)
             except FloatingPointError as error:
                 return Judgement("wrong", f"NaN under debug_nans: {first_line(error)}", -1.0)
             except Exception as error:  # the target's, of whatever class
+                if isinstance(error, NameError) and _raised_here(error):
+                    raise self._unwritten(str(error)) from None
                 return Judgement("refused", f"{type(error).__name__}: {first_line(error)}")
             finally:
                 _reset(case)
         return judged(case, self.subject.convention, space)
 
+    def start(self) -> None:
+        """Import the target. Errors: those of the import."""
+        self._imported(lines_of(Case(), self.subject))
 
-def _execute(lines: Lines, space: dict[str, Any]) -> None:
-    text = "\n".join((*lines.imports, *lines.options, *lines.inputs, *lines.call))
-    exec(compile(text, "<case>", "exec"), space)
+    def _compiled(self, lines: Lines) -> Any:
+        text = "\n".join((*lines.options, *lines.prepare, *lines.inputs, *lines.call))
+        try:
+            return compile(text, _FILE, "exec")
+        except SyntaxError as error:
+            raise self._unwritten(f"{error.msg} in {(error.text or '').strip()}") from None
+
+    def _imported(self, lines: Lines) -> dict[str, Any]:
+        """What a case starts with; imported once."""
+        if not self.imported:
+            exec("\n".join(lines.imports), self.imported)
+            if self.given is not None:
+                self.imported["f"] = self.given
+        return dict(self.imported)
+
+    def _unwritten(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"convention {self.subject.convention.name}: {why}; wanted a call with q, k, v, mask, bias, q_segments, kv_segments, "
+            "kv_lengths, sinks, slopes, and what the convention imports."
+        )
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether a line of the case raised an error, and not the target."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename == _FILE
 
 
 def _reset(case: Case) -> None:

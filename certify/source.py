@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .call_source import call_lines, differentiated, filled
+from .call_source import call_lines, differentiated, prepared_lines
 from .case import Case
 from .convention import Convention
 from .expected_source import expected_lines
@@ -24,11 +24,12 @@ class Subject(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Sections of a script, in their order. process: what has to stand before jax starts; a worker has done it."""
+    """Sections of a script. process: what stands before jax starts, as a worker has done; imports: the same for every case."""
 
     process: tuple[str, ...]
     options: tuple[str, ...]
     imports: tuple[str, ...]
+    prepare: tuple[str, ...]
     inputs: tuple[str, ...]
     call: tuple[str, ...]
 
@@ -52,19 +53,15 @@ def lines_of(case: Case, subject: Subject) -> Lines:
     }.get(transform, ())  # fmt: skip
     process = ('jax.config.update("jax_num_cpu_devices", 2)',) if transform == "shard_map" else ()
     imports = ("import numpy as np", "import torch") if torch else ("import jax, jax.numpy as jnp, numpy as np",)
-    define = (filled(line, case, convention) for line in (*convention.imports, *subject.define, *convention.prepare))
     return Lines(
-        process,
-        options,
-        (*imports, *define),
-        tuple(_inputs(case, convention.dead_rows)),
-        tuple(call_lines(case, convention)),
-    )
+        process, options, (*imports, *convention.imports, *subject.define), prepared_lines(case, convention),
+        tuple(_inputs(case, convention.dead_rows)), tuple(call_lines(case, convention)),
+    )  # fmt: skip
 
 
 def script(case: Case, subject: Subject, title: str) -> str:
     """A program that runs the case, computes what is expected in NumPy, and prints the largest errors."""
-    process, options, imports, inputs, call = lines_of(case, subject)
+    process, options, imports, prepare, inputs, call = lines_of(case, subject)
     head = [f"# {line}" for line in title.splitlines()]
     first, *others = imports
     body = [
@@ -72,6 +69,7 @@ def script(case: Case, subject: Subject, title: str) -> str:
         *process,
         *options,
         *others,
+        *prepare,
         *inputs,
         *call,
         *expected_lines(case, subject.convention, differentiated(case)),

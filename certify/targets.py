@@ -35,7 +35,8 @@ def subject_named(target: str, convention: str | None = None) -> Subject:
     if target in rivals():
         own = convention_named(target)
         declared = own if convention is None else convention_named(convention)
-        return Subject(target, declared, (_import_line(own.target, own.package or target),))
+        _required(own)
+        return Subject(target, declared, (_import_line(own.target),))
     if ":" in target:
         if convention is None:
             raise ConfigError(
@@ -44,24 +45,26 @@ def subject_named(target: str, convention: str | None = None) -> Subject:
             )
         if not _FUNCTION.fullmatch(target):
             raise ConfigError(f"target {shown(target)}; wanted module:function, such as mylib.attention:attend.")
-        return Subject(target, convention_named(convention), (_import_line(target, target.split(":")[0]),))
+        return Subject(target, convention_named(convention), (_import_line(target),))
     if convention not in (None, "attnops"):
         raise ConfigError(f"--as {convention} with {shown(target)}; operations of attnops have their own convention.")
     return _operation(target)
 
 
-def _import_line(target: str, package: str) -> str:
-    """The line that defines f."""
+def _import_line(target: str) -> str:
+    """The line that defines f. Whether it can be imported is found out by the worker."""
     module, _, attribute = target.partition(":")
-    try:
-        found = importlib.util.find_spec(module)
-    except (ModuleNotFoundError, ValueError):
-        found = None
-    if found is None:
-        raise ConfigError(f"no module {module} here; wanted the package {package}: pip install {package}")
     if "." not in attribute:
         return f"from {module} import {attribute} as f"
     return f"import {module}; f = {module}.{attribute}"
+
+
+def _required(convention: Convention) -> None:
+    top = convention.target.partition(":")[0].partition(".")[0]
+    if importlib.util.find_spec(top) is None:
+        raise ConfigError(
+            f"no module {top} here; wanted the package {convention.package}: pip install {convention.package}"
+        )
 
 
 def _operation(target: str) -> Subject:

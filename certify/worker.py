@@ -11,7 +11,7 @@ import threading
 from types import TracebackType
 from typing import Any
 
-from ..errors import AttnOpsError
+from ..errors import AttnOpsError, ConfigError
 from .case import Case
 from .judge import Judgement
 from .source import Subject
@@ -47,6 +47,8 @@ class Worker:
         if self.process is None:
             self._start()
         answer, late = self._ask(case.to_dict(), self.seconds)
+        if isinstance(answer, dict):
+            raise ConfigError(answer["error"])
         if answer is not None:
             return Judgement(*answer)
         status = self._end()

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from ..errors import first_line
+from ..errors import AttnOpsError, first_line
 from .case import Case
 from .convention import Convention
 from .run_case import CaseRunner
@@ -27,16 +27,18 @@ def main() -> None:
 
     name, convention, define = json.loads(sys.stdin.readline())
     subject = Subject(name, Convention.model_validate_json(convention), tuple(define))
+    run = CaseRunner(subject)
     try:
-        for line in define:
-            exec(line, {}) if line.startswith(("import ", "from ")) else None
+        run.start()
     except Exception as error:  # the target's
         send({"error": f"{type(error).__name__}: {first_line(error)}"})
         return
     send({})
-    run = CaseRunner(subject)
     for line in sys.stdin:
-        send(list(run(Case(**json.loads(line)))))
+        try:
+            send(list(run(Case(**json.loads(line)))))
+        except AttnOpsError as error:  # of the convention
+            send({"error": str(error)})
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from ..certify.badge import badge
 from ..certify.certificate import Certificate
 from ..certify.convention import built_in_conventions
 from ..certify.examine import certify
-from ..certify.features import FACTORS, FEATURES, Feature
+from ..certify.features import FEATURES
 from ..certify.page import certificate_page, result_text
+from ..certify.suite import chosen_features
 from ..certify.targets import rivals, subject_named, versions_of
 from ..certify.worker import Worker
-from ..errors import ConfigError, UnknownNameError, nearest, shown
+from ..errors import ConfigError
 from .console import fields, table, text, title
 from .progress import bar
 
@@ -39,7 +40,7 @@ class CertifyOptions(NamedTuple):
 
 def run_certify(options: CertifyOptions) -> Certificate:
     """Certify the target."""
-    features = _features(options.features)
+    features = chosen_features(options.features)
     subject = subject_named(options.target, options.convention)
     pairs = min(options.cases, _QUICK) if options.quick else options.cases
     with bar(options.target) as progress, Worker(subject, options.seconds) as worker:
@@ -47,14 +48,6 @@ def run_certify(options: CertifyOptions) -> Certificate:
             subject, worker, features=features, seed=options.seed, pairs=pairs, quick=options.quick,
             versions=versions_of(subject), progress=progress,
         )  # fmt: skip
-
-
-def _features(names: tuple[str, ...]) -> tuple[Feature, ...]:
-    known = (*(one.name for one in FEATURES), *FACTORS)
-    for name in names:
-        if name not in known:
-            raise UnknownNameError(f"no feature {shown(name)}; `attnops certify` lists them.{nearest(name, known)}")
-    return tuple(one for one in FEATURES if not names or one.name in names or one.factor in names)
 
 
 def write_files(certificate: Certificate, html: Path | None, svg: Path | None) -> list[Path]:
@@ -76,6 +69,8 @@ def print_certificate(certificate: Certificate, written: list[Path]) -> None:
     console.print(title(f"{c.target}, called as {c.convention}"))
     rows = table("feature", "verdict", "")
     for one in c.features:
+        if one.verdict == "not tried":
+            continue
         said = "" if one.verdict in ("refused", "not expressible") else result_text(one)
         rows.add_row(one.title, Text(one.verdict, style=_STYLES[one.verdict]), said)
     console.print(rows)

@@ -1,0 +1,75 @@
+"""suite: the cases of a certificate as parametrised pytest tests of one's own function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import ConfigError, UnknownNameError, nearest, shown
+from .case import Case
+from .cases import alone, inexpressible, paired
+from .convention import Convention, convention_named
+from .examine import Examination
+from .features import FACTORS, FEATURES, Feature
+from .run_case import CaseRunner
+from .source import Subject
+
+__all__ = ["chosen_features", "suite"]
+
+
+def chosen_features(names: Sequence[str]) -> tuple[Feature, ...]:
+    """The features of names of features or factors; all for none. Errors: UnknownNameError."""
+    known = (*(one.name for one in FEATURES), *FACTORS)
+    for name in names:
+        if name not in known:
+            raise UnknownNameError(f"no feature {shown(name)}; `attnops certify` lists them.{nearest(name, known)}")
+    return tuple(one for one in FEATURES if not names or one.name in names or one.factor in names)
+
+
+def suite(
+    function: Callable[..., Any],
+    convention: str | Convention,
+    *,
+    features: Sequence[str] = (),
+    without: Sequence[str] = (),
+    pairs: int = 20,
+    seed: int = 0,
+) -> Callable[..., None]:
+    """A test function for pytest with one case for each feature, without and with its gradient, and `pairs` in which they meet.
+
+    convention: how `function` is called: a name that `--as` takes, a TOML file, or a Convention. features: only these features or
+    factors; without: not these. A case that the function refuses, with any exception, is skipped with its message; a wrong one
+    fails with a script of the smallest case. Errors: ConfigError, UnknownNameError.
+    """
+    import pytest
+
+    declared = convention if isinstance(convention, Convention) else convention_named(convention)
+    if not callable(function):
+        raise ConfigError(f"suite got {shown(function)}; wanted a function.")
+    left_out = chosen_features(without) if without else ()
+    wanted = [one for one in chosen_features(features) if one not in left_out and inexpressible(one, declared) is None]
+    name = getattr(function, "__qualname__", "f")
+    module = getattr(function, "__module__", None)
+    here = module is None or not name.isidentifier()
+    define = () if here else (f"from {module} import {name} as f",)
+    run = CaseRunner(Subject(name, declared, ()), function)
+    cases: dict[str, Case] = {}
+    for one, case in alone(declared, wanted, seed, quick=False):
+        of = "plain" if one is None else one.name
+        cases[of if of not in cases else f"{of}-gradient"] = case
+    for n, case in enumerate(paired(declared, wanted, seed, pairs)):
+        cases[f"together-{n + 1}"] = case
+
+    @pytest.mark.parametrize("case", list(cases.values()), ids=list(cases))
+    def test(case: Case) -> None:
+        result = run(case)
+        if result.verdict == "refused":
+            pytest.skip(result.what)
+        if result.verdict == "wrong":
+            examination = Examination(Subject(name, declared, define), run)
+            examination.record(case, result)
+            smallest = examination.wrong_cases[0]
+            pytest.fail(f"{smallest.what}: {', '.join(smallest.features)}\n\n{smallest.script}", pytrace=False)
+
+    test.__doc__ = f"{name}, called as {declared.name}."
+    return test

@@ -1,0 +1,130 @@
+"""`attnops certify`: its exit status, what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from attnops.certify import Certificate, built_in_conventions, convention_named
+from attnops.certify.badge import badge
+from attnops.certify.cases import alone, inexpressible, paired
+from attnops.certify.features import FEATURES
+from attnops.certify.page import certificate_page
+from attnops.certify.source import Subject, script
+from attnops.certify.targets import rivals, subject_named
+from attnops.cli.app import main
+
+HERE = Path(__file__).resolve().parent
+
+
+def test_a_wrong_function_ends_with_1_and_its_files_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(HERE)
+    html, svg = tmp_path / "a.html", tmp_path / "a.svg"
+    command = [
+        "certify",
+        "planted:cap_ignored",
+        "--as",
+        "planted.toml",
+        "--feature",
+        "soft_cap",
+        "--feature",
+        "scale",
+        "--quick",
+    ]
+    status = main([*command, "--json", "--cases", "0", "--html", str(html), "--badge", str(svg)])
+    data = json.loads(capsys.readouterr().out)
+    assert status == 1
+    certificate = Certificate.from_dict(data)
+    assert {one.feature: one.verdict for one in certificate.features if one.verdict in ("right", "wrong")} == {
+        "plain": "right", "scale": "right", "soft_cap": "wrong",
+    }  # fmt: skip
+    assert certificate.wrong_cases[0].script.splitlines()[2] == "from planted import cap_ignored as f"
+    assert html.read_text() == certificate_page(certificate)
+    assert "http" not in html.read_text()
+    assert svg.read_text() == badge(certificate)
+    texts = [one.text for one in ElementTree.fromstring(svg.read_text()).iter("{http://www.w3.org/2000/svg}text")]
+    assert texts == ["attention", "2 right, 1 wrong"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["spalsh"], "Did you mean"),
+        (["planted:attend"], "--as"),
+        (["planted:attend", "--as", "flaks"], "Did you mean 'flax'?"),
+        (["planted:attend", "--as", "missing.toml"], "missing.toml"),
+        (["nomodule:f", "--as", "jax.nn"], "nomodule"),
+        (["vanilla", "--feature", "windw"], "Did you mean 'window'?"),
+        (["vanilla", "--as", "jax.nn"], "own convention"),
+        (["vanilla.forward_tpu"], "forward_native"),
+        (["paged"], "paged"),
+        (["splash.forward_rocm"], "forward_rocm"),
+        (["planted:", "--as", "jax.nn"], "module:function"),
+    ],
+)
+def test_bad_usage_ends_with_2(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(HERE)
+    assert main(["certify", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_library_that_is_absent_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["certify", "keras"]) == 2
+    assert "pip install keras" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("causal = ", "TOML"),
+        ('cuasal = "is_causal"', "cuasal"),
+        ('mask_means = "maybe"', "mask_means"),
+        ('call = "{f}({q}, {k}, {v}, nope)"', "nope"),
+        ('call = "{f}({q}, {k}"', "was never closed"),
+    ],
+)
+def test_a_convention_that_makes_no_call_is_refused(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "planted.toml").write_text(text)
+    monkeypatch.chdir(HERE)
+    command = ["certify", "planted:attend", "--as", str(tmp_path / "planted.toml"), "--quick", "--feature", "scale"]
+    assert main(command) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", built_in_conventions())
+def test_every_case_of_every_convention_is_python(name: str) -> None:
+    convention = convention_named(name)
+    subject = Subject(name, convention, ("from library import f",))
+    features = [one for one in FEATURES if inexpressible(one, convention) is None]
+    cases = [case for _, case in alone(convention, features, 0, quick=False)] + paired(convention, features, 0, 20)
+    assert len(cases) > 20
+    for case in cases:
+        text = script(case, subject, "a case")
+        compile(text, name, "exec")
+        for placeholder in ("{terms}", "{arguments}", "{options}", "{left}", "{q}", "{bias}", "{segments}", "{heads}"):
+            assert placeholder not in text
+
+
+def test_rivals_have_a_package_and_a_function() -> None:
+    for name in rivals():
+        convention = convention_named(name)
+        assert convention.package
+        assert convention.about
+    assert subject_named("jax.nn").define == ("from jax.nn import dot_product_attention as f",)
+
+
+def test_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify"]) == 0
+    printed = capsys.readouterr().out
+    assert all(one.name in printed for one in FEATURES)
+    assert all(name in printed for name in ("torch", "maxtext", "ejkernel"))

@@ -1,0 +1,162 @@
+"""Make docs/certificates.md from what `attnops certify` found out of each library, which docs/certificates has as JSON.
+
+`--run jax.nn` certifies anew in this interpreter, where the library has to be installed, and replaces its JSON and the scripts of
+its wrong cases. `--write` writes the page, and without an option it is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from attnops.certify import Certificate
+from attnops.certify.examine import PLAIN
+from attnops.certify.features import FEATURES
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER, PAGE = ROOT / "docs" / "certificates", ROOT / "docs" / "certificates.md"
+SHORT = {"right": "right", "wrong": "**wrong**", "refused": "refused", "not expressible": "-", "not tried": ""}
+
+HEAD = """# Certificates
+
+What functions of attention get right, found by [`attnops certify`](certify.md) with each library as its own documentation says
+that it is called. This page is made by `tools/certificates.py` from the results in `docs/certificates`.
+
+- **right**: every case with the feature is within what rounding explains of the float64 reference.
+- **wrong**: some case isn't. The number leads to the smallest one, a script that needs only NumPy and the library.
+- refused: the call raises an exception.
+- -: the function has no argument for it, or its documentation gives it another meaning. Which, is below the tables.
+
+A row that sees no key is judged where the library documents what it is; elsewhere anything but NaN counts as right. Everything
+ran on a CPU; kernels of TPUs and GPUs in Pallas' interpreter.
+"""
+
+
+def certificates() -> list[Certificate]:
+    """The saved results: libraries first, then operations of attnops."""
+    found = [
+        Certificate.from_dict(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(FOLDER.glob("*.json"))
+    ]
+    return sorted(found, key=lambda one: (one.convention == "attnops", one.target))
+
+
+def file_name(target: str) -> str:
+    """A target as a file's name."""
+    return target.replace(":", "-")
+
+
+def save(certificate: Certificate) -> None:
+    """Replace the target's JSON and scripts."""
+    name = file_name(certificate.target)
+    for old in FOLDER.glob(f"{name}-[0-9]*.py"):
+        old.unlink()
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / f"{name}.json").write_text(json.dumps(certificate.to_dict(), indent=1) + "\n", encoding="utf-8")
+    for n, case in enumerate(certificate.wrong_cases):
+        (FOLDER / f"{name}-{n + 1}.py").write_text(case.script, encoding="utf-8")
+
+
+def issues() -> dict[str, str]:
+    """Public issues by target and feature, such as `keras window.left`."""
+    return tomllib.loads((FOLDER / "issues.toml").read_text(encoding="utf-8"))["issues"]
+
+
+def page() -> str:
+    """The page."""
+    every, known = certificates(), issues()
+    parts = [HEAD]
+    for title, some in (
+        ("Libraries", [one for one in every if one.convention != "attnops"]),
+        ("attnops", [one for one in every if one.convention == "attnops"]),
+    ):
+        parts.append(f"## {title}\n")
+        parts += _tables(some)
+    parts.append("## Wrong cases\n")
+    wrong = [line for one in every for line in _wrong_cases(one, known)]
+    parts += wrong or ["None.\n"]
+    parts.append("## What was run\n")
+    parts.append("| Target | Called as documented in | Cases | Versions |\n| --- | --- | --- | --- |")
+    parts += [f"| `{c.target}` | {_cell(c.about)} | {c.cases}, seed {c.seed} | {_versions(c)} |" for c in every]
+    parts.append("\n## Refused, and not expressible\n")
+    parts += [line for one in every for line in _why(one)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _tables(some: list[Certificate]) -> list[str]:
+    """One column a target, five to a table so that it isn't cut."""
+    lines = []
+    for at in range(0, len(some), 5):
+        columns = some[at : at + 5]
+        lines.append(f"| Feature | {' | '.join(f'`{one.target}`' for one in columns)} |")
+        lines.append(f"| --- |{' --- |' * len(columns)}")
+        by_name = [{row.feature: row for row in one.features} for one in columns]
+        for feature in (PLAIN, *FEATURES):
+            cells = []
+            for one, rows in zip(columns, by_name, strict=True):
+                row = rows[feature.name]
+                links = [f"[{n + 1}](certificates/{file_name(one.target)}-{n + 1}.py)" for n in row.wrong_cases]
+                cells.append(" ".join([SHORT[row.verdict], *links]))
+            lines.append(f"| {feature.title} | {' | '.join(cells)} |")
+        lines.append("")
+    return lines
+
+
+def _wrong_cases(certificate: Certificate, known: dict[str, str]) -> list[str]:
+    lines = []
+    for n, case in enumerate(certificate.wrong_cases):
+        public = [
+            known[f"{certificate.target} {name}"] for name in case.features if f"{certificate.target} {name}" in known
+        ]
+        issue = f" Public: {', '.join(public)}." if public else ""
+        link = f"[{file_name(certificate.target)}-{n + 1}.py](certificates/{file_name(certificate.target)}-{n + 1}.py)"
+        lines.append(
+            f"- `{certificate.target}`, {' and '.join(f'`{name}`' for name in case.features)}: {case.what}. {link}{issue}"
+        )
+    return [*lines, ""] if lines else []
+
+
+def _versions(certificate: Certificate) -> str:
+    return ", ".join(f"{name} {number}" for name, number in certificate.versions.items())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|") or "-"
+
+
+def _why(certificate: Certificate) -> list[str]:
+    lines = [f"### {certificate.target}\n"]
+    for verdict in ("refused", "not expressible"):
+        reasons: dict[str, list[str]] = {}
+        for row in certificate.features:
+            if row.verdict == verdict:
+                reasons.setdefault(row.why, []).append(row.title)
+        lines += [f"- {verdict}: {', '.join(titles)}. `{_cell(why)}`" for why, titles in reasons.items()]
+    lines += [f"- refused together: {names}. `{_cell(why)}`" for names, why in certificate.refusals]
+    return [*lines, ""]
+
+
+def main() -> None:
+    """Run, write or compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", nargs="*", default=[], metavar="TARGET")
+    parser.add_argument("--cases", type=int, default=40, help="in which features meet")
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    for target in arguments.run:
+        command = [sys.executable, "-m", "attnops", "certify", target, "--json", "--cases", str(arguments.cases)]
+        ran = subprocess.run([*command, "--timeout", "900"], stdout=subprocess.PIPE, text=True, check=False)
+        if not ran.stdout:
+            sys.exit(f"{target}: status {ran.returncode}")
+        save(Certificate.from_dict(json.loads(ran.stdout)))
+    if arguments.write:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif not arguments.run and PAGE.read_text(encoding="utf-8") != page():
+        sys.exit("docs/certificates.md isn't what tools/certificates.py --write makes")
+
+
+if __name__ == "__main__":
+    main()
