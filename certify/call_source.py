@@ -8,15 +8,11 @@ from typing import Any
 from .case import Case
 from .convention import Convention
 
-_PLACED = (
-    "segments",
-    "bias",
-    "sinks",
-    "mask",
-    "kv_lengths",
-)  # may have a place of their own in `call`, None if they're absent
+# May have a place of their own in `call`, None if they're absent.
+_PLACED = ("segments", "bias", "sinks", "mask", "kv_lengths")
+_OF_SCORES = {"temperature": "temperature", "relative": "table", "forgetting": "log_gate"}
 
-__all__ = ["call_lines", "differentiated", "prepared_lines"]
+__all__ = ["call_lines", "differentiated", "prepared_lines", "single_arrays"]
 
 
 def differentiated(case: Case) -> tuple[str, ...]:
@@ -29,8 +25,13 @@ def differentiated(case: Case) -> tuple[str, ...]:
 def _arrays(case: Case) -> tuple[list[str], list[str]]:
     """Names of the arrays in the call's dtype, and of those that keep theirs."""
     floats = ["q", "k", "v", *(["d"] if case.has("gradient") else []), *(["bias"] if case.has("bias") else [])]
-    single = [*(["sinks"] if case.has("sinks") else []), *(["slopes"] if case.has("alibi") else [])]
-    return floats, single
+    return floats, single_arrays(case)
+
+
+def single_arrays(case: Case) -> list[str]:
+    """Names of the arrays that are float32 in every call."""
+    named = {"sinks": "sinks", "alibi": "slopes", "score": _OF_SCORES.get(case.levels["score"], "")}
+    return [name for factor, name in named.items() if case.has(factor)]
 
 
 def call_lines(case: Case, convention: Convention) -> list[str]:
@@ -181,6 +182,7 @@ def _templates(case: Case, c: Convention) -> dict[str, str | None]:
         "soft_cap": c.soft_cap if case.has("soft_cap") else None,
         "sinks": c.sinks if case.has("sinks") else None,
         "alibi": c.alibi if case.has("alibi") else None,
+        "score": getattr(c, case.levels["score"]) if case.has("score") else None,
         "lse": c.lse if case.has("lse") else None,
         "layout": c.layouts.get(case.levels["layout"]),
     }

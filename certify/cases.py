@@ -26,7 +26,8 @@ def inexpressible(one: Feature, convention: Convention) -> str | None:
         "causal": c.causal is None and "no argument for it", "window": c.window is None and "no argument for it",
         "segments": c.segments is None and "no argument for it", "lengths": c.kv_lengths is None and "no argument for it",
         "mask": c.mask is None and "no argument for it", "bias": c.bias is None and "no argument for it",
-        "alibi": c.alibi is None and "no argument for it", "scale": c.scale is None and "no argument for it",
+        "alibi": c.alibi is None and "no argument for it",
+        "score": getattr(c, level, "") is None and "no argument for it", "scale": c.scale is None and "no argument for it",
         "soft_cap": c.soft_cap is None and "no argument for it", "sinks": c.sinks is None and "no argument for it",
         "lse": c.lse is None and "not returned", "gradient": not c.gradient and "not differentiable",
         "heads": c.shared_heads is None and "as many key heads as query heads are wanted",
@@ -58,6 +59,8 @@ def _levels(convention: Convention, changes: Levels) -> Levels:
         levels["causal"] = "yes"
     if levels["layout"] == "thd" and levels["segments"] == "no":
         levels["segments"] = "yes"
+    if levels["score"] == "forgetting" and levels["causal"] == "no":
+        levels["causal"] = "yes"
     if levels["transform"] == "remat":
         levels["gradient"] = "yes"
     if levels["causal"] in ("start", "end", "offset") and levels["sizes"] not in ("cross", "one"):

@@ -1,8 +1,8 @@
 """Convention: how a function of attention is called, and what its arguments mean, as a declaration of names and templates.
 
 A template is Python source of part of the call. It may name the arrays `q`, `k`, `v`, `mask`, `bias`, `q_segments`,
-`kv_segments`, `kv_lengths`, `sinks` and `slopes`, and has placeholders such as `{left}`. A plain name
-stands for the usual template.
+`kv_segments`, `kv_lengths`, `sinks`, `slopes`, `temperature`, `table` and `log_gate`, and has placeholders such as
+`{left}`. A plain name stands for the usual template.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ _USUAL = {
     "soft_cap": "{name}={cap}",
     "sinks": "{name}=sinks",
     "alibi": "{name}=slopes",
+    "temperature": "{name}=temperature",
+    "relative": "{name}=table",
+    "forgetting": "{name}=log_gate",
     "lse": "{name}=True",
 }
 _ARGUMENTS = (*_USUAL, "segments")
@@ -75,6 +78,9 @@ class Convention(BaseModel):
     soft_cap: str | None = None
     sinks: str | None = None
     alibi: str | None = None
+    temperature: str | None = None  # [heads], multiplied to logits
+    relative: str | None = None  # [6, heads], added by distance: from -3 and farther to 2 and farther
+    forgetting: str | None = None  # [batch, heads, kv]: the logarithm of each key's forget gate
     lse: str | None = None
     lse_at: str = "[1]"
     lse_layout: Literal["bht", "bth"] = "bht"

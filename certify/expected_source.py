@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .call_source import single_arrays
 from .case import Case
 from .convention import Convention
 
@@ -11,7 +12,7 @@ __all__ = ["expected_lines"]
 def expected_lines(case: Case, convention: Convention, gradients: tuple[str, ...]) -> list[str]:
     """Lines from `q`, `k`, `v`, `see` and the other arrays to `want`, whose items are those of `got`."""
     names = ["q", "k", "v", *(["d"] if case.has("gradient") else []), *(["bias"] if case.has("bias") else [])]
-    names += [*(["sinks"] if case.has("sinks") else []), *(["slopes"] if case.has("alibi") else [])]
+    names += single_arrays(case)
     to_numpy = "x.detach().double().numpy()" if convention.framework == "torch" else "np.asarray(x, np.float64)"
     lines = [f"{', '.join(names)} = ({to_numpy} for x in ({', '.join(names)}))"]
     group = case.heads // case.kv_heads
@@ -27,6 +28,8 @@ def expected_lines(case: Case, convention: Convention, gradients: tuple[str, ...
     if case.has("alibi"):
         at = f" + {case.offset}" if case.offset else ""
         x = f"{x} - slopes[:, None, None] * abs(i{at} - j)"
+    if case.has("score"):
+        x = _SCORED[case.levels["score"]].format(x=x, at=f" + {case.offset}" if case.offset else "")
     if case.has("bias"):
         x = f"{x} + bias"
     lines.append(f"x = {x}" if case.sees_all else f"x = np.where(see, {x}, -np.inf)")
@@ -41,6 +44,8 @@ def expected_lines(case: Case, convention: Convention, gradients: tuple[str, ...
         "inner = (w * dw).sum(-1, keepdims=True)",
         "dx = dlogit = w * (dw - inner)",
     ]
+    if case.levels["score"] == "temperature":
+        lines.append("dx = dx * temperature[:, None, None]")
     if case.has("soft_cap"):
         lines.append(f"dx = dx * (1 - (capped / {case.cap}) ** 2)")
     shared = f".reshape({case.batch}, {case.kv_len}, {case.kv_heads}, {group}, -1).sum(3)" if group > 1 else ""
@@ -58,6 +63,13 @@ def expected_lines(case: Case, convention: Convention, gradients: tuple[str, ...
     if "sinks" in gradients:
         lines.append("want.append((np.exp(sinks[:, None, None] - m) / total * -inner).sum((0, 2, 3)))")
     return lines + _dead(case, convention)
+
+
+_SCORED = {
+    "temperature": "{x} * temperature[:, None, None]",
+    "relative": "{x} + np.moveaxis(table[np.clip(j - (i{at}), -3, 2) + 3], -1, 0)",
+    "forgetting": "{x} + np.cumsum(log_gate, -1)[:, :, i{at}] - np.cumsum(log_gate, -1)[:, :, None]",
+}
 
 
 def _softmax(case: Case) -> list[str]:

@@ -55,6 +55,11 @@ _TABLE: dict[str, dict[str, str]] = {
         "dead": "bias of -inf in a whole row",
     },
     "alibi": {"yes": "ALiBi slopes"},
+    "score": {
+        "temperature": "temperature by head",
+        "relative": "bias by distance, from a table",
+        "forgetting": "forget gates",
+    },
     "scale": {"yes": "scale given"},
     "soft_cap": {"yes": "soft cap of logits"},
     "sinks": {"yes": "sinks"},
@@ -105,6 +110,7 @@ def features_of(levels: Levels) -> tuple[Feature, ...]:
 def implied(levels: Levels) -> frozenset[str]:
     """Factors whose levels another one brings with it, so that they aren't what a case is about."""
     brought = {"sizes"} if levels["causal"] in ("start", "end", "offset") else set()
+    brought |= {"causal"} if levels["score"] == "forgetting" else set()
     brought |= {"gradient"} if levels["transform"] == "remat" else set()
     return frozenset(brought | ({"segments"} if levels["layout"] == "thd" else set()))
 
@@ -112,13 +118,18 @@ def implied(levels: Levels) -> frozenset[str]:
 def valid(levels: Levels) -> bool:
     """Whether the levels can stand in one case; what is left out has no meaning, or a meaning that nobody declares."""
     aligned = levels["causal"] in ("start", "end", "offset")
-    placed = levels["causal"] != "no" or levels["window"] != "no" or levels["alibi"] != "no"
+    placed = any(levels[factor] != "no" for factor in ("causal", "window", "alibi"))
+    placed = placed or levels["score"] in ("relative", "forgetting")
     shorter = levels["sizes"] in ("cross", "one")
     if aligned != (shorter and placed):  # positions of fewer queries than keys have to be said
         return False
     if levels["layout"] == "thd" and (levels["segments"] == "no" or levels["lengths"] != "no" or shorter):
         return False
     if levels["segments"] != "no" and shorter:
+        return False
+    if levels["score"] != "no" and levels["alibi"] != "no":  # whose order is another thing to declare
+        return False
+    if levels["score"] == "forgetting" and levels["causal"] == "no":
         return False
     if levels["lse"] == "yes" and (levels["gradient"] == "yes" or levels["transform"] not in ("jit", "eager", "x64")):
         return False

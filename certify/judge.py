@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..scores import ALiBi, Clip, Forgetting, RelativeBias, Temperature
 from ..verify.closeness import lse_size, row_error, row_sizes, term_sizes
 from ..verify.reference import reference_attention, reference_gradients
 from .call_source import differentiated
@@ -19,6 +20,12 @@ __all__ = ["TOLERANCES", "Judgement", "judged"]
 # dtype: bfloat16 then rounds logits of 4 by 0.008. Larger logits are rounded by more, and the tolerance grows with them.
 TOLERANCES = {"float32": (1e-4, 3e-4), "bfloat16": (0.05, 0.1), "float16": (0.01, 0.02)}
 _LOGIT = 8.0  # the tolerances hold for logits up to this
+_SCORES = {
+    "alibi": ALiBi(),
+    "temperature": Temperature(),
+    "relative": RelativeBias(buckets=Clip(3, 2)),
+    "forgetting": Forgetting(),
+}
 _NAMES = {"q": "query", "k": "key", "v": "value", "bias": "bias", "sinks": "softmax_aux"}
 
 
@@ -33,21 +40,21 @@ class Judgement(NamedTuple):
 def judged(case: Case, convention: Convention, arrays: dict[str, Any]) -> Judgement:
     """arrays: what the lines of the case left behind, by name."""
     got = dict(zip(part_names(case), arrays["got"], strict=True))
-    numbers = {
-        name: _float64(arrays[name]) for name in ("q", "k", "v", "d", "bias", "sinks", "slopes") if name in arrays
-    }
+    numbers = {name: _float64(arrays[name]) for name in ("q", "k", "v", "d", "bias", "sinks") if name in arrays}
     see = arrays.get("see", np.ones((case.batch, case.heads, case.q_len, case.kv_len), bool))
     bias = numbers.get("bias") if case.has("bias") else None
-    if case.has("alibi"):
-        i, j = np.arange(case.q_len)[:, None] + case.offset, np.arange(case.kv_len)
-        slopes = numbers["slopes"][None, :, None, None] * abs(i - j)
-        bias = -slopes if bias is None else bias - slopes
     scale = case.scale
     if scale is None:
         scale = 1.0 if convention.default_scale == "one" else case.dim**-0.5
-    arguments = {
+    arguments: dict[str, Any] = {
         "scale": scale, "mask": see, "bias": bias, "soft_cap": case.cap, "sinks": numbers["sinks"] if case.has("sinks") else None,
     }  # fmt: skip
+    score = "alibi" if case.has("alibi") else case.levels["score"]
+    if score in _SCORES:
+        captured = {
+            name: _float64(arrays[name]) for name in ("slopes", "temperature", "table", "log_gate") if name in arrays
+        }
+        arguments |= {"score": _SCORES[score], "captures": captured, "query_offset": case.offset}
     q, k, v = (numbers[name] for name in ("q", "k", "v"))
     want = reference_attention(q, k, v, **arguments)
     d = numbers.get("d", np.zeros_like(want.output))

@@ -12,7 +12,7 @@ __all__ = ["shrunk"]
 
 # What is taken away first: what says least of the function.
 _ORDER = ("dtype", "transform", "values", "dims", "layout", "heads", "lse", "gradient", "sizes", "scale", "soft_cap", "sinks",
-          "alibi", "bias", "lengths", "segments", "mask", "causal", "window")  # fmt: skip
+          "alibi", "score", "bias", "lengths", "segments", "mask", "causal", "window")  # fmt: skip
 
 
 def shrunk(case: Case, fails: Callable[[Case], bool], keep: frozenset[str] = frozenset(), most: int = 60) -> Case:

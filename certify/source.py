@@ -85,6 +85,13 @@ def script(case: Case, subject: Subject, title: str) -> str:
     return "\n".join((*head, *body)) + "\n"
 
 
+_SCORE_ARRAYS = {
+    "temperature": "temperature = rng.uniform(0.5, 1.5, {h})",
+    "relative": "table = rng.standard_normal((6, {h}))",
+    "forgetting": "log_gate = -rng.uniform(0, 0.5, ({b}, {h}, {s}))",
+}
+
+
 def _literal(array: np.ndarray) -> str:
     """A small array of integers or booleans."""
     text = re.sub(r"\s", "", np.array2string(array.astype(int), separator=",", threshold=10**9, max_line_width=10**9))
@@ -119,6 +126,8 @@ def _inputs(case: Case, dead_rows: str) -> list[str]:
         lines.append(f"bias[..., {max(s // 2, 1)}:] = -np.inf")
     if case.levels["bias"] == "dead":
         lines.append(f"bias[:, :, {t // 2}] = -np.inf")
+    if case.has("score"):
+        lines.append(_SCORE_ARRAYS[case.levels["score"]].format(b=b, h=h, s=s))
     if case.has("alibi"):
         lines.append(f"slopes = np.array({[2.0 ** -(1 + n) for n in range(h)]})")
     return lines + _visible(case, dead_rows)
@@ -144,7 +153,7 @@ def _visible(case: Case, dead_rows: str) -> list[str]:
         lines.append(f"mask = {_literal(case.mask())}")
         terms.append("mask")
     shape = (case.batch, case.heads, case.q_len, case.kv_len)
-    if terms or case.has("alibi"):
+    if terms or case.has("alibi") or case.has("score"):
         lines.append(f"i, j = np.arange({case.q_len})[:, None], np.arange({case.kv_len})")
     if terms:
         lines.append(f"see = np.broadcast_to({' & '.join(terms)}, {shape})")

@@ -12,7 +12,7 @@ NEVER = -1e30
 
 def attend(
     q, k, v, *, causal=False, offset=0, window=None, segments=None, lengths=None, mask=None, bias=None, scale=None, cap=None,
-    sinks=None, slopes=None, lse=False, wrong="",
+    sinks=None, slopes=None, temperature=None, table=None, gates=None, lse=False, wrong="",
 ):  # fmt: skip
     """Everything in float32; a row that sees no key is 0. wrong: the one thing that is not as it should be."""
     dtype, kv_len = q.dtype, k.shape[1]
@@ -29,6 +29,14 @@ def attend(
     i, j = jnp.arange(q.shape[1], dtype=jnp.int32)[:, None] + offset, jnp.arange(kv_len, dtype=jnp.int32)[None]
     if slopes is not None:
         x = x - slopes[None, :, None, None] * abs(i - j)[None, None].astype(jnp.float32)
+    if temperature is not None:
+        x = x * temperature[None, :, None, None]
+    if table is not None:
+        by_distance = table[jnp.clip(j - i, -3, 2) + 3]
+        x = x + jnp.moveaxis(by_distance, -1, 0)[None]
+    if gates is not None:
+        sums = jnp.cumsum(gates, -1)
+        x = x + sums[:, :, i[:, 0]][..., None] - sums[:, :, None]
     if bias is not None:
         x = x + bias.astype(jnp.float32)
     see = jnp.ones((1, 1, *x.shape[2:]), bool)
