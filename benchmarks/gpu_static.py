@@ -44,9 +44,10 @@ MASKS = {"full": Full(), "causal": Causal(), "window": Causal() & SlidingWindow(
 DOCUMENTS = (1000, 531, 747, 290, 873, 117, 401, 137)
 IDS = np.repeat(np.arange(len(DOCUMENTS), dtype=np.int32), DOCUMENTS)[None].repeat(BATCH, 0)
 WHO = ("attnops", "jax", "tokamax")
-# Forward kernels for Hopper in Mosaic GPU, from jax 0.12 on: attnops' and JAX's. One warpgroup of a block only loads.
+# Kernels for Hopper in Mosaic GPU, from jax 0.12 on: attnops' and JAX's. One warpgroup of a block only loads.
 MOSAIC = ("attnops mosaic", "jax mosaic") if jax.__version_info__ >= (0, 12) else ()
 LOADING_WARPS = 4
+BACKWARD = 64  # rows and keys of the tiles of JAX's backward pass
 PASSES = ("forward", "backward")
 
 
@@ -59,9 +60,9 @@ def cases() -> list[dict[str, Any]]:
         for dim in (64, 128, 256)
         for part in PASSES
         for mask in MASKS
-        for who in (*WHO, *(MOSAIC if (target, part) == ("h100", "forward") else ()))
+        for who in (*WHO, *(MOSAIC if target == "h100" else ()))
         if not (who == "tokamax" and (part == "backward" or mask == "packed"))  # tokamax uses XLA for the gradients
-        if not (who == "jax mosaic" and mask in ("window", "packed"))
+        if not (who == "jax mosaic" and (mask in ("window", "packed") or (part, mask) == ("backward", "causal")))
     ]
 
 
@@ -80,12 +81,15 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     def loss(*arguments: Any) -> Any:
         return run(*arguments).astype(jnp.float32).sum()
 
-    function = run if case["pass"] == "forward" else jax.grad(loss, (0, 1, 2))
-    with jax.set_mesh(mesh):
-        compiled = (
-            jax.jit(function, out_shardings=here).trace(x, x, x, *ids).lower(lowering_platforms=("cuda",)).compile()
-        )
-    kernels = gpu_kernels(compiled, compiled.as_text(), gpu_specs()[case["target"]])
+    # The kernels of JAX's gradients in Mosaic GPU have one name, so each is compiled alone.
+    gradients = ((0,), (1, 2)) if case["who"] == "jax mosaic" else ((0, 1, 2),)
+    functions = [run] if case["pass"] == "forward" else [jax.grad(loss, numbers) for numbers in gradients]
+    kernels: list[Any] = []
+    for function in functions:
+        with jax.set_mesh(mesh):
+            lowered = jax.jit(function, out_shardings=here).trace(x, x, x, *ids).lower(lowering_platforms=("cuda",))
+        compiled = lowered.compile()
+        kernels += gpu_kernels(compiled, compiled.as_text(), gpu_specs()[case["target"]])
     live = _live(case["mask"])
     instructions = stalls = visited = 0.0
     used = []
@@ -94,11 +98,14 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         if not counts:
             continue
         assert kernel.loops is not None, "nvdisasm isn't installed: pip install 'attnops[cuda-sass]'"
-        assert len(kernel.loops) == len(counts), f"{kernel.name} has {len(kernel.loops)} loops; wanted {len(counts)}"
         warps = (kernel.threads or 0) // 32 - (LOADING_WARPS if case["who"] in MOSAIC else 0)
-        for one, tiles in zip(kernel.loops, counts, strict=True):
-            instructions += one.loop.instructions * warps * tiles / live
-            stalls += one.loop.stall_cycles * warps * tiles / live
+        # Warpgroups of attnops' kernel for keys have loops of their own.
+        parts = len(kernel.loops) // len(counts) if case["who"] == "attnops mosaic" else 1
+        found = f"{kernel.name} has {len(kernel.loops)} loops; wanted {len(counts)}"
+        assert len(kernel.loops) == parts * len(counts), found
+        for one, tiles in zip(kernel.loops, parts * counts, strict=True):
+            instructions += one.loop.instructions * warps * tiles / parts / live
+            stalls += one.loop.stall_cycles * warps * tiles / parts / live
         visited += sum(counts) * logits / live
         used.append({"kernel": kernel.name, "registers": kernel.registers, "stack": kernel.stack_bytes, "warps": warps})
     return {"instructions": instructions, "stalls": stalls, "visited": visited, "kernels": used}
@@ -127,8 +134,10 @@ def _attnops(case: dict[str, Any], mesh: Any) -> Any:
     sizes = {
         "attnops_flash_forward": (config.block_q, config.block_kv, "q"),
         "attnops_hopper_forward": (config.block_q, config.block_kv, "q"),
-        "attnops_flash_dkv": (config.block_q_dkv, config.block_kv_dkv, "kv"),
-        "attnops_flash_dq": (config.block_q_dq, config.block_kv_dq, "q"),
+        **{
+            f"attnops_{written}_dkv": (config.block_q_dkv, config.block_kv_dkv, "kv") for written in ("flash", "hopper")
+        },
+        **{f"attnops_{written}_dq": (config.block_q_dq, config.block_kv_dq, "q") for written in ("flash", "hopper")},
     }
 
     def loops_of(kernel: GpuKernelUse) -> tuple[list[float], int]:
@@ -173,17 +182,24 @@ def _jax(case: dict[str, Any], mesh: Any) -> Any:
 
 
 def _jax_mosaic(case: dict[str, Any], mesh: Any) -> Any:
-    """Its two warpgroups share tiles of 128 rows and 128 keys. It masks each tile of a causal mask."""
+    """Its two warpgroups share tiles of 128 rows and 128 keys. It masks each tile of a causal mask. The backward pass has
+    tiles of 64 rows and 64 keys, one warpgroup that computes, and no causal mask."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
     del mesh
     causal, keys = case["mask"] != "full", 64 if case["dim"] == 256 else 128
-    config = attention_mgpu.TuningConfig(block_q=64, block_kv=keys, max_concurrent_steps=2, causal=causal)
+    gradients = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), BACKWARD)
+    config = attention_mgpu.TuningConfig(
+        block_q=64, block_kv=keys, max_concurrent_steps=2, causal=causal, compute_wgs_bwd=1, **gradients
+    )
     rows = 128
     ends = -(-rows * (np.arange(LENGTH // rows) + 1) // keys)
     tiles = int(ends.sum()) if causal else (LENGTH // rows) * (LENGTH // keys)
 
     def loops_of(kernel: GpuKernelUse) -> tuple[list[float], int]:
+        if case["pass"] == "backward":
+            tiles_of_gradients = (LENGTH // BACKWARD) ** 2
+            return ([], 0) if kernel.name == "entry" else ([tiles_of_gradients], BACKWARD**2)
         # Loops for tiles without a mask, if there are some: JAX divides a causal row into those and the last ones.
         loops = len(kernel.loops or ())
         full = int((rows * np.arange(LENGTH // rows) // keys).sum())

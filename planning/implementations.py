@@ -39,7 +39,7 @@ class PassSizes(NamedTuple):
 
     products: what it makes, 'forward', 'backward' (all gradients at once), 'dkv' or 'dq'. kernel: its name in a compiled program,
     if its schedule can be read there. compute_q, compute_kv: the parts of a tile that it can leave out; None if it can't.
-    pipelined: products run ahead of exponentials. warps: those of a GPU that compute, where others only load; None: all.
+    pipelined: products run ahead of exponentials. loading: warps of a block of threads on a GPU that only load.
     """
 
     products: str
@@ -49,7 +49,7 @@ class PassSizes(NamedTuple):
     compute_q: int | None = None
     compute_kv: int | None = None
     pipelined: bool = False
-    warps: int | None = None
+    loading: int = 0
 
     @property
     def head_dims(self) -> int:

@@ -199,7 +199,6 @@ NOTES = _kinds(
     ("flash.unknown_gpu", "platform", "sizes for {device} fit any GPU from sm_86 on; known GPUs are {known:list}"),
     ("flash.steps", "block_kv", "a forward tile of {keys} keys is processed {how}", "info"),
     ("hopper.columns", "head_dim", "head dims {dims} are computed as {padded}, from copies with zeros", "info"),
-    ("hopper.gradient", "mode", "the gradient's kernels are written in Pallas' Triton, the forward pass's in Mosaic", "info"),
     # -- arrays that come elsewhere
     ("moved.unknown", "mesh", "{array} comes {given}; how that compares with {wanted} on the plan's mesh isn't known"),
     ("moved.nothing", "mesh",

@@ -69,11 +69,14 @@ def gpu_cost(
         offset = None if problem.dynamic_query_offset else problem.query_offset or 0
         heads = local.kv_heads if folded else local.q_heads
         tiles = loop_tiles(problem.mask, block, size.outer, local.q_len, local.kv_len, offset, heads)
-        if len(kernel.loops) == len(tiles) + 1:  # the last one is for keys, values or scales that aren't finite
+        warps = (kernel.threads or 0) // _WARP - size.loading
+        if size.loading and tiles and len(kernel.loops) % len(tiles) == 0:  # parts of the warps have loops of their own
+            parts = len(kernel.loops) // len(tiles)
+            tiles, warps = tiles * parts, warps // parts
+        elif len(kernel.loops) == len(tiles) + 1:  # the last one is for keys, values or scales that aren't finite
             tiles = (*tiles, 0.0)
         if len(kernel.loops) != len(tiles):
             raise ConfigError(f"{name} has {len(kernel.loops)} loops where {len(tiles)} are known")
-        warps = (kernel.threads or 0) // _WARP if size.warps is None else size.warps
         by_head = sum(loop.loop.stall_cycles * count for loop, count in zip(kernel.loops, tiles, strict=True))
         stalls += by_head * warps * heads * local.batch
         registers, shared = max(registers, kernel.registers), max(shared, kernel.shared_bytes or 0)

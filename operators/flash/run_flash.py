@@ -22,10 +22,10 @@ def run_flash(call: LocalCall, config: FlashAttention2Config) -> tuple[jax.Array
         call.layout,
         float(call.softmax_scale),
         call.logits_soft_cap,
-        FlashSizes(**sizes_of(config), kv_splits=splits, fold=bool(config.fold), steps=steps),
         call.problem.platform,
         config.interpret,
         config.residual_checkpoint_name,
         call.problem.value_columns,
+        sizes=FlashSizes(**sizes_of(config), kv_splits=splits, fold=bool(config.fold), steps=steps),
     )
     return attend_call(call, kernel, call.query, call.key, call.value)

@@ -1,7 +1,8 @@
-"""The Hopper kernel as an implementation: its own forward pass, and the gradients of the kernels in Triton."""
+"""The Hopper kernels as an implementation."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,20 +11,28 @@ from ...planning import AttentionProblem, OperationConfig, PassSizes, Placement,
 from ...planning.notes import note
 from ..call.local import LocalCall, LocalOutput
 from ..choices.mask_blocks import block_remarks
-from ..flash.flash_candidates import flash_candidates, flash_tuned_fields
+from ..flash.flash_candidates import flash_tuned_fields
 from ..flash.flash_kernels import FlashKernels
 from .hopper_rules import HOPPER_FEATURES, HOPPER_RULES, is_hopper
-from .hopper_sizes import FORWARD, candidates_near, columns, fields_of, resolve_hopper, shared_of, tiles_of
+from .hopper_sizes import (
+    HOPPER_FIELDS,
+    WARPS,
+    candidates_near,
+    columns,
+    fields_of,
+    resolve_hopper,
+    shared_of,
+    tiles_of,
+)
 from .run_hopper import run_hopper
 
 __all__ = ["HOPPER", "HopperKernels"]
 
-_KERNEL = "attnops_hopper_forward"
 _WARPS = 4  # of a warpgroup
 
 
 class HopperKernels(FlashKernels):
-    """attnops' forward kernel for Hopper, written in Mosaic GPU."""
+    """attnops' kernels for Hopper, written in Mosaic GPU."""
 
     devices = "Hopper"
     capability = declares(
@@ -48,39 +57,53 @@ class HopperKernels(FlashKernels):
         return resolve_hopper(problem, placement, self.read(problem.config))
 
     def passes(self, config: OperationConfig, backward: bool) -> tuple[PassSizes, ...]:
-        """One kernel forward, in Mosaic; two backward, in Triton."""
-        if backward:
-            return super().passes(config, True)
-        sizes = tiles_of(self.read(config))
-        return (PassSizes("forward", sizes.block_q, sizes.block_kv, _KERNEL, warps=_WARPS * sizes.consumers),)
+        """One kernel forward, two backward."""
+        return tuple(
+            PassSizes(which, sizes.block_q, sizes.block_kv, _kernel(which), loading=_WARPS)
+            for which, sizes in tiles_of(self.read(config))._asdict().items()
+            if (which != "forward") == backward
+        )
 
     def memory(
         self, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> Mapping[str, Mapping[str, int]]:
         """Shared memory of a block of threads, by what it holds."""
         del placement
-        return {_KERNEL: shared_of(problem, tiles_of(self.read(config)))}
+        return {
+            _kernel(which): shared_of(which, problem, sizes)
+            for which, sizes in tiles_of(self.read(config))._asdict().items()
+            if which == "forward" or problem.mode == "__train__"
+        }
 
     def tuned_fields(self, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
         """The unset sizes."""
         unset = flash_tuned_fields(problem, placement, self.read(problem.config))
-        return tuple(name for name in unset if name not in ("num_warps", "kv_splits"))
+        return tuple(name for name in unset if name not in (*WARPS, "kv_splits"))
 
     def candidates(self, problem: AttentionProblem, placement: Placement) -> Mapping[str, tuple[dict[str, Any], ...]]:
-        """Sizes around the default choice that fit into shared memory; for the gradients those of the kernels in Triton."""
-        config = self.read(problem.config)
-        free = [name for name in FORWARD if name in self.tuned_fields(problem, placement)]
-        near: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for sizes in candidates_near(tiles_of(self.read(self.resolve(problem, placement)))) if free else ():
-            fields = {name: size for name, size in fields_of(sizes).items() if name in free}
-            try:
-                resolve_hopper(problem, placement, config.with_fields(fields))
-            except ConfigError:
-                continue
-            near.setdefault(tuple(fields.items()), fields)
-        of_gradients = flash_candidates(problem, placement, config.with_fields({"fold": False, "kv_splits": 1}))
-        made = {"forward": tuple(near.values()), "backward": of_gradients.get("backward", ())}
-        return {part: found for part, found in made.items() if found}
+        """Sizes around the default choice that fit into shared memory."""
+        config, free = self.read(problem.config), self.tuned_fields(problem, placement)
+        chosen = tiles_of(self.read(self.resolve(problem, placement)))
+        near: dict[str, list[dict[str, Any]]] = {}
+        for which, sizes in chosen._asdict().items():
+            found: dict[tuple[Any, ...], dict[str, Any]] = {}
+            for one in candidates_near(which, sizes):
+                fields = {name: size for name, size in fields_of(which, one).items() if name in free}
+                try:
+                    resolve_hopper(problem, placement, config.with_fields(fields))
+                except ConfigError:
+                    continue
+                found.setdefault(tuple(fields.items()), fields)
+            near[which] = list(found.values()) if set(HOPPER_FIELDS[which]) & set(free) else []
+        # The kernels of the gradients don't depend on each other's sizes: one is varied at a time.
+        backward = [near[which][0] for which in ("dkv", "dq") if near[which]]
+        first = {name: size for fields in backward for name, size in fields.items()}
+        varied = itertools.chain(*itertools.zip_longest(near["dkv"][1:], near["dq"][1:]))
+        made = {
+            "forward": tuple(near["forward"]),
+            "backward": (first, *(first | fields for fields in varied if fields is not None)) if first else (),
+        }
+        return {part: some for part, some in made.items() if some}
 
     def shipped_choice(self, problem: AttentionProblem, placement: Placement) -> tuple[str, Mapping[str, Any]] | None:
         """None is shipped."""
@@ -88,15 +111,18 @@ class HopperKernels(FlashKernels):
         return None
 
     def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
-        """A mask's blocks, columns that are added, and which kernels make the gradient."""
+        """A mask's blocks, and columns that are added."""
         sizes, heads = self.read(config), placement.local.q_heads
         notes = block_remarks(problem, placement, sizes.block_q or 1, sizes.block_kv or 1, heads)
         dims, padded = (problem.head_dim, problem.value_dim), columns(problem)
         if dims != padded:
             notes = (*notes, note("hopper.columns", dims=dims, padded=padded))
-        if problem.mode == "__train__":
-            notes = (*notes, note("hopper.gradient"))
         return notes
+
+
+def _kernel(which: str) -> str:
+    """The name of a pass's kernel in a compiled program."""
+    return f"attnops_hopper_{which}"
 
 
 HOPPER = HopperKernels()

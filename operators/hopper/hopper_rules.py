@@ -12,6 +12,7 @@ from ...planning import STATIC_MASKS, AttentionProblem, OperationConfig, Rule
 from ..choices.dtype_rules import float32_softmax
 from ..choices.function_rules import MOSAIC_GPU, function_rules
 from ..flash.flash_config import FlashAttention2Config
+from .hopper_sizes import WARPS
 from .kernel.hopper_sizes import KEYS, ROWS, padded_dim
 
 __all__ = ["HOPPER_FEATURES", "HOPPER_RULES", "JAX_NEEDED", "is_hopper"]
@@ -59,6 +60,36 @@ def _fills(problem: AttentionProblem) -> bool:
 def _widened(problem: AttentionProblem) -> float:
     dims = problem.head_dim, problem.value_dim
     return sum(map(padded_dim, dims)) / sum(dims)
+
+
+def _rows_rule(name: str) -> Rule:
+    return Rule(
+        f"hopper.{name}",
+        name,
+        lambda p, c: _field(c, name) in (None, *_BLOCKS),
+        f"{name}={{c.{name}}}: a warpgroup has {ROWS} rows, and one or two of them compute",
+        f"Declare {name}={_BLOCKS[0]} or {_BLOCKS[1]}, or leave it out.",
+    )
+
+
+def _keys_rule(name: str) -> Rule:
+    return Rule(
+        f"hopper.{name}",
+        name,
+        lambda p, c: _field(c, name) in (None, *KEYS),
+        f"{name}={{c.{name}}}: a product with keys goes through 64 of them at once, and one for logits has at most 256 columns",
+        f"Declare {name}={', '.join(map(str, KEYS))}, or leave it out.",
+    )
+
+
+def _warps_rule(name: str) -> Rule:
+    return Rule(
+        f"hopper.{name}",
+        name,
+        lambda p, c: _field(c, name) is None,
+        f"{name}={{c.{name}}} is declared: here the warps follow from the blocks",
+        f"Leave {name} out.",
+    )
 
 
 HOPPER_RULES = (
@@ -128,27 +159,9 @@ HOPPER_RULES = (
         ),
         "Nothing to change. kernel='mosaic' runs this one.",
     ),
-    Rule(
-        "hopper.block_q",
-        "block_q",
-        lambda p, c: _field(c, "block_q") in (None, *_BLOCKS),
-        f"block_q={{c.block_q}}: a warpgroup has {ROWS} rows, and one or two of them compute",
-        f"Declare block_q={_BLOCKS[0]} or {_BLOCKS[1]}, or leave it out.",
-    ),
-    Rule(
-        "hopper.block_kv",
-        "block_kv",
-        lambda p, c: _field(c, "block_kv") in (None, *KEYS),
-        "block_kv={c.block_kv}: a product with values goes through 64 keys at once, and one for logits has at most 256 columns",
-        f"Declare block_kv={', '.join(map(str, KEYS))}, or leave it out.",
-    ),
-    Rule(
-        "hopper.num_warps",
-        "num_warps",
-        lambda p, c: _field(c, "num_warps") is None,
-        "num_warps={c.num_warps} is declared: here the warps follow from block_q",
-        "Leave num_warps out.",
-    ),
+    *(_rows_rule(name) for name in ("block_q", "block_q_dkv", "block_q_dq", "block_kv_dkv")),
+    *(_keys_rule(name) for name in ("block_kv", "block_kv_dq")),
+    *(_warps_rule(name) for name in WARPS),
     Rule(
         "hopper.fold",
         "fold",

@@ -1,4 +1,4 @@
-"""How the Hopper kernel's part of a FlashAttention2Config is filled in."""
+"""How the Hopper kernels' part of a FlashAttention2Config is filled in."""
 
 from __future__ import annotations
 
@@ -10,42 +10,57 @@ from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
 from ..choices.mask_blocks import fitted_block
 from ..flash.flash_config import FlashAttention2Config
-from ..flash.flash_sizes import resolve_flash
-from .kernel.hopper_sizes import KEYS, ROWS, HopperSizes, padded_dim, shared_bytes
+from ..flash.pass_fields import FIELDS
+from .kernel.hopper_sizes import KEYS, ROWS, HopperSizes, HopperTiles, divided, padded_dim, shared_bytes
 
-__all__ = ["FORWARD", "candidates_near", "columns", "resolve_hopper", "shared_of", "tiles_of"]
+__all__ = [
+    "HOPPER_FIELDS",
+    "WARPS",
+    "candidates_near",
+    "columns",
+    "fields_of",
+    "resolve_hopper",
+    "shared_of",
+    "tiles_of",
+]
 
-FORWARD = ("block_q", "block_kv", "num_stages")
-# (keys of a tile, stages) by the greatest dim of a head, best first: what doesn't fit into shared memory or registers is passed
-# over. One stage is loaded while another is read; two more tiles fit at 64, where a tile takes half the time.
-_TILES = ((128, 3), (128, 2), (64, 3), (64, 2), (64, 1))
+# The fields of a HopperSizes, as a config has them for each pass; the warps follow from them.
+WARPS = tuple(names[2] for names in FIELDS.values())
+HOPPER_FIELDS = {which: tuple(name for name in names if name not in WARPS) for which, names in FIELDS.items()}
+# By pass, best first: what doesn't fit into shared memory or registers is passed over. One stage is loaded while another is read;
+# two more tiles fit at 64, where a tile takes half the time.
+_TILES = {
+    "forward": tuple(HopperSizes(2 * ROWS, *rest) for rest in ((128, 3), (128, 2), (64, 3), (64, 2), (64, 1))),
+    "dkv": tuple(HopperSizes(64, *rest) for rest in ((2 * ROWS, 3), (2 * ROWS, 2), (ROWS, 2), (ROWS, 1))),
+    "dq": tuple(HopperSizes(2 * ROWS, *rest) for rest in ((128, 2), (64, 3), (64, 2), (64, 1))),
+}
 _STAGES_FROM_DIM = 64
-# Registers of a thread that computes: the sums of a row's values, its logits, and its weights as 16-bit numbers.
-_REGISTERS = 192
+# Registers of a thread that computes, for the numbers that `_registers` counts.
+_REGISTERS = {"forward": 192, "dkv": 208, "dq": 208}
 
 
 def resolve_hopper(
     problem: AttentionProblem, placement: Placement, config: FlashAttention2Config
 ) -> FlashAttention2Config:
-    """Fill in every size, those of the gradients as the kernels in Triton choose them. Errors: ConfigError if none fits."""
-    gradients = resolve_flash(
-        problem,
-        placement,
-        config.with_fields({**dict.fromkeys((*FORWARD, "num_warps")), "fold": False, "kv_splits": 1}),
-    )
-    sizes = _chosen(problem, placement, config)
-    fields = {"kernel": "mosaic", "num_warps": None, **dict(zip(FORWARD, sizes, strict=True))}
-    resolved = gradients.with_fields(fields)
-    _check_fits(problem, sizes)
-    return resolved
+    """Fill in every size. Errors: ConfigError if none fits."""
+    fields: dict[str, Any] = {"kernel": "mosaic", "fold": False, "kv_splits": 1}
+    for which in HOPPER_FIELDS:
+        sizes = _chosen(which, problem, placement, config)
+        _check_fits(which, problem, sizes)
+        fields |= fields_of(which, sizes)
+    return config.with_fields(fields)
 
 
-def tiles_of(config: FlashAttention2Config) -> HopperSizes:
+def tiles_of(config: FlashAttention2Config) -> HopperTiles:
     """The sizes of a filled config."""
-    assert config.block_q is not None
-    assert config.block_kv is not None
-    assert config.num_stages is not None
-    return HopperSizes(config.block_q, config.block_kv, config.num_stages)
+    return HopperTiles(
+        **{which: HopperSizes(*(getattr(config, name) for name in names)) for which, names in HOPPER_FIELDS.items()}
+    )
+
+
+def fields_of(which: str, sizes: HopperSizes) -> dict[str, Any]:
+    """The sizes of a pass as a config's fields."""
+    return dict(zip(HOPPER_FIELDS[which], sizes, strict=True))
 
 
 def columns(problem: AttentionProblem) -> tuple[int, int]:
@@ -53,32 +68,34 @@ def columns(problem: AttentionProblem) -> tuple[int, int]:
     return padded_dim(problem.head_dim), padded_dim(problem.value_dim)
 
 
-def shared_of(problem: AttentionProblem, sizes: HopperSizes) -> dict[str, int]:
+def shared_of(which: str, problem: AttentionProblem, sizes: HopperSizes) -> dict[str, int]:
     """Bytes of shared memory of a block of threads, by what they hold."""
-    return shared_bytes(sizes, problem.head_dim, problem.value_dim)
+    return shared_bytes(which, sizes, problem.head_dim, problem.value_dim)
 
 
-def candidates_near(sizes: HopperSizes) -> list[HopperSizes]:
+def candidates_near(which: str, sizes: HopperSizes) -> list[HopperSizes]:
     """Sizes around some, the nearest first."""
-    keys = (sizes.block_kv, sizes.block_kv * 2, sizes.block_kv // 2)
-    stages = (sizes.stages, sizes.stages + 1, sizes.stages - 1)
-    blocks = (sizes.block_q, 2 * ROWS if sizes.block_q == ROWS else ROWS)
-    made = itertools.product(blocks, stages, keys)
-    return [HopperSizes(q, kv, n) for q, n, kv in made if n >= 1 and kv in KEYS]
+    keys = [n for n in (sizes.block_kv, sizes.block_kv * 2, sizes.block_kv // 2) if n in KEYS]
+    blocks = [n for n in (sizes.block_q, sizes.block_q * 2, sizes.block_q // 2) if ROWS <= n <= 2 * ROWS]
+    stages = [n for n in (sizes.stages, sizes.stages + 1, sizes.stages - 1) if n >= 1]
+    if which == "dkv":
+        keys = [n for n in keys if n <= 2 * ROWS]
+    return [HopperSizes(q, kv, n) for q, n, kv in itertools.product(blocks, stages, keys)]
 
 
-def _chosen(problem: AttentionProblem, placement: Placement, config: FlashAttention2Config) -> HopperSizes:
+def _chosen(which: str, problem: AttentionProblem, placement: Placement, config: FlashAttention2Config) -> HopperSizes:
     local = placement.local
-    block_q = config.block_q or (2 * ROWS if local.q_len > ROWS else ROWS)
-    most_keys = KEYS[0] if local.kv_len <= KEYS[0] else KEYS[-1]
+    declared = [getattr(config, name) for name in HOPPER_FIELDS[which]]
     found: list[HopperSizes] = []
-    for keys, stages in _TILES:
-        if stages > 2 and keys > 64 and max(columns(problem)) > _STAGES_FROM_DIM:
+    for sizes in _TILES[which]:
+        if sizes.stages > 2 and sizes.block_kv > 64 and max(columns(problem)) > _STAGES_FROM_DIM:
             continue
-        block_kv = config.block_kv or _of_mask(problem, min(keys, most_keys))
-        sizes = HopperSizes(block_q, block_kv, config.num_stages or stages)
+        rows = sizes.block_q if local.q_len > ROWS else ROWS
+        keys = _of_mask(problem, sizes.block_kv if local.kv_len > ROWS else ROWS)
+        tried = (rows, keys, sizes.stages)
+        sizes = HopperSizes(*(x if given is None else given for given, x in zip(declared, tried, strict=True)))
         found.append(sizes)
-        if _fits(problem, sizes):
+        if _fits(which, problem, sizes):
             return sizes
     return found[-1]
 
@@ -96,29 +113,40 @@ def _shared_limit(problem: AttentionProblem) -> int:
     return gpu.shared_bytes_a_block
 
 
-def _registers(problem: AttentionProblem, sizes: HopperSizes) -> int:
-    """A thread's numbers: of a warpgroup's 64 rows, 128 threads hold half a row each."""
-    return columns(problem)[1] // 2 + sizes.block_kv // 2 + sizes.block_kv // 4
+def _registers(which: str, problem: AttentionProblem, sizes: HopperSizes) -> int:
+    """A thread's numbers: sums, logits, the gradients of weights, and 16-bit weights. Of a warpgroup's 64 rows, 128 threads hold
+    half a row each."""
+    dim, value_dim = columns(problem)
+    if which == "forward":
+        return value_dim // 2 + sizes.block_kv // 2 + sizes.block_kv // 4
+    if which == "dq":
+        return dim // 2 + sizes.block_kv + sizes.block_kv // 4
+    sums = max(dim, value_dim) if divided(dim, value_dim) else dim + value_dim
+    return sums // 2 + sizes.block_q + sizes.block_q // 4
 
 
-def _fits(problem: AttentionProblem, sizes: HopperSizes) -> bool:
-    shared = sum(shared_of(problem, sizes).values())
-    return shared <= _shared_limit(problem) and _registers(problem, sizes) <= _REGISTERS
+def _fits(which: str, problem: AttentionProblem, sizes: HopperSizes) -> bool:
+    if which == "dkv" and divided(*columns(problem)) and sizes.block_kv != ROWS:
+        return False
+    shared = sum(shared_of(which, problem, sizes).values())
+    return shared <= _shared_limit(problem) and _registers(which, problem, sizes) <= _REGISTERS[which]
 
 
-def _check_fits(problem: AttentionProblem, sizes: HopperSizes) -> None:
-    """Errors: ConfigError for sizes whose tiles take more shared memory than there is."""
-    parts, limit = shared_of(problem, sizes), _shared_limit(problem)
+def _check_fits(which: str, problem: AttentionProblem, sizes: HopperSizes) -> None:
+    """Errors: ConfigError for sizes whose tiles take more shared memory than there is, and for keys that a block can't hold."""
+    block_q, block_kv, stages = HOPPER_FIELDS[which]
+    if which == "dkv" and divided(*columns(problem)) and sizes.block_kv != ROWS:
+        raise ConfigError(
+            f"FlashAttention2Config: {block_kv}={sizes.block_kv}, with head_dim={problem.head_dim} and value dim "
+            f"{problem.value_dim}: the gradients of key and value are summed by a warpgroup each, of the same {ROWS} "
+            f"keys. Hint: {block_kv}={ROWS}."
+        )
+    parts, limit = shared_of(which, problem, sizes), _shared_limit(problem)
     taken = sum(parts.values())
     if taken > limit:
         held = ", ".join(f"{name} {size}" for name, size in parts.items() if size)
         raise ConfigError(
-            f"FlashAttention2Config: block_q={sizes.block_q}, block_kv={sizes.block_kv} and num_stages={sizes.stages} take "
+            f"FlashAttention2Config: {block_q}={sizes.block_q}, {block_kv}={sizes.block_kv} and {stages}={sizes.stages} take "
             f"{taken} bytes of shared memory ({held}); {problem.device} has {limit} for a block of threads. Hint: fewer stages "
             "or a smaller block."
         )
-
-
-def fields_of(sizes: HopperSizes) -> dict[str, Any]:
-    """The sizes as a config's fields."""
-    return dict(zip(FORWARD, sizes, strict=True))

@@ -1,4 +1,4 @@
-"""A LocalCall through the Hopper kernel."""
+"""A LocalCall through the Hopper kernels."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import jax
 
 from ..call.local import LocalCall
 from ..flash.flash_config import FlashAttention2Config
-from ..flash.flash_sizes import sizes_of
-from ..flash.kernel.flash_sizes import FlashSizes, TileSteps
 from ..sequence.ring_call import attend_call
 from .hopper_sizes import tiles_of
 
@@ -16,13 +14,12 @@ __all__ = ["run_hopper"]
 
 def run_hopper(call: LocalCall, config: FlashAttention2Config) -> tuple[jax.Array, jax.Array]:
     """(output in the call's layout, lse)."""
-    from .kernel.hopper_attention import PartialHopper  # imports Pallas, so only where the kernel runs
+    from .kernel.hopper_attention import PartialHopper  # imports Pallas, so only where the kernels run
 
     kernel = PartialHopper(
         call.layout,
         float(call.softmax_scale),
         call.logits_soft_cap,
-        FlashSizes(**sizes_of(config), kv_splits=1, fold=False, steps=TileSteps()),
         call.problem.platform,
         config.interpret,
         config.residual_checkpoint_name,

@@ -65,7 +65,7 @@ PIPELINED = {
         },
     )
 }
-# Two tiles of keys for a length of 80, in one place after the other. test_hopper.py runs it, where jax's interpreter can.
+# Two tiles for a length of 80, in one place after the other. test_hopper.py runs it, where jax's interpreter can.
 HOPPER = Implementation(
     "flash_attn2",
     "forward_hopper",
@@ -73,10 +73,10 @@ HOPPER = Implementation(
         "interpret": True,
         "kernel": "mosaic",
         "block_q": 128,
-        "block_kv": 64,
-        "num_stages": 1,
-        "block_q_dq": 64,
-        "block_kv_dkv": 64,
+        "block_q_dkv": 64,
+        "block_q_dq": 128,
+        **dict.fromkeys(("block_kv", "block_kv_dkv", "block_kv_dq"), 64),
+        **dict.fromkeys(("num_stages", "num_stages_dkv", "num_stages_dq"), 1),
     },
 )
 # What can't run here, or only in part: test_refusals.py and test_hopper.py ask these what they declare.

@@ -16,7 +16,6 @@ from attnops.operators.hopper import hopper_rules
 from attnops.operators.hopper.hopper_sizes import shared_of, tiles_of
 from attnops.operators.hopper.kernel.hopper_sizes import HopperSizes, shared_bytes
 from attnops.planning.decide import _decide
-from attnops.planning.notes import has_note
 
 H100, A100, B200 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA B200"
 SHARED = 232448  # bytes that a block of threads may request on Hopper
@@ -86,7 +85,13 @@ REFUSED = {
     "hopper.few_blocks": {"lengths": (256, 8192), "heads": (8, 4)},
     "hopper.block_q": {"config": {"block_q": 256}},
     "hopper.block_kv": {"config": {"block_kv": 512}},
+    "hopper.block_q_dq": {"config": {"block_q_dq": 32}},
+    "hopper.block_q_dkv": {"config": {"block_q_dkv": 256}},
+    "hopper.block_kv_dkv": {"config": {"block_kv_dkv": 256}},
+    "hopper.block_kv_dq": {"config": {"block_kv_dq": 32}},
     "hopper.num_warps": {"config": {"num_warps": 8}},
+    "hopper.num_warps_dkv": {"config": {"num_warps_dkv": 8}},
+    "hopper.num_warps_dq": {"config": {"num_warps_dq": 8}},
     "hopper.fold": {"config": {"fold": True}},
     "hopper.kv_splits": {"config": {"kv_splits": 2}},
     "feature.bias": {"call": {"bias": jax.ShapeDtypeStruct((1, 1, 2048, 2048), "float32")}},
@@ -124,10 +129,8 @@ def test_what_triton_only_does_better_can_be_declared(code: str) -> None:
 def test_every_operation_of_the_gpu_kernels_chooses_it(operation: str) -> None:
     plan = _plan(operation=operation, call={"mode": "train"})
     assert (plan.kind, plan.method, plan.rejected) == ("platform", "forward_hopper", ())
-    (forward,) = plan.runs.passes(plan.config, False)
-    assert (forward.kernel, forward.warps) == ("attnops_hopper_forward", 8)
-    assert [size.kernel for size in plan.runs.passes(plan.config, True)] == ["attnops_flash_dkv", "attnops_flash_dq"]
-    assert any(has_note([note], "hopper.gradient") for note in plan.notes)
+    passes = [(size.kernel, size.loading) for part in (False, True) for size in plan.runs.passes(plan.config, part)]
+    assert passes == [("attnops_hopper_forward", 4), ("attnops_hopper_dkv", 4), ("attnops_hopper_dq", 4)]
 
 
 @pytest.mark.usefixtures("new_jax")
@@ -135,24 +138,41 @@ def test_every_operation_of_the_gpu_kernels_chooses_it(operation: str) -> None:
     "dims", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (128, 64), (96, 96)]
 )
 @pytest.mark.parametrize("lengths", [(2048, 2048), (2048, 40), (100, 5000)])
-def test_chosen_sizes_fit(dims: tuple[int, int], lengths: tuple[int, int]) -> None:
-    plan = _plan(dims=dims, lengths=lengths, heads=(64, 64))
+@pytest.mark.parametrize("mode", ["prefill", "train"])
+def test_chosen_sizes_fit(dims: tuple[int, int], lengths: tuple[int, int], mode: str) -> None:
+    plan = _plan(dims=dims, lengths=lengths, heads=(64, 64), call={"mode": mode})
     assert plan.method == "forward_hopper", plan.rejected
     sizes = tiles_of(plan.config)
-    assert sizes.block_q == 128
-    assert sizes.stages >= 2
-    assert sum(shared_of(plan.problem, sizes).values()) <= SHARED
-    (counted,) = plan.runs.memory(plan.problem, plan.placement, plan.config).values()
-    assert counted == shared_of(plan.problem, sizes)
+    assert sizes.forward.block_q == 128
+    assert sizes.forward.stages >= 2
+    counted = plan.runs.memory(plan.problem, plan.placement, plan.config)
+    assert set(counted) == {"attnops_hopper_forward"} | (
+        {"attnops_hopper_dkv", "attnops_hopper_dq"} if mode == "train" else set()
+    )
+    for which, one in sizes._asdict().items():
+        parts = shared_of(which, plan.problem, one)
+        assert sum(parts.values()) <= SHARED
+        assert counted.get(f"attnops_hopper_{which}", parts) == parts
+        assert one.block_q in (64, 128)
+        assert one.block_kv in (64, 128)
 
 
 def test_shared_memory_by_hand() -> None:
-    """128 rows of a query and two stages of 128 keys and values of 128 numbers, 16 bits each."""
-    counted = shared_bytes(HopperSizes(128, 128, 2), 128, 128)
+    """Of 16-bit numbers: 128 rows of a query and two stages of 128 keys and values; 128 keys and values, and two stages of 64
+    queries and gradients; and so on."""
+    counted = shared_bytes("forward", HopperSizes(128, 128, 2), 128, 128)
     assert (counted["query"], counted["key"], counted["value"]) == (32768, 65536, 65536)
-    assert (counted["output"], counted["lse"]) == (0, 512)
-    assert shared_bytes(HopperSizes(128, 64, 2), 192, 128)["output"] == 32768
-    assert sum(shared_bytes(HopperSizes(128, 128, 3), 128, 128).values()) == 232560  # as Mosaic says, which refuses it
+    assert (counted["output"], counted["lse"], counted["columns"]) == (0, 1024, 1024)
+    assert shared_bytes("forward", HopperSizes(128, 64, 2), 192, 128)["output"] == 32768
+    counted = shared_bytes("dkv", HopperSizes(64, 128, 2), 128, 64)
+    assert (counted["query"], counted["d_output"]) == (32768, 16384)
+    assert (counted["key"], counted["value"], counted["lse"], counted["columns"]) == (32768, 16384, 2048, 1024)
+    counted = shared_bytes("dq", HopperSizes(128, 64, 3), 128, 64)
+    assert (counted["query"], counted["d_output"], counted["key"], counted["value"]) == (32768, 16384, 49152, 24576)
+    # As Mosaic says, which refuses them.
+    assert sum(shared_bytes("forward", HopperSizes(128, 128, 3), 128, 128).values()) == 233584
+    assert sum(shared_bytes("dkv", HopperSizes(64, 128, 6), 128, 128).values()) == 267376
+    assert sum(shared_bytes("dq", HopperSizes(128, 64, 6), 128, 128).values()) == 263376
 
 
 @pytest.mark.usefixtures("new_jax")
@@ -164,11 +184,21 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("new_jax")
+def test_keys_of_two_warpgroups_are_shared() -> None:
+    """Where one warpgroup can't hold the sums of key and value, a block has 64 keys."""
+    call = {"mode": "train"}
+    assert tiles_of(_plan(dims=(192, 128), call=call).config).dkv.block_kv == 64
+    assert tiles_of(_plan(call=call).config).dkv.block_kv == 128
+    plan = _plan(dims=(192, 128), config={"kernel": "mosaic", "block_kv_dkv": 128}, fallback="error", call=call)
+    assert _codes(plan) == {"config"}
+
+
+@pytest.mark.usefixtures("new_jax")
 def test_what_a_search_tries() -> None:
     plan = _plan(call={"mode": "train"})
     free = plan.runs.tuned_fields(plan.problem, plan.placement)
-    assert {"block_q", "block_kv", "num_stages", "block_q_dkv"} <= set(free)
-    assert not {"num_warps", "kv_splits"} & set(free)
+    assert {"block_q", "block_kv", "num_stages", "block_q_dkv", "num_stages_dq"} <= set(free)
+    assert not {"num_warps", "num_warps_dkv", "num_warps_dq", "kv_splits"} & set(free)
     ways = plan.runs.candidates(plan.problem, plan.placement)
     assert set(ways) == {"forward", "backward"}
     for part, some in ways.items():
@@ -177,4 +207,10 @@ def test_what_a_search_tries() -> None:
         assert all(set(way) <= set(free) for way in some), part
     for way in ways["forward"]:
         sizes = HopperSizes(way["block_q"], way["block_kv"], way["num_stages"])
-        assert sum(shared_bytes(sizes, 128, 128).values()) <= SHARED
+        assert sum(shared_bytes("forward", sizes, 128, 128).values()) <= SHARED
+    tiles = [tiles_of(plan.config.with_fields(way)) for way in ways["backward"]]
+    assert len({one.dkv for one in tiles}) > 2
+    assert len({one.dq for one in tiles}) > 2
+    for one in tiles:
+        assert sum(shared_bytes("dkv", one.dkv, 128, 128).values()) <= SHARED
+        assert sum(shared_bytes("dq", one.dq, 128, 128).values()) <= SHARED

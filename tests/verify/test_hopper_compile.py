@@ -1,4 +1,4 @@
-"""The Hopper kernel compiled for described GPUs: registers, spills, shared memory, the products in its loops, and its search."""
+"""The Hopper kernels compiled for described GPUs: registers, spills, shared memory, the products in their loops, their search."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: plans choose the kernel in Triton", allow_module_level=True)
 needs_disassembler = pytest.mark.skipif(disassembler() is None, reason="pip install 'attnops[cuda-sass]'")
 
-NAME = "attnops_hopper_forward"
+NAME, GRADIENTS = "attnops_hopper_forward", ("attnops_hopper_dkv", "attnops_hopper_dq")
 # 384 threads share the 65536 registers of a multiprocessor, in units of 8.
 REGISTERS, THREADS = 168, 384
 
@@ -105,7 +105,41 @@ def test_head_dims(target: str, dims: tuple[int, int], dtype: str) -> None:
     kernel = _kernel(report)
     assert kernel.stack_bytes == 0
     padded = tuple(-(-dim // 64) * 64 for dim in dims)
-    _check_loops(kernel, tiles_of(report.plan.config).block_kv, (padded[0], padded[1]))  # type: ignore[arg-type]
+    _check_loops(kernel, tiles_of(report.plan.config).forward.block_kv, (padded[0], padded[1]))  # type: ignore[arg-type]
+
+
+def _gradients(report: TargetReport) -> tuple[GpuKernelUse, GpuKernelUse]:
+    assert report.passed, [one.failure for one in report.passes]
+    assert report.plan.method == "forward_hopper"  # type: ignore[union-attr]
+    forward, *kernels = (k for k in report.passes[1].kernels or () if isinstance(k, GpuKernelUse))
+    assert forward.name == NAME
+    assert tuple(kernel.name for kernel in kernels) == GRADIENTS
+    assert {(kernel.registers, kernel.threads) for kernel in kernels} == {(REGISTERS, THREADS)}
+    dkv, dq = kernels
+    return dkv, dq
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128), (80, 48), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("target", ["h100", "h200"])
+def test_gradients(target: str, dims: tuple[int, int], dtype: str) -> None:
+    """Four products of a tile for keys, three for queries; where key and value have a warpgroup each, three and two."""
+    report = _report(target, dims=dims, dtype=dtype, mode="train")
+    dkv, dq = _gradients(report)
+    assert dkv.stack_bytes == 0
+    assert dq.stack_bytes == 0 or dims == (256, 256)
+    if disassembler() is None:
+        return
+    sizes, (dim, value_dim) = tiles_of(report.plan.config), (-(-d // 64) * 64 for d in dims)  # type: ignore[arg-type]
+    of_queries = 64 * sizes.dq.block_kv * (2 * dim + value_dim)
+    assert [one.loop.tensor_flops for one in dq.loops or ()] == [2 * of_queries / 4] * 2
+    together = dim + value_dim <= 256
+    columns = [2 * (dim + value_dim)] * 2 if together else [2 * dim + value_dim, dim + value_dim]
+    of_keys = [64 * sizes.dkv.block_q * n for n in columns]
+    assert [one.loop.tensor_flops for one in dkv.loops or ()] == [2 * n / 4 for n in of_keys for _ in range(2)]
+    assert {one.loop.ex2 * 32 * 4 for one in dkv.loops or ()} == {64 * sizes.dkv.block_q}
+    assert {one.loop.ex2 * 32 * 4 for one in dq.loops or ()} == {64 * sizes.dq.block_kv}
 
 
 IDS = jax.ShapeDtypeStruct((1, 1024), "int32")
@@ -127,8 +161,9 @@ MASKS: dict[str, Mask] = {
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, dim: int) -> None:
-    kernel = _kernel(_report(dims=(dim, dim), mask=MASKS[name]))
-    assert kernel.stack_bytes == (8 if (name, dim) == ("segments", 128) else 0)
+    report = _report(dims=(dim, dim), mask=MASKS[name], mode="train")
+    assert _kernel(report).stack_bytes == 0
+    assert [kernel.stack_bytes for kernel in _gradients(report)] == [0, 0]
 
 
 @pytest.mark.slow
@@ -143,7 +178,9 @@ def test_masks(name: str, dim: int) -> None:
     ids=lambda call: next(iter(call)),
 )
 def test_other_features(call: dict[str, Any]) -> None:
-    assert _kernel(_report(**call)).stack_bytes == 0
+    report = _report(**call, mode="train")
+    assert _kernel(report).stack_bytes == 0
+    assert [kernel.stack_bytes for kernel in _gradients(report)] == [8 if "logits_soft_cap" in call else 0, 0]
 
 
 @pytest.mark.slow
@@ -156,16 +193,8 @@ def test_lengths_that_end_within_a_tile(lengths: tuple[int, int]) -> None:
 def test_most_of_the_shared_memory() -> None:
     """What the count lets pass compiles: five stages of 64 keys and values of 128 numbers, six of 128 of 64."""
     _kernel(_report(config={"block_kv": 64, "num_stages": 5}))
-    _kernel(_report(dims=(64, 64), config={"block_kv": 128, "num_stages": 6}))
-
-
-@pytest.mark.slow
-def test_the_gradient_is_that_of_the_kernels_in_triton() -> None:
-    report = _report(mode="train")
-    assert report.passed
-    assert [kernel.name for kernel in report.passes[1].kernels or ()] == [
-        NAME, "attnops_flash_dkv", "attnops_flash_dq",
-    ]  # fmt: skip
+    _kernel(_report(dims=(64, 64), config={"block_kv": 128, "num_stages": 5}))
+    _gradients(_report(config={"num_stages_dkv": 4, "num_stages_dq": 4}, mode="train"))
 
 
 @pytest.mark.slow

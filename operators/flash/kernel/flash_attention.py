@@ -1,8 +1,8 @@
-"""PartialFlash: the kernels combined, with their gradient."""
+"""PartialFlash: the kernels combined, with those of their gradient."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax
@@ -11,19 +11,16 @@ from jax import lax
 
 from ....scores.steps import Steps
 from ...kernels.block_words import block_words
-from ...kernels.blocking import Blocking
-from ...kernels.dequantise import dequantised, quantised_gradients
 from ...kernels.local_mask import Dropout, LocalMask
-from ...kernels.lse import LOG2E, merge_stacked
-from ...kernels.operands import DynamicArgs, Operands, Results, StaticArgs, join_static
-from ...kernels.partial_attention import residual_names
+from ...kernels.lse import merge_stacked
+from ...kernels.operands import DynamicArgs, Operands, StaticArgs, join_static
 from ...kernels.seen_keys import Seen, seen_keys
-from ...vanilla.kernel.blockwise import blockwise_gradients
 from .arrays import KERNELS, Arrays
 from .backward import KeyGradients, QueryGradient
 from .flash_sizes import FlashSizes, HeadParts, TileSizes
 from .forward import ForwardKernel
 from .fp8 import as_bits
+from .partial_gpu import Gradients, PartialGpu
 from .score_tile import add_captures
 from .tile import Logits, Words, add_arrays
 from .tile_schedule import TileSchedule, tile_schedule
@@ -32,30 +29,11 @@ __all__ = ["PartialFlash"]
 
 
 @dataclass(frozen=True)
-class PartialFlash:
-    """These kernels as a PartialAttention.
+class PartialFlash(PartialGpu):
+    """These kernels as a PartialAttention."""
 
-    query [batch, q, heads, dim], key [batch, kv, kv_heads, dim], value [batch, kv, kv_heads, value_dim] in bthd, of any
-    lengths; bias broadcasts to [batch, heads, q, kv]; sinks float32 [heads]. Key and value may be int8 or fp8, unscaled or
-    with scales, float32 [batch, kv_heads, kv]; the output has the query's dtype. value_columns: values are the first so many
-    numbers of their keys, which aren't quantised; `value` is None, and its gradient a part of the key's. Fully masked rows give
-    output 0, lse -inf (or that of the sink) and zero gradients.
-    """
-
-    layout: str
-    scale: float
-    soft_cap: float | None
-    sizes: FlashSizes
-    platform: str
-    interpret: bool
-    residual_checkpoint_name: str | None
-    value_columns: int | None = None
+    sizes: FlashSizes = field(kw_only=True)
     title: ClassVar[str] = KERNELS
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """See PartialAttention."""
-        return residual_names(self.residual_checkpoint_name)
 
     def attend(self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs) -> tuple[jax.Array, jax.Array]:
         """See PartialAttention."""
@@ -68,67 +46,17 @@ class PartialFlash:
         words = block_words(mask, sizes.block_q, sizes.block_kv, mask.q_len, tables)
         return self._forward(static_args, operands, dynamic, table, words, _seen(self, operands, mask), None)
 
-    def differentiate(
-        self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results
-    ) -> Operands:
-        """See PartialAttention."""
-        output, lse, d_output, d_lse = results
-        declared, dtype = operands, operands.query.dtype
-        key = dequantised(declared.key, declared.key_scale, self.layout, dtype)
-        value = declared.value
-        value = None if value is None else dequantised(value, declared.value_scale, self.layout, dtype)
-        operands = declared._replace(key=key, value=value, key_scale=None, value_scale=None)
-        product = output.astype(jnp.float32) * d_output.astype(jnp.float32)
-        delta = product.sum(-1)
-        delta = (delta.swapaxes(1, 2) if self.layout == "bthd" else delta) - d_lse
-        # A row without keys has no weights: 2 ** (x - inf) is 0.
-        shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
-        backward = _Backward(self, static_args, operands, dynamic, d_output.astype(dtype), shift, delta)
-        d_key, d_value = backward.of_keys()
-        d_key, d_key_scale = self._of_quantised(declared.key, declared.key_scale, d_key)
-        d_value_scale = None
-        if d_value is not None:
-            d_value, d_value_scale = self._of_quantised(declared.value, declared.value_scale, d_value)
-        d_sinks = d_bias = None
-        if operands.sinks is not None:
-            d_sinks = -(jnp.exp(operands.sinks[None, :, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse)) * delta).sum(
-                (0, 2)
-            )
-        if operands.bias is not None:
-            d_bias = self._in_xla(static_args, operands, dynamic, results).bias
-        captures: tuple[jax.Array, ...] = ()
-        if operands.captures:
-            # Triton has no sums over tiles in a fixed order but by another pass over all of them; XLA's is one.
-            captures = self._in_xla(static_args, operands, dynamic, results).captures
-        d_query = backward.of_query()
-        return Operands(d_query, d_key, d_value, d_bias, d_sinks, d_key_scale, d_value_scale, captures)
-
-    def _of_quantised(self, x: jax.Array, scale: jax.Array | None, gradient: jax.Array) -> tuple[Any, Any]:
-        if self.layout == "bhtd":
-            return quantised_gradients(x, scale, gradient)
-        d_x, d_scale = quantised_gradients(x.swapaxes(1, 2), scale, gradient.swapaxes(1, 2))
-        return d_x.swapaxes(1, 2), d_scale
-
-    def _in_xla(self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results) -> Operands:
-        """All gradients by the blockwise pass, for those that no kernel sums. The compiler drops the others."""
-        if self.layout == "bthd":
-            operands = operands._replace(
-                query=operands.query.swapaxes(1, 2),
-                key=operands.key.swapaxes(1, 2),
-                value=None if operands.value is None else operands.value.swapaxes(1, 2),
-            )
-            results = results._replace(output=results.output.swapaxes(1, 2), d_output=results.d_output.swapaxes(1, 2))
-        return blockwise_gradients(
-            static_args,
-            operands,
-            dynamic,
-            results,
-            scale=self.scale,
-            soft_cap=self.soft_cap,
-            platform=self.platform,
-            blocking=Blocking(min(512, static_args.q_len), min(512, static_args.kv_len), 1),
-            value_columns=self.value_columns,
-        )
+    def gradients(
+        self,
+        static_args: StaticArgs,
+        operands: Operands,
+        dynamic: DynamicArgs,
+        d_output: jax.Array,
+        shift: jax.Array,
+        delta: jax.Array,
+    ) -> Gradients:
+        """See PartialGpu."""
+        return _Backward(self, static_args, operands, dynamic, d_output, shift, delta)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 

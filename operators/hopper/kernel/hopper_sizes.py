@@ -1,10 +1,20 @@
-"""The sizes of the Hopper kernel, and the shared memory that they take."""
+"""The sizes of the Hopper kernels, and the shared memory that they take."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["DIM_STEP", "KEYS", "ROWS", "HopperSizes", "padded_dim", "shared_bytes"]
+__all__ = [
+    "DIM_STEP",
+    "KEYS",
+    "ROWS",
+    "HopperSizes",
+    "HopperTiles",
+    "divided",
+    "key_warpgroups",
+    "padded_dim",
+    "shared_bytes",
+]
 
 ROWS = 64  # of a warpgroup: those of a wgmma
 KEYS = (
@@ -13,13 +23,15 @@ KEYS = (
     256,
 )  # of a tile: a product with values goes through 64 keys at once, one for logits has at most 256 columns
 DIM_STEP = 64  # 128 bytes of 16-bit numbers, the widest rows that shared memory swizzles
-_ALIGNMENT = 2560  # what Mosaic adds so that arrays begin where they may
+_ALIGNMENT = 1024
+_REDUCTIONS = 2048  # what Mosaic takes for the sum and the maximum of a row
 _BARRIER, _FLOAT = 8, 4
+_MOST_SUMS = 256  # columns of gradients that a warpgroup can hold beside its tiles
 
 
 class HopperSizes(NamedTuple):
-    """block_q: rows of a block of threads, 64 for each warpgroup that computes. block_kv: keys of a tile. stages: tiles of keys,
-    and of values, that shared memory holds."""
+    """block_q, block_kv: rows and keys of a tile. stages: tiles that shared memory holds, of those that a block goes through:
+    keys and values, or queries and the output's gradients."""
 
     block_q: int
     block_kv: int
@@ -27,8 +39,16 @@ class HopperSizes(NamedTuple):
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that compute; one more loads."""
+        """Warpgroups that compute, if each has rows of its own; one more loads."""
         return self.block_q // ROWS
+
+
+class HopperTiles(NamedTuple):
+    """The sizes of the forward pass, of the gradients of key and value, and of that of the query."""
+
+    forward: HopperSizes
+    dkv: HopperSizes
+    dq: HopperSizes
 
 
 def padded_dim(dim: int) -> int:
@@ -36,16 +56,39 @@ def padded_dim(dim: int) -> int:
     return -(-dim // DIM_STEP) * DIM_STEP
 
 
-def shared_bytes(sizes: HopperSizes, dim: int, value_dim: int) -> dict[str, int]:
-    """Bytes of shared memory of a block of threads, by what they hold. Numbers have 16 bits; the output takes the place of a
-    query of as many."""
+def divided(dim: int, value_dim: int) -> bool:
+    """Whether the gradients of key and value are summed by a warpgroup each, because one can't hold both."""
+    return padded_dim(dim) + padded_dim(value_dim) > _MOST_SUMS
+
+
+def key_warpgroups(sizes: HopperSizes, dim: int, value_dim: int) -> int:
+    """Warpgroups that compute the gradients of key and value."""
+    return 2 if divided(dim, value_dim) else sizes.block_kv // ROWS
+
+
+def shared_bytes(which: str, sizes: HopperSizes, dim: int, value_dim: int) -> dict[str, int]:
+    """Bytes of shared memory of a block of threads, by what they hold. which: 'forward', 'dkv' or 'dq'. Numbers have 16 bits; an
+    output takes the place of an input of as many columns."""
     dim, value_dim = padded_dim(dim), padded_dim(value_dim)
-    return {
-        "query": 2 * sizes.block_q * dim,
-        "key": 2 * sizes.stages * sizes.block_kv * dim,
-        "value": 2 * sizes.stages * sizes.block_kv * value_dim,
-        "output": 2 * sizes.block_q * value_dim if value_dim != dim else 0,
-        "lse": _FLOAT * sizes.block_q,
-        "barriers": _BARRIER * (sizes.consumers + 4 * sizes.stages),
-        "alignment": _ALIGNMENT,
-    }
+    held = {"query": 2 * sizes.block_q * dim, "key": 2 * sizes.block_kv * dim, "value": 2 * sizes.block_kv * value_dim}
+    if which != "forward":
+        held["d_output"] = 2 * sizes.block_q * value_dim
+    for name in ("query", "d_output") if which == "dkv" else ("key", "value"):
+        held[name] *= sizes.stages
+    groups = key_warpgroups(sizes, dim, value_dim) if which == "dkv" else sizes.consumers
+    held["columns"] = _placed(_FLOAT * groups * (sizes.block_q if which == "dkv" else sizes.block_kv))
+    if which == "dkv":
+        held["lse"] = 2 * _placed(_FLOAT * sizes.stages * sizes.block_q)
+        barriers = sizes.block_kv // ROWS + 2 * sizes.stages + divided(dim, value_dim)
+    else:
+        held["lse"] = _placed(_FLOAT * sizes.block_q) if which == "forward" else 0
+        barriers = groups + 4 * sizes.stages
+    if which == "forward":
+        held["output"] = 2 * sizes.block_q * value_dim if value_dim != dim else 0
+        held["reductions"] = _REDUCTIONS
+    return held | {"barriers": _BARRIER * barriers}
+
+
+def _placed(size: int) -> int:
+    """The bytes that an array takes: each begins where 1024 divides."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

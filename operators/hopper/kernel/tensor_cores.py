@@ -1,4 +1,4 @@
-"""The two products of a tile: on a GPU by wgmma, in Pallas' interpreter by reads and a dot.
+"""The products of a tile: on a GPU by wgmma, in Pallas' interpreter by reads and a dot.
 
 The interpreter's wgmma takes no factor from registers, has no accumulator that starts from an array, and doesn't check its reads
 for races. Plain reads are checked. All that a compiled kernel and an interpreted one don't share is in this file.
@@ -18,28 +18,36 @@ __all__ = ["Interpreted", "TensorCores", "tensor_cores"]
 
 
 class TensorCores:
-    """Products of a warpgroup, in float32. Each has ended, and read its factors, when it returns."""
+    """Products of a warpgroup, in float32. Those of one call are waited for together: they have ended, and read their factors,
+    when it returns."""
 
-    def logits(self, query: Any, keys: Any) -> jax.Array:
-        """[rows, keys] of references [rows, dim] and [keys, dim] in shared memory."""
+    def logits(self, *factors: tuple[Any, Any]) -> tuple[jax.Array, ...]:
+        """[rows, columns] of each pair of references [rows, dim] and [columns, dim] in shared memory."""
 
-        def multiply(sums: Any) -> jax.Array:
-            plgpu.wgmma(sums, query, keys.transpose((1, 0)))
-            return sums[...]
+        def multiply(*sums: Any) -> tuple[jax.Array, ...]:
+            for to, (rows, keys) in zip(sums, factors, strict=True):
+                plgpu.wgmma(to, rows, keys.transpose((1, 0)))
+            return tuple(to[...] for to in sums)
 
-        result: jax.Array = pl.run_scoped(
-            multiply, plgpu.WGMMAAccumulatorRef((query.shape[0], keys.shape[0]), jnp.float32)
-        )
+        places = (plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[0]), jnp.float32) for a, b in factors)
+        result: tuple[jax.Array, ...] = pl.run_scoped(multiply, *places)
         return result
 
-    def add_values(self, sums: jax.Array, weights: jax.Array, values: Any) -> jax.Array:
-        """sums [rows, dim] + weights [rows, keys] @ values, a reference [keys, dim] in shared memory. Weights are in registers,
-        in the dtype of the values."""
+    def add_values(self, *terms: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
+        """sums + weights @ values for each of these: [rows, dim], [rows, keys] and a reference [keys, dim] in shared memory.
+        Weights are in registers, in the dtype of the values."""
 
-        def multiply(added: Any) -> None:
-            plgpu.wgmma(added, weights, values)
+        def multiply(sums: Any) -> None:
+            for to, (_, weights, values) in zip(sums, terms, strict=True):
+                plgpu.wgmma(to, weights, values)
 
-        result: jax.Array = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sums))
+        starts = tuple(plgpu.WGMMAAccumulatorRef.init(sums) for sums, _, _ in terms)
+        result: tuple[jax.Array, ...] = pl.run_state(multiply)(starts)
+        return result
+
+    def numbers(self, ref: Any, layout: Any) -> jax.Array:
+        """Those of a reference in shared memory that TMA fills."""
+        result: jax.Array = plgpu.load(ref, layout=layout)  # type: ignore[call-arg] # of jax 0.10
         return result
 
 
@@ -50,11 +58,11 @@ class Interpreted(TensorCores):
     be.
     """
 
-    def logits(self, query: Any, keys: Any) -> jax.Array:
-        return _dot(query[...], self._read(keys), 1)
+    def logits(self, *factors: tuple[Any, Any]) -> tuple[jax.Array, ...]:
+        return tuple(_dot(rows[...], self._read(keys), 1) for rows, keys in factors)
 
-    def add_values(self, sums: jax.Array, weights: jax.Array, values: Any) -> jax.Array:
-        return sums + _dot(weights, self._read(values), 0)
+    def add_values(self, *terms: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
+        return tuple(sums + _dot(weights, self._read(values), 0) for sums, weights, values in terms)
 
     def _read(self, ref: Any) -> jax.Array:
         read: jax.Array = ref[...]

@@ -1,7 +1,7 @@
 """The tile of a warpgroup: its mask, and the arrays that go along its rows and keys.
 
-Numbers of rows and keys have the tile's whole shape: the layouts of a warpgroup's registers know no tile of one row. The compiler
-computes each of them once.
+A tile is [rows, keys], or [keys, rows] where the gradients of key and value are summed. Numbers of rows and keys have the tile's
+whole shape: the layouts of a warpgroup's registers know no tile of one row. The compiler computes each of them once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....masks import Mask, Not
 from ...kernels.tile_mask import TileLogits, TileMask
+from .hopper_sizes import ROWS, HopperSizes
 
-__all__ = ["BY_KEY", "BY_ROW", "TILE", "HopperTile"]
+__all__ = ["BY_COLUMN", "BY_ROW", "TILE", "HopperTile"]
 
 TILE = plgpu.Layout.WGMMA  # how a tile's numbers lie in the registers of a warpgroup
 BY_ROW = TILE.reduce(1)  # one number a row
-BY_KEY = TILE.reduce(0)  # one number a key
+BY_COLUMN = TILE.reduce(0)  # one number a column
 
 
 class _Negated(Mask):
@@ -51,62 +52,68 @@ def _with_negations(mask: Mask) -> Mask:
 
 
 class HopperTile(TileMask):
-    """Rows and keys of a query head, [rows, keys]. first_row, first_key: where they begin on this device."""
+    """A warpgroup's tile of a batch row and query head. first_row, first_key: where it begins on this device. sizes: of the tiles
+    of its block. columns: a reference to 0, 1, ... in shared memory. by_keys: [64 keys, block_q rows] instead of
+    [64 rows, block_kv keys]."""
 
     def __init__(
         self,
         logits: TileLogits,
         refs: dict[str, Any],
-        batch: Any,
-        head: Any,
+        place: tuple[Any, Any],
         first_row: Any,
         first_key: Any,
-        shape: tuple[int, int],
-        padded: bool,
+        sizes: HopperSizes,
+        columns: Any,
+        *,
+        by_keys: bool = False,
     ) -> None:
+        batch, self.head = place
         super().__init__(logits.static_args, refs, batch)
-        self.logits, self.head = logits, head
-        self.first_row, self.first_key, self.shape, self.padded = first_row, first_key, shape, padded
+        self.logits, self.block_kv, self.columns = logits, sizes.block_kv, columns
+        self.first = {"q": first_row, "kv": first_key}
+        self.axis = {"q": int(by_keys), "kv": int(not by_keys)}
+        self.shape = (ROWS, sizes.block_q if by_keys else sizes.block_kv)
 
     def visible(self) -> list[jax.Array]:
-        """The tests that a visible key passes, each [rows, keys]."""
-        keys = self._local_keys()
-        seen = self._tests(_with_negations(self.static_args.mask), self._local_rows(), self._global_keys(keys))
-        if self.padded:
+        """The tests that a visible key passes, each of the tile's shape."""
+        keys = self._numbers("kv")
+        seen = self._tests(_with_negations(self.static_args.mask), self._numbers("q"), self._global_keys(keys))
+        if self.static_args.kv_len % self.block_kv:
             seen.append(keys < self.static_args.kv_len)
         return seen
 
     def positions(self) -> tuple[Any, Any]:
-        """Positions of queries and keys, each [rows, keys]."""
+        """Positions of queries and keys, each of the tile's shape."""
         leaf = self.positions_leaf()
         if leaf is not None:
             return self._along(f"leaf{leaf}", "q"), self._along(f"leaf{leaf + 1}", "kv")
-        return self.position(self._global_rows(self._local_rows())), self._global_keys(self._local_keys())
+        return self.position(self._global_rows(self._numbers("q"))), self._global_keys(self._numbers("kv"))
 
-    def _local_rows(self) -> jax.Array:
-        return plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=TILE) + self.first_row
-
-    def _local_keys(self) -> jax.Array:
-        return plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=TILE) + self.first_key
+    def _numbers(self, dim: str) -> jax.Array:
+        """Those of the rows or of the keys, on this device."""
+        if not self.axis[dim]:
+            return plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=TILE) + self.first[dim]
+        # Computed ones would be kept in registers throughout a loop.
+        numbers = plgpu.load(self.columns, layout=BY_COLUMN) + self.first[dim]  # type: ignore[call-arg] # of jax 0.10
+        return lax.broadcast_in_dim(numbers, self.shape, (1,))
 
     def _along(self, name: str, dim: str, *where: Any) -> jax.Array:
         """See TileMask."""
         ref = self.refs[name]
-        place = (self.batch if ref.shape[0] > 1 else 0,)
-        return self._rows_of(ref, place) if dim == "q" else self._spread(ref, place, self.first_key, 1)
+        return self._spread(ref, (self.batch if ref.shape[0] > 1 else 0,), dim)
 
     def _words(self, ref: Any, *where: Any) -> tuple[list[jax.Array], Any]:
         """See TileMask."""
         place = tuple(at if n > 1 else 0 for at, n in zip((self.batch, self.head), ref.shape[:2], strict=True))
-        tile = lax.div(self.first_key, jnp.int32(self.shape[1]))
-        return [self._rows_of(ref, (*place, tile, word)) for word in range(ref.shape[3])], self.first_key
+        tile = lax.div(self.first["kv"], jnp.int32(self.block_kv))
+        words = [self._spread(ref, (*place, tile, word), "q") for word in range(ref.shape[3])]
+        return words, tile * self.block_kv
 
-    def _rows_of(self, ref: Any, place: tuple[Any, ...]) -> jax.Array:
-        return self._spread(ref, place, self.first_row, 0)
-
-    def _spread(self, ref: Any, place: tuple[Any, ...], first: Any, axis: int) -> jax.Array:
-        """Numbers of an array's last axis, along an axis of the tile."""
-        cut = ref.at[(*place, pl.ds(first, self.shape[axis]))]
-        along = BY_KEY if axis else BY_ROW
+    def _spread(self, ref: Any, place: tuple[Any, ...], dim: str) -> jax.Array:
+        """Numbers of an array's last axis, along the tile's rows or keys."""
+        axis = self.axis[dim]
+        cut = ref.at[(*place, pl.ds(self.first[dim], self.shape[axis]))]
+        along = BY_COLUMN if axis else BY_ROW
         numbers: jax.Array = plgpu.load(cut, layout=along, optimized=False)  # type: ignore[call-arg] # of jax 0.10
         return lax.broadcast_in_dim(numbers, self.shape, (axis,))

@@ -1,0 +1,84 @@
+"""The Hopper kernels in Pallas' interpreter, which looks for races: head dims, sizes of tiles, features together, hidden keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from attnops import Causal, SlidingWindow
+from attnops.operators.hopper.hopper_rules import JAX_NEEDED
+
+from . import cases, harness
+
+if jax.__version_info__ < JAX_NEEDED:
+    pytest.skip(f"jax {jax.__version__}: the interpreter of {JAX_NEEDED} looks for races", allow_module_level=True)
+
+SIZES = cases.Sizes(batch=1, heads=2, kv_heads=1, length=80)
+TILES = harness.HOPPER.config or {}
+pytestmark = pytest.mark.slow
+
+
+def _check(case: cases.Case, dim: int = cases.DIM, hidden: slice | None = None, **config: Any) -> None:
+    dtype, layout = "bfloat16", "bthd"
+    attend = harness.HOPPER._replace(config=TILES | config).make(dtype)
+    tensors = harness.draw(case, dtype, dim)
+    want = harness.expect(case, tensors, dim)
+    if hidden is not None:
+        key, value = tensors.key.copy(), tensors.value.copy()
+        key[:, hidden], value[:, hidden] = np.nan, np.inf
+        tensors = tensors._replace(key=key, value=value)
+    plan = attend.plan(*harness.handed_over(case, tensors, dtype, layout), layout=layout, **case.call)
+    assert plan.method == "forward_hopper", plan.rejected
+    published = harness.HOPPER.capability.tolerance[dtype]
+    harness.agree(harness.run(attend, case, tensors, dtype, layout), want, published.forward, published.backward)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 128), (192, 128), (64, 256), (256, 256)], ids=str)
+def test_head_dims(dims: tuple[int, int]) -> None:
+    case = cases.build("causal_window", "bthd", SIZES)
+    case.heads = case.kv_heads = 1
+    case.value_dim = dims[1]
+    _check(case, dims[0])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"block_q": 64, "block_q_dq": 64, "block_kv_dkv": 128, "block_q_dkv": 128},
+        {"block_kv": 128, "block_kv_dq": 128, "block_kv_dkv": 128, "num_stages": 2, "num_stages_dkv": 3},
+    ],
+)
+@pytest.mark.parametrize("name", ["causal_window", "segment_ids", "chosen_blocks"])
+def test_tiles(name: str, config: dict[str, Any]) -> None:
+    _check(cases.build(name, "bthd", replace(SIZES, length=200)), **config)
+
+
+def _together(sizes: cases.Sizes) -> cases.Case:
+    rng, length = np.random.default_rng(3), sizes.length
+    ids = np.sort(rng.integers(0, 3, (1, length)), axis=1).astype(np.int32)
+    places = np.arange(length)
+    seen = (places <= places[:, None]) & (places >= places[:, None] - 40) & (ids[0] == ids[0][:, None])
+    seen = seen & (places < length - 9)
+    call = {
+        "mask": Causal() & SlidingWindow(left=40, right=None), "q_segment_ids": ids, "kv_segment_ids": ids,
+        "kv_lengths": np.array([length - 9], np.int32), "logits_soft_cap": 3.0, "return_lse": True,
+        "softmax_aux": rng.standard_normal(sizes.heads).astype(np.float32),
+    }  # fmt: skip
+    reference = {"soft_cap": 3.0, "sinks": call["softmax_aux"]}
+    return cases.Case(
+        "together", frozenset(), call, seen[None, None], reference, ("softmax_aux",), length, length, sizes.heads,
+        sizes.kv_heads, 1, cases.VALUE_DIM,
+    )  # fmt: skip
+
+
+def test_features_together() -> None:
+    _check(_together(replace(SIZES, length=150)))
+
+
+def test_hidden_keys_may_hold_anything() -> None:
+    case = _together(SIZES)
+    _check(case, hidden=slice(SIZES.length - 9, None))
