@@ -201,12 +201,12 @@ class Pages:
     def of_chosen(self, product: Any, slot: Any, first: Any) -> jax.Array:
         """product(): weights times a block's values. In a piece are keys that nobody chose, whose weights are 0: if one's value
         isn't finite, all of theirs are set to 0, and the product is made again."""
-        found = product()
-        if self.chosen is None or self.geometry.page == 1:
+        found, chosen = product(), self.chosen
+        if chosen is None or self.geometry.page == 1:
             return found
         finite = jnp.where(jnp.abs(found) < jnp.inf, 0.0, 1.0).sum() == 0
         buffer = self.refs[f"{self.last}_buffer"].at[slot]
-        pl.when(jnp.logical_not(finite))(lambda: self.chosen.clear_others(buffer, first))
+        pl.when(jnp.logical_not(finite))(lambda: chosen.clear_others(buffer, first))
         return lax.cond(finite, lambda: found, product)
 
     def token_scales(self, slot: Any, valid: jax.Array, first: Any) -> dict[str, jax.Array]:

@@ -72,11 +72,11 @@ def row_words(geometry: Geometry) -> int:
 
 
 class _Pieces(NamedTuple):
-    """Of each token. rows int32 [tokens, 1, row_words]; count [tokens]: its pieces; keys [tokens]: up to where they hold numbers
+    """Of each token. rows int32 [tokens, 1, row_words]; counts [tokens]: its pieces; keys [tokens]: up to where they hold numbers
     of its sequence, if one of them has the sequence's end inside, else 0."""
 
     rows: jax.Array
-    count: jax.Array
+    counts: jax.Array
     keys: jax.Array
 
 
@@ -93,9 +93,9 @@ def chosen_items(
     as of `by_pieces`; seq, row, real: each token's sequence, its place there, and whether it has one."""
     pieces = _pieces(geometry, static, operands, batch, seq, row)
     attends = real if static.max_q_len is None else real & (row < static.max_q_len)
-    listed = attends & (pieces.count > 0)
+    listed = attends & (pieces.counts > 0)
     token, zeros = jnp.arange(geometry.tokens, dtype=np.int32), jnp.zeros(geometry.tokens, np.int32)
-    item = WorkItem(token, token, zeros, zeros, pieces.count, pieces.keys, jnp.ones_like(zeros))
+    item = WorkItem(token, token, zeros, zeros, pieces.counts, pieces.keys, jnp.ones_like(zeros))
     words, count, _ = compact(listed, item)
     return words, count, listed, pieces.rows
 
