@@ -156,7 +156,7 @@ def test_a_wrong_kernel_is_noticed(wrong: Any, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_piece_too_many_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = selected._pieces
-    monkeypatch.setattr(selected, "_pieces", lambda *x: made(*x)._replace(count=jnp.maximum(made(*x).count - 1, 0)))
+    monkeypatch.setattr(selected, "_pieces", lambda *x: made(*x)._replace(counts=jnp.maximum(made(*x).counts - 1, 0)))
     with pytest.raises(AssertionError):
         _check("split", PagedCase("mixed"), 9)
 
