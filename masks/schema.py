@@ -14,6 +14,7 @@ from pydantic_core import PydanticSerializationUnexpectedValue, core_schema
 from typing_extensions import TypeAliasType, TypedDict  # those of typing would need Python 3.12 here
 
 from ..errors import MaskError
+from ..lazy_serializer import LazySerializer
 from .algebra import Mask
 from .checks import LIMIT
 from .serial import mask_from_dict
@@ -182,5 +183,4 @@ def _field_schema(mask_type: type[Mask], handler: GetCoreSchemaHandler) -> core_
 
 
 Mask.__get_pydantic_core_schema__ = staticmethod(_field_schema)
-# If pydantic goes by the value instead of the field's type (Any, serialize_as_any), it would write a plain dataclass.
-Mask.__pydantic_serializer__ = TypeAdapter(Mask).serializer
+Mask.__pydantic_serializer__ = LazySerializer(Mask)

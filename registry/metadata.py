@@ -10,10 +10,11 @@ from typing import Any, Self, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
 from ..errors import ConfigError, a_type, nearest, shown
+from ..lazy_serializer import LazySerializer
 from ..planning.call_arguments import CALL_ARGUMENTS
 from ..planning.operation_config import OperationConfig
 from ..planning.other_names import other_name, refuse_unknown
@@ -252,5 +253,4 @@ _KINDS: dict[str, Kind] = {
 }
 PICKUP = {name: field.metadata["pickup"] for name, field in _FIELDS.items() if field.metadata.get("pickup")}
 """The attribute of base_config from which an argument is taken if it isn't given."""
-# If pydantic goes by the value instead of the field's type (Any, serialize_as_any), it would write a plain dataclass.
-OperationMetadata.__pydantic_serializer__ = TypeAdapter(OperationMetadata).serializer  # type: ignore[attr-defined]
+OperationMetadata.__pydantic_serializer__ = LazySerializer(OperationMetadata)  # type: ignore[attr-defined]

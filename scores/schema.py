@@ -12,6 +12,7 @@ from pydantic_core import PydanticSerializationUnexpectedValue, core_schema
 from typing_extensions import TypeAliasType, TypedDict  # those of typing would need Python 3.12 here
 
 from ..errors import ScoreError
+from ..lazy_serializer import LazySerializer
 from .node import GIVEN, Score
 from .serial import score_from_dict
 
@@ -176,5 +177,4 @@ def _field_schema(source: Any, handler: GetCoreSchemaHandler) -> core_schema.Cor
 
 
 Score.__get_pydantic_core_schema__ = staticmethod(_field_schema)
-# If pydantic goes by the value instead of the field's type (Any, serialize_as_any), it would write a plain dataclass.
-Score.__pydantic_serializer__ = TypeAdapter(Score).serializer
+Score.__pydantic_serializer__ = LazySerializer(Score)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import jax
-from pydantic import GetCoreSchemaHandler, TypeAdapter
+from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
 from ...errors import ConfigError, InputTypeError
+from ...lazy_serializer import LazySerializer
 from ...planning.call_arguments import CallArguments, CallArray, PlainArguments
 from ...planning.score_operands import captured_names
 from ...registry import OperationMetadata, OperationRegistry
@@ -288,5 +289,4 @@ class Attention:
         return attention_html(self.declared(), self.plans)
 
 
-# For when pydantic looks at the value instead of the field's type (Any, serialize_as_any).
-Attention.__pydantic_serializer__ = TypeAdapter(Attention).serializer  # type: ignore[attr-defined]
+Attention.__pydantic_serializer__ = LazySerializer(Attention)  # type: ignore[attr-defined]
