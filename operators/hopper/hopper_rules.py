@@ -9,6 +9,7 @@ import jax
 
 from ...devices import gpu_variant
 from ...planning import STATIC_MASKS, AttentionProblem, OperationConfig, Rule
+from ...scores.steps import Diagonal, Lookup, Product
 from ..choices.dtype_rules import float32_softmax
 from ..choices.function_rules import MOSAIC_GPU, function_rules
 from ..flash.flash_config import FlashAttention2Config
@@ -20,8 +21,8 @@ __all__ = ["HOPPER_FEATURES", "HOPPER_RULES", "JAX_NEEDED", "is_hopper"]
 # What a kernel of Mosaic GPU needs is public from here on: a kernel's output types, layouts in the interpreter, checked races.
 JAX_NEEDED = (0, 12)
 HOPPER_FEATURES = STATIC_MASKS | {
-    "blocks", "chosen_blocks", "segment_ids", "kv_lengths", "positions", "dynamic_or", "dynamic_query_offset", "logits_soft_cap",
-    "sinks", "return_lse", "gqa", "value_dim",
+    "blocks", "chosen_blocks", "segment_ids", "kv_lengths", "positions", "dense_mask", "dynamic_or", "dynamic_query_offset",
+    "bias", "logits_soft_cap", "score", "sinks", "dropout", "return_lse", "gqa", "value_dim",
 }  # fmt: skip
 _MAX_DIM = 256
 _BLOCKS = (ROWS, 2 * ROWS)
@@ -60,6 +61,12 @@ def _fills(problem: AttentionProblem) -> bool:
 def _widened(problem: AttentionProblem) -> float:
     dims = problem.head_dim, problem.value_dim
     return sum(map(padded_dim, dims)) / sum(dims)
+
+
+def _gathered(problem: AttentionProblem) -> list[str]:
+    """The score's steps that read a number for each pair from a place that follows from both."""
+    names = frozenset() if problem.score is None else problem.score.step_names(problem.contiguous_positions)
+    return sorted(names & {Diagonal.name, Lookup.name, Product.name})
 
 
 def _rows_rule(name: str) -> Rule:
@@ -175,6 +182,16 @@ HOPPER_RULES = (
         lambda p, c: _field(c, "kv_splits") in (None, 1),
         "kv_splits={c.kv_splits} is declared: the kernel doesn't divide the keys",
         "Leave kv_splits out.",
+    ),
+    Rule(
+        "hopper.score_gathered",
+        "score",
+        lambda p, c: not _gathered(p),
+        lambda p, c: (
+            f"the score {p.score} adds numbers by {', '.join(_gathered(p))}: Mosaic GPU loads tiles, not a number for each "
+            "pair of a query and a key"
+        ),
+        "Nothing to change: the kernel in Triton gathers them.",
     ),
     *function_rules("hopper", MOSAIC_GPU),
     Rule(

@@ -11,6 +11,7 @@ import pytest
 
 from attnops import Causal, SlidingWindow
 from attnops.operators.hopper.hopper_rules import JAX_NEEDED
+from attnops.operators.kernels.local_mask import Dropout, dropout_seed
 
 from . import cases, harness
 
@@ -77,6 +78,29 @@ def _together(sizes: cases.Sizes) -> cases.Case:
 
 def test_features_together() -> None:
     _check(_together(replace(SIZES, length=150)))
+
+
+@pytest.mark.parametrize("name", ["causal_window", "gqa"])
+def test_dropout_is_the_same_everywhere(name: str) -> None:
+    """A weight that another path keeps, or drops, changes its row by far more than the tolerance."""
+    case, probability = cases.build(name, "bthd", SIZES), 0.3
+    key = jax.random.key(3)
+    of_all = Dropout(dropout_seed(key), probability, 0, 0, 0)
+    keep = np.asarray(of_all.keep_all(case.batch, case.heads, case.q_len, slice(0, case.kv_len)))
+    assert abs(keep.mean() - 0.7) < 0.02
+    case.call |= {"dropout_prob": probability, "deterministic": False, "dropout_rng": key}
+    case.reference |= {"keep": keep, "keep_probability": 1 - probability}
+    _check(case)
+
+
+def test_bias_and_score_together() -> None:
+    """A bias by head and key, one by query, and a score with a number for each row."""
+    case, rng = cases.build("forgetting", "bthd", SIZES), np.random.default_rng(5)
+    bias = rng.standard_normal((1, case.heads, 1, case.kv_len)).astype(np.float32)
+    case.call |= {"bias": bias, "logits_soft_cap": 3.0}
+    case.reference |= {"bias": bias, "soft_cap": 3.0}
+    case.differentiate = (*case.differentiate, "bias")
+    _check(case)
 
 
 def test_hidden_keys_may_hold_anything() -> None:

@@ -221,13 +221,13 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
             made[f"{one} in the next place"] = lambda one=one: _copy(lambda a, b, c: (a, _next(b), c), one)
     last = {"query_full": "value", "rows_full": "key", "keys_full": "rows"}[kernel.start]
     made[f"{last} released before its last product"] = lambda: _released_before_sums(last)
-    if "key" in kernel.loaded:
+    if last == "value":
         made |= {
             "keys waited for as values": lambda: _wait_for("key_full", "value_full"),
             "values waited for as keys": lambda: _wait_for("value_full", "key_full"),
             "free keys waited for as values": lambda: _wait_for("key_free", "value_free"),
         }
-    else:
+    if last == "rows":
         made |= {
             "lse of the next place": lambda: _read("lse_tiles"),
             "delta of the next place": lambda: _read("delta_tiles"),

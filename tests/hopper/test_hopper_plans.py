@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
 
-from attnops import Causal, ConfigError, MaskFunction, OperationMetadata, OperationRegistry, register_mask_function
+from attnops import (
+    T5,
+    Causal,
+    ConfigError,
+    MaskFunction,
+    OperationMetadata,
+    OperationRegistry,
+    RelativeBias,
+    register_mask_function,
+)
 from attnops.compat import abstract_device
 from attnops.operators.hopper import hopper_rules
 from attnops.operators.hopper.hopper_sizes import shared_of, tiles_of
@@ -94,8 +103,8 @@ REFUSED = {
     "hopper.num_warps_dq": {"config": {"num_warps_dq": 8}},
     "hopper.fold": {"config": {"fold": True}},
     "hopper.kv_splits": {"config": {"kv_splits": 2}},
-    "feature.bias": {"call": {"bias": jax.ShapeDtypeStruct((1, 1, 2048, 2048), "float32")}},
-    "feature.score": {"call": {"score": "alibi"}},
+    "feature.return_weights": {"call": {"return_weights": True}},
+    "hopper.score_gathered": {"call": {"score": "t5"}},
     "hopper.mask_function_operation": {"call": {"mask": "sine"}},
 }
 
@@ -106,9 +115,8 @@ def test_triton_runs_what_it_refuses(code: str) -> None:
     given = dict(REFUSED[code])
     call = dict(given.pop("call", {}))
     if "score" in call:
-        from attnops import ALiBi
-
-        call["score"] = ALiBi()
+        call["score"] = RelativeBias(buckets=T5())
+        call["table"] = jax.ShapeDtypeStruct((32, 32), "float32")
     if "mask" in call:
         register_mask_function("hopper.sine", override=True)(lambda x, j: jnp.sin(x.astype(jnp.float32)) < j)
         call["mask"] = MaskFunction("hopper.sine")

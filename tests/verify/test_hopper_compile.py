@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from attnops import (
+    ALiBi,
     Causal,
     Chunked,
+    Dense,
     Full,
     Lengths,
     Mask,
@@ -21,8 +23,10 @@ from attnops import (
     OperationRegistry,
     Positions,
     Prefix,
+    ScoreFunction,
     SegmentIds,
     SlidingWindow,
+    register_score_function,
 )
 from attnops.masks import Blocks
 from attnops.operators.hopper.hopper_rules import JAX_NEEDED
@@ -142,6 +146,11 @@ def test_gradients(target: str, dims: tuple[int, int], dtype: str) -> None:
     assert {one.loop.ex2 * 32 * 4 for one in dq.loops or ()} == {64 * sizes.dq.block_kv}
 
 
+@register_score_function("hopper_compile.gated")
+def _gated(x: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
+    return x + 0.01 * head.astype(x.dtype) * (kv - q).astype(x.dtype)
+
+
 IDS = jax.ShapeDtypeStruct((1, 1024), "int32")
 MASKS: dict[str, Mask] = {
     "full": Full(),
@@ -174,13 +183,23 @@ def test_masks(name: str, dim: int) -> None:
         {"softmax_aux": jax.ShapeDtypeStruct((4,), "float32")},
         {"return_lse": True},
         {"query_offset": jax.ShapeDtypeStruct((1,), "int32")},
+        {"bias": jax.ShapeDtypeStruct((1, 4, 1024, 1024), "float32")},
+        {"bias": jax.ShapeDtypeStruct((1, 1, 1, 1024), "bfloat16")},
+        {"score": ALiBi()},
+        {"score": ScoreFunction("hopper_compile.gated")},
+        {"mask": Dense(jax.ShapeDtypeStruct((1, 1, 1024, 1024), "bool"))},
+        {"dropout_prob": 0.1, "deterministic": False, "dropout_rng": jax.ShapeDtypeStruct((2,), "uint32")},
     ],
     ids=lambda call: next(iter(call)),
 )
 def test_other_features(call: dict[str, Any]) -> None:
     report = _report(**call, mode="train")
-    assert _kernel(report).stack_bytes == 0
-    assert [kernel.stack_bytes for kernel in _gradients(report)] == [8 if "logits_soft_cap" in call else 0, 0]
+    dkv, dq = _gradients(report)
+    assert _kernel(report).stack_bytes <= (8 if "dropout_prob" in call else 0)
+    assert dkv.stack_bytes <= (
+        560 if "dropout_prob" in call else 24 if {"logits_soft_cap", "bias", "score"} & set(call) else 0
+    )
+    assert dq.stack_bytes == 0
 
 
 @pytest.mark.slow

@@ -7,11 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as plgpu
 
 from ....scores.steps import Diagonal, Linear, Lookup, Product, Steps
 from .arrays import Arrays
-from .tile import Tile
 
 __all__ = ["TileScores", "add_captures"]
 
@@ -31,9 +29,9 @@ def add_captures(arrays: Arrays, steps: Steps, captures: tuple[jax.Array, ...]) 
 
 @dataclass(frozen=True)
 class TileScores:
-    """A ScoreTile of a kernel's tile."""
+    """A ScoreTile of a kernel's tile: a Tile, or another kernel's with its methods."""
 
-    tile: Tile
+    tile: Any
 
     def aligned(self, number: int) -> jax.Array:
         """See ScoreTile."""
@@ -70,11 +68,5 @@ class TileScores:
         return batch, head, q, kv
 
     def _gathered(self, number: int, *last: Any) -> jax.Array:
-        """Numbers of an array, by their places in its last axes; those beyond an end read what is there."""
-        ref = self.tile.refs[_name(number)]
-        leading = (self.tile.batch, self.tile.query_heads())[2 - (len(ref.shape) - len(last)) :]
-        places = [
-            jnp.broadcast_to(jnp.clip(jnp.asarray(at, jnp.int32), 0, size - 1), self.tile.shape)
-            for at, size in zip((*leading, *last), ref.shape, strict=True)
-        ]
-        return plgpu.load(ref.at[tuple(places)])
+        gathered: jax.Array = self.tile.gathered(_name(number), *last)
+        return gathered

@@ -193,6 +193,16 @@ class Tile(TileMask):
         """The batch row and the query heads in the whole problem."""
         return self.global_row_and_head(self.batch, self.query_heads())
 
+    def gathered(self, name: str, *last: Any) -> jax.Array:
+        """Numbers of an array, by their places in its last axes; those beyond an end read what is there."""
+        ref = self.refs[name]
+        leading = (self.batch, self.query_heads())[2 - (len(ref.shape) - len(last)) :]
+        places = [
+            jnp.broadcast_to(jnp.clip(jnp.asarray(at, jnp.int32), 0, size - 1), self.shape)
+            for at, size in zip((*leading, *last), ref.shape, strict=True)
+        ]
+        return plgpu.load(ref.at[tuple(places)])
+
     # -- the mask ----------------------------------------------------------------------------------------------------
 
     def visible(self) -> list[jax.Array]:

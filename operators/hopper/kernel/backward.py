@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...flash.kernel.weigh import weigh
+from ...kernels.scores import without_padded_rows
 from .block import Copies, HopperBlock, along_columns, along_rows, zeros
 from .hopper_sizes import ROWS, divided, key_warpgroups
 from .tensor_cores import tensor_cores
@@ -62,7 +63,10 @@ class HopperQueryGradient(HopperBlock):
             plgpu.barrier_arrive(refs["value_free"].at[slot])
             tile = HopperTile(self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv, sizes, columns)
             x, factor, pull = weigh(tile, raw, masked)
-            weights = jnp.exp2(x * factor - along_rows(shift, x.shape))
+            shifts = along_rows(shift, x.shape)
+            x = without_padded_rows(self.logits.static_args.score, x, shifts)
+            weights = jnp.exp2(x * factor - shifts)
+            d_weights = tile.dropped(d_weights, tile.keep())
             d_x = pull(weights) * (d_weights - along_rows(delta, x.shape))
             (sums,) = products.add_values((sums, d_x.astype(query.dtype), keys))
             plgpu.barrier_arrive(refs["key_free"].at[slot])
@@ -163,12 +167,14 @@ class HopperKeyGradients(HopperBlock):
                     self.logits, refs, (batch, head), q_block * sizes.block_q, first_key, sizes, columns, by_keys=True
                 )
                 x, factor, pull = weigh(tile, raw, masked)
-                shift = products.numbers(refs["lse_tiles"].at[slot], BY_COLUMN)
-                weights = jnp.exp2(x * factor - along_columns(shift, x.shape))
-                terms = {"value": (weights, d_outputs)}
+                shifts = along_columns(products.numbers(refs["lse_tiles"].at[slot], BY_COLUMN), x.shape)
+                x = without_padded_rows(self.logits.static_args.score, x, shifts)
+                weights, keep = jnp.exp2(x * factor - shifts), tile.keep()
+                terms = {"value": (tile.dropped(weights, keep), d_outputs)}
                 if d_weights:
                     delta = products.numbers(refs["delta_tiles"].at[slot], BY_COLUMN)
-                    terms["key"] = (pull(weights) * (d_weights[0] - along_columns(delta, x.shape)), queries)
+                    d_kept = tile.dropped(d_weights[0], keep)
+                    terms["key"] = (pull(weights) * (d_kept - along_columns(delta, x.shape)), queries)
                 added = [
                     (total, terms[name][0].astype(dtype), terms[name][1])
                     for name, total in zip(names, sums, strict=True)

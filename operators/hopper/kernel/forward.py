@@ -52,11 +52,12 @@ class HopperForward(HopperBlock):
             x, factor, _ = weigh(tile, raw, masked)
             new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
             # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
-            hidden = masked or self.logits.static_args.score is not None
+            hidden = masked or "bias" in refs or self.logits.static_args.score is not None
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak) if hidden else new_peak
             shrink = jnp.exp2(peak - shift)
             weights = jnp.exp2(x * factor - along_rows(shift, x.shape))
             total = total * shrink + weights.sum(axis=1)
+            weights = tile.dropped(weights, tile.keep())
             sums = sums * along_rows(shrink, sums.shape)
             plgpu.barrier_wait(refs["value_full"].at[slot])
             (sums,) = products.add_values((sums, weights.astype(query.dtype), refs["value_tiles"].at[slot]))

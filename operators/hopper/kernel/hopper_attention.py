@@ -12,7 +12,7 @@ from jax import lax
 from ...flash.kernel.partial_gpu import PartialGpu
 from ...flash.kernel.tile_schedule import tile_schedule
 from ...kernels.block_words import block_words
-from ...kernels.local_mask import LocalMask
+from ...kernels.local_mask import Dropout, LocalMask
 from ...kernels.operands import DynamicArgs, Operands, StaticArgs, join_static
 from ...kernels.seen_keys import seen_keys, zero_where_hidden
 from ...kernels.tile_mask import TileLogits, traced_numbers
@@ -105,7 +105,7 @@ class _Pass:
     ) -> None:
         self.part, self.static_args, self.which = part, static_args, which
         self.sizes: HopperSizes = getattr(part.tiles, which)
-        mask, _ = join_static(static_args, dynamic)
+        mask, dropout = join_static(static_args, dynamic)
         query, key, value = operands.query, operands.key, operands.value
         head, time = part.layout.index("h"), part.layout.index("t")
         seen = seen_keys(mask, key.shape[head], (key, value))
@@ -126,8 +126,12 @@ class _Pass:
         self.inputs = {
             "query": self.padded(query, self.dims[0]), "key": self.padded(key, self.dims[0]),
             "value": self.padded(value, self.dims[1]), "schedule": jnp.asarray(self.table.table),
-            **self._of_mask(mask, rows, tables),
+            **self._of_mask(mask, dropout, rows, tables),
         }  # fmt: skip
+        if operands.bias is not None:
+            self.inputs["bias"] = self._by_tiles(operands.bias, ("batch", "heads", "q", "kv"))
+        for number, x in enumerate(operands.captures):
+            self.inputs[f"capture{number}"] = self._by_tiles(x, ("batch", "heads", "q", "kv"))
 
     def launch(
         self, more: dict[str, jax.Array], outputs: dict[str, tuple[tuple[int, ...], Any]]
@@ -154,16 +158,23 @@ class _Pass:
         short[time] = -x.shape[time] % _GROUP
         return lax.pad(x, jnp.zeros((), x.dtype), [(0, n, 0) for n in short]) if any(short) else x
 
-    def _of_mask(self, mask: LocalMask, rows: int, tables: int) -> dict[str, jax.Array]:
-        """What tiles read of the mask, padded to whole tiles."""
-        arrays = traced_numbers(mask, None, None)
+    def _by_tiles(self, x: jax.Array, dims: tuple[str, ...]) -> jax.Array:
+        """An array padded to whole tiles. Those by query and key have the order of the pass's tiles."""
         block = {"q": self.sizes.block_q, "kv": self.sizes.block_kv}
+        # Of four dimensions any may be 1 for all.
+        alike = [n == 1 and len(dims) == 4 for n in x.shape]
+        short = [0 if same else -n % block.get(dim, 1) for n, dim, same in zip(x.shape, dims, alike, strict=True)]
+        x = jnp.pad(x, [(0, n) for n in short]) if any(short) else x
+        return x.swapaxes(2, 3) if len(dims) == 4 and self.slow == "kv" else x
+
+    def _of_mask(self, mask: LocalMask, dropout: Dropout | None, rows: int, tables: int) -> dict[str, jax.Array]:
+        """What tiles read of the mask and the dropout."""
+        arrays = traced_numbers(mask, dropout, None)
         words = block_words(mask, self.sizes.block_q, self.sizes.block_kv, rows, tables)
         arrays |= {f"words{number}": x.words for number, x in enumerate(words) if x is not None}
         for number, leaf in enumerate(mask.mask.split()[1]):
             if "q_blocks" in leaf.dims:
                 continue  # in words
-            x = jnp.asarray(leaf.array).astype(jnp.int32)
-            short = [-n % block.get(dim, 1) for n, dim in zip(x.shape, leaf.dims, strict=True)]
-            arrays[f"leaf{number}"] = jnp.pad(x, [(0, n) for n in short]) if any(short) else x
+            x = jnp.asarray(leaf.array)
+            arrays[f"leaf{number}"] = self._by_tiles(x.astype(jnp.int8 if x.ndim == 4 else jnp.int32), leaf.dims)
         return arrays

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....masks import Mask, Not
+from ...kernels.local_mask import Dropout
 from ...kernels.tile_mask import TileLogits, TileMask
 from .hopper_sizes import ROWS, HopperSizes
 
@@ -83,12 +84,41 @@ class HopperTile(TileMask):
             seen.append(keys < self.static_args.kv_len)
         return seen
 
+    def keep(self) -> jax.Array | None:
+        """Which weights dropout keeps; None without dropout."""
+        if "dropout" not in self.refs:
+            return None
+        rows, keys = self._global_rows(self._numbers("q")), self._global_keys(self._numbers("kv"))
+        return Dropout.keep_mask(*self._dropout_key(self.head), rows, keys, self.static_args.dropout)
+
+    def row_and_head(self) -> tuple[Any, Any]:
+        """The batch row and the query head in the whole problem."""
+        return self.global_row_and_head(self.batch, self.head)
+
     def positions(self) -> tuple[Any, Any]:
         """Positions of queries and keys, each of the tile's shape."""
         leaf = self.positions_leaf()
         if leaf is not None:
             return self._along(f"leaf{leaf}", "q"), self._along(f"leaf{leaf + 1}", "kv")
         return self.position(self._global_rows(self._numbers("q"))), self._global_keys(self._numbers("kv"))
+
+    def dense(self, name: str) -> jax.Array:
+        """The tile of an array [batch, heads, q, kv], any of them 1; by keys [batch, heads, kv, q]."""
+        ref, dims = self.refs[name], ("kv", "q") if self.axis["q"] else ("q", "kv")
+        place = tuple(at if n > 1 else 0 for at, n in zip((self.batch, self.head), ref.shape[:2], strict=True))
+        first, second = (n > 1 for n in ref.shape[2:])
+        if first and second:
+            cut = ref.at[(*place, *(pl.ds(self.first[dim], n) for dim, n in zip(dims, self.shape, strict=True)))]
+            numbers: jax.Array = plgpu.load(cut, layout=TILE, optimized=False)  # type: ignore[call-arg] # of jax 0.10
+            return numbers
+        if first or second:
+            line = ref.at[(*place, slice(None), 0)] if first else ref.at[(*place, 0)]
+            return self._spread(line, (), dims[int(second)])
+        return jnp.broadcast_to(ref[(*place, 0, 0)], self.shape)
+
+    def _dense(self, name: str, *where: Any) -> jax.Array:
+        """See TileMask."""
+        return self.dense(name)
 
     def _numbers(self, dim: str) -> jax.Array:
         """Those of the rows or of the keys, on this device."""
