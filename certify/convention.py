@@ -46,6 +46,7 @@ class Convention(BaseModel):
 
     name: str = ""
     about: str = ""  # where the meaning is documented
+    family: Literal["attention", "recurrence"] = "attention"
     framework: Literal["jax", "torch"] = "jax"
     package: str = ""  # the distribution to install
     target: str = ""  # module:function of the library's own

@@ -5,100 +5,92 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
-from .case import Case
-from .cases import alone, inexpressible, paired
 from .certificate import Certificate, FeatureVerdict, WrongCase
-from .features import DEAD, FEATURES, Feature, implied
+from .family import AttentionFamily, Family
+from .features import Feature
 from .judge import Judgement
-from .shrink import shrunk
-from .source import Subject, script
+from .source import Subject
 
-__all__ = ["PLAIN", "Examination", "certify"]
+__all__ = ["Examination", "certify"]
 
-PLAIN = Feature("plain", "yes", "softmax(q k / sqrt(dim)) v")
 _SHRUNK = 12  # wrong cases that are made small; others have the features of one of these
 _TRIES = {"no answer": 3, "the process ended": 8}  # each costs a new process
 
 
 @dataclass
 class Examination:
-    """The cases that ran and what came of them. run: judges one case. keep: factors that every case of the subject needs."""
+    """The cases that ran and what came of them. run: judges one case."""
 
     subject: Subject
-    run: Callable[[Case], Judgement]
-    keep: frozenset[str] = frozenset()
-    results: list[tuple[Case, Judgement]] = field(default_factory=list)
+    family: Family
+    run: Callable[[Any], Judgement]
+    results: list[tuple[Any, Judgement]] = field(default_factory=list)
     wrong_cases: list[WrongCase] = field(default_factory=list)
     causes: list[tuple[frozenset[Feature], ...]] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
 
-    def judge(self, case: Case) -> Judgement:
+    def judge(self, case: Any) -> Judgement:
         """Run one case. If it is wrong for a reason not known yet, find the smallest that is."""
         result = self.run(case)
         self.record(case, result)
         return result
 
-    def record(self, case: Case, result: Judgement) -> None:
+    def record(self, case: Any, result: Judgement) -> None:
         """Take in what came of a case."""
         self.results.append((case, result))
         if result.verdict == "wrong" and self.cause(case) is None and len(self.causes) < _SHRUNK:
             self._shrink(case, result)
 
-    def cause(self, case: Case) -> int | None:
+    def cause(self, case: Any) -> int | None:
         """The place of the shrunk case whose features this case has too."""
         features = frozenset(case.features)
         return next((n for n, causes in enumerate(self.causes) if any(cause <= features for cause in causes)), None)
 
-    def essential(self, case: Case) -> frozenset[Feature]:
-        """The features that a case is about."""
-        beside = self.keep | implied(case.levels)
-        return frozenset(one for one in case.features if one.factor not in beside)
-
-    def _shrink(self, case: Case, result: Judgement) -> None:
+    def _shrink(self, case: Any, result: Judgement) -> None:
         slow = result.what.startswith(tuple(_TRIES))
         last = {case: result}
 
-        def fails(smaller: Case) -> bool:
+        def fails(smaller: Any) -> bool:
             judgement = self.run(smaller)
             last[smaller] = judgement
             return judgement.verdict == "wrong" and judgement.what.startswith(tuple(_TRIES)) == slow
 
         most = _TRIES.get(next((words for words in _TRIES if result.what.startswith(words)), ""), 60)
-        small = shrunk(case, fails, self.keep, most)
+        small = self.family.shrunk(case, fails, most)
         what = last[small].what
-        essential = self.essential(small)
-        names = tuple(one.name for one in FEATURES if one in essential) or (PLAIN.name,)
-        self.wrong_cases.append(WrongCase(names, what, script(small, self.subject, f"{self.subject.name}: {what}")))
+        essential = self.family.essential(small)
+        names = tuple(one.name for one in self.family.features if one in essential) or (self.family.plain.name,)
+        self.wrong_cases.append(WrongCase(names, what, self.family.script(small, f"{self.subject.name}: {what}")))
         # Another level of the same factor may have taken the place of the one that was tried.
         factors = {one.factor for one in essential}
-        self.causes.append((frozenset(one for one in self.essential(case) if one.factor in factors), essential))
+        self.causes.append((frozenset(one for one in self.family.essential(case) if one.factor in factors), essential))
 
 
 def certify(
     subject: Subject,
-    run: Callable[[Case], Judgement],
+    run: Callable[[Any], Judgement],
     *,
-    features: Collection[Feature] = FEATURES,
+    family: Family | None = None,
+    features: Collection[Feature] | None = None,
     seed: int = 0,
     pairs: int = 0,
     quick: bool = False,
     versions: dict[str, str] | None = None,
     progress: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> Certificate:
-    """Each feature alone, then at most `pairs` cases in which those that are right meet."""
-    convention = subject.convention
-    unsaid = {one: why for one in FEATURES if (why := inexpressible(one, convention)) is not None}
-    wanted = [one for one in features if one not in unsaid]
-    keep = {"transform"} if convention.framework == "torch" else set()
-    keep |= {"layout"} if "bthd" not in convention.layouts else set()
-    examination = Examination(subject, run, frozenset(keep))
-    first = list(alone(convention, wanted, seed, quick=quick))
+    """Each feature alone, then at most `pairs` cases in which those that are right meet. features: all by default."""
+    family = AttentionFamily(subject) if family is None else family
+    unsaid = {one: why for one in family.features if (why := family.inexpressible(one)) is not None}
+    wanted = [one for one in family.features if one not in unsaid and (features is None or one in features)]
+    examination = Examination(subject, family, run)
+    first = list(family.alone(wanted, seed, quick))
     refused: dict[Feature, str] = {}
     bad: set[Feature] = set()
     plain = Judgement("right")
     for n, (one, case) in enumerate(first):
-        progress(n, len(first) + pairs, "plain attention" if one is None else one.title)
+        progress(n, len(first) + pairs, family.plain.title if one is None else one.title)
         result = examination.judge(case)
         if one is None:
             plain = result
@@ -108,17 +100,16 @@ def certify(
             bad.add(one)
     if plain.verdict == "right" and pairs:
         meeting = [one for one in wanted if one not in refused and one not in bad]
-        rows = paired(convention, meeting, seed, pairs)
+        rows = family.paired(meeting, seed, pairs)
         for n, case in enumerate(rows):
             progress(len(first) + n, len(first) + len(rows), f"{len(case.features)} features together")
             result = examination.judge(case)
-            if result.verdict == "refused":
-                together = " + ".join(one.name for one in case.features)
-                if result.what not in examination.refusals.values():
-                    examination.refusals[together] = result.what
+            if result.verdict == "refused" and result.what not in examination.refusals.values():
+                examination.refusals[" + ".join(one.name for one in case.features)] = result.what
     if plain.verdict == "refused":
-        refused[PLAIN] = plain.what
-    table = tuple(_verdict(one, examination, unsaid, refused, wanted) for one in (PLAIN, *FEATURES))
+        refused[family.plain] = plain.what
+    table = tuple(_verdict(one, examination, unsaid, refused, wanted) for one in (family.plain, *family.features))
+    convention = subject.convention
     return Certificate(
         subject.name, convention.name, convention.about, seed, len(examination.results), versions or {}, table,
         tuple(examination.wrong_cases), tuple(examination.refusals.items()),
@@ -126,31 +117,25 @@ def certify(
 
 
 def _verdict(
-    one: Feature,
-    examination: Examination,
-    unsaid: dict[Feature, str],
-    refused: dict[Feature, str],
-    wanted: list[Feature],
-) -> FeatureVerdict:
+    one: Feature, examination: Examination, unsaid: dict[Feature, str], refused: dict[Feature, str], wanted: list[Feature]
+) -> FeatureVerdict:  # fmt: skip
+    family = examination.family
+    plain = one is family.plain
     if one in unsaid:
         return FeatureVerdict(one.name, one.title, "not expressible", unsaid[one])
-    if one is not PLAIN and one not in wanted:
+    if not plain and one not in wanted:
         return FeatureVerdict(one.name, one.title, "not tried")
     counts: Counter[str] = Counter()
     for case, result in examination.results:
-        if one in case.features or (
-            one is PLAIN and not [f for f in case.features if f.factor not in examination.keep]
-        ):
+        if one in case.features or (plain and not family.essential(case)):
             counts[result.verdict] += 1
     blamed = tuple(
         n
         for n, causes in enumerate(examination.causes)
-        if any(one in cause for cause in causes) or (not causes[0] and (one is PLAIN or counts["wrong"]))
+        if any(one in cause for cause in causes) or (not causes[0] and (plain or counts["wrong"]))
     )
     verdict = "wrong" if blamed else "refused" if one in refused else "right" if counts["right"] else "not tried"
-    why = refused.get(one, "") if verdict == "refused" else ""
-    if verdict == "right" and one.name in DEAD and examination.subject.convention.dead_rows == "unspecified":
-        why = "not documented what such a row is: anything but NaN counts"
+    why = refused.get(one, "") if verdict == "refused" else family.note(one) if verdict == "right" else ""
     return FeatureVerdict(
         one.name, one.title, verdict, why, counts["right"], counts["wrong"], counts["refused"], blamed
     )

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from .case import Case
 from .features import FACTORS, default_levels, valid
 
-__all__ = ["shrunk"]
+__all__ = ["shrunk", "smaller"]
 
 # What is taken away first: what says least of the function.
 _ORDER = ("dtype", "transform", "values", "dims", "layout", "heads", "lse", "gradient", "sizes", "scale", "soft_cap", "sinks",
           "alibi", "score", "bias", "lengths", "segments", "mask", "causal", "window")  # fmt: skip
 
 
-def shrunk(case: Case, fails: Callable[[Case], bool], keep: frozenset[str] = frozenset(), most: int = 60) -> Case:
-    """keep: factors that stay, as a convention needs them. most: how many cases are tried."""
+C = TypeVar("C", bound=Hashable)
+
+
+def shrunk(case: C, fails: Callable[[C], bool], smaller: Callable[[C], Iterator[C]], most: int) -> C:
+    """smaller: simpler cases of one, the boldest first. most: how many cases are tried."""
     tried = 0
-    seen: set[Case] = {case}
+    seen: set[C] = {case}
     moved = True
     while moved and tried < most:
         moved = False
-        for smaller in _smaller(case, keep):
-            if smaller in seen:
+        for simpler in smaller(case):
+            if simpler in seen:
                 continue
-            seen.add(smaller)
+            seen.add(simpler)
             tried += 1
-            if fails(smaller):
-                case, moved = smaller, True
+            if fails(simpler):
+                case, moved = simpler, True
                 break
             if tried >= most:
                 break
     return case
 
 
-def _smaller(case: Case, keep: frozenset[str]) -> Iterator[Case]:
-    """Simpler cases, the boldest first."""
+def smaller(case: Case, keep: frozenset[str]) -> Iterator[Case]:
+    """Simpler cases, the boldest first. keep: factors that stay, as a convention needs them."""
     default = default_levels()
     assert set(_ORDER) == set(FACTORS)
     for factor in _ORDER:

@@ -10,20 +10,21 @@ from .case import Case
 from .cases import alone, inexpressible, paired
 from .convention import Convention, convention_named
 from .examine import Examination
-from .features import FACTORS, FEATURES, Feature
+from .family import AttentionFamily
+from .features import FEATURES, Feature
 from .run_case import CaseRunner
 from .source import Subject
 
 __all__ = ["chosen_features", "suite"]
 
 
-def chosen_features(names: Sequence[str]) -> tuple[Feature, ...]:
+def chosen_features(names: Sequence[str], known: Sequence[Feature] = FEATURES) -> tuple[Feature, ...]:
     """The features of names of features or factors; all for none. Errors: UnknownNameError."""
-    known = (*(one.name for one in FEATURES), *FACTORS)
+    every = dict.fromkeys([one.name for one in known] + [one.factor for one in known])
     for name in names:
-        if name not in known:
-            raise UnknownNameError(f"no feature {shown(name)}; `attnops certify` lists them.{nearest(name, known)}")
-    return tuple(one for one in FEATURES if not names or one.name in names or one.factor in names)
+        if name not in every:
+            raise UnknownNameError(f"no feature {shown(name)}; `attnops certify` lists them.{nearest(name, every)}")
+    return tuple(one for one in known if not names or one.name in names or one.factor in names)
 
 
 def suite(
@@ -66,7 +67,8 @@ def suite(
         if result.verdict == "refused":
             pytest.skip(result.what)
         if result.verdict == "wrong":
-            examination = Examination(Subject(name, declared, define), run)
+            subject = Subject(name, declared, define)
+            examination = Examination(subject, AttentionFamily(subject), run)
             examination.record(case, result)
             smallest = examination.wrong_cases[0]
             pytest.fail(f"{smallest.what}: {', '.join(smallest.features)}\n\n{smallest.script}", pytrace=False)

@@ -13,11 +13,14 @@ import jax.numpy as jnp
 from ..authoring import Operation
 from ..distribution import VERSION
 from ..errors import ConfigError, UnknownNameError, nearest, shown
+from ..operators.recurrent import RecurrentOperation
 from ..registry import OperationMetadata, OperationRegistry
 from .convention import Convention, built_in_conventions, convention_named
+from .family import AttentionFamily, Family
+from .recurrence import RecurrenceFamily
 from .source import Subject
 
-__all__ = ["rivals", "subject_named", "versions_of"]
+__all__ = ["family_of", "rivals", "subject_named", "versions_of"]
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -76,9 +79,15 @@ def _operation(target: str) -> Subject:
             f"{', '.join(rivals())}.{nearest(target, known)}"
         )
     operation: Any = OperationRegistry.get(name)
+    if issubclass(operation, RecurrentOperation) and not method:
+        convention = Convention(
+            name="attnops", about="docs/how-to/recurrent.md", package="attnops", family="recurrence"
+        )
+        return Subject(target, convention, ("import attnops", f'f = attnops.OperationRegistry.create("{name}")'))
     if not issubclass(operation, Operation):
         raise ConfigError(
-            f"{target} isn't an operation on query, key and value; their families have no certificate yet."
+            f"{target} has no certificate: those of operations over pages and slots, of indexers and of a recurrence's kernel "
+            "aren't written; certify an operation on query, key and value, or a recurrent one."
         )
     changes: dict[str, Any] = {"fallback": "error"}
     if method:
@@ -105,6 +114,13 @@ def _forcing(operation: Any, method: str) -> dict[str, Any]:
     if config is not None and "interpret" in config.model_fields:
         return {"operation_configs": {config.model_fields["operation"].default: {"interpret": True}}}
     return {"backend": "cpu"} if method == "forward_native" else {}
+
+
+def family_of(subject: Subject) -> Family:
+    """The cases of a subject."""
+    if subject.convention.family == "recurrence":
+        return RecurrenceFamily(subject, OperationRegistry.get(subject.name))
+    return AttentionFamily(subject)
 
 
 def versions_of(subject: Subject) -> dict[str, str]:

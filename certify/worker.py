@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import AttnOpsError, ConfigError
-from .case import Case
 from .judge import Judgement
 from .source import Subject
 
@@ -43,7 +42,7 @@ class Worker:
     ) -> None:
         self._end()
 
-    def __call__(self, case: Case) -> Judgement:
+    def __call__(self, case: Any) -> Judgement:
         if self.process is None:
             self._start()
         answer, late = self._ask(case.to_dict(), self.seconds)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import AttnOpsError, first_line
+from ..registry import OperationRegistry
 from .case import Case
 from .convention import Convention
+from .recurrence import RecurrenceCase
 from .run_case import CaseRunner
+from .run_recurrence import RecurrenceRunner
 from .source import Subject
 
 __all__ = ["main"]
@@ -27,7 +31,12 @@ def main() -> None:
 
     name, convention, define = json.loads(sys.stdin.readline())
     subject = Subject(name, Convention.model_validate_json(convention), tuple(define))
-    run = CaseRunner(subject)
+    run: Any
+    case_of: Callable[..., Any]
+    if subject.convention.family == "recurrence":
+        run, case_of = RecurrenceRunner(subject, OperationRegistry.get(name)), RecurrenceCase
+    else:
+        run, case_of = CaseRunner(subject), Case
     try:
         run.start()
     except Exception as error:  # the target's
@@ -36,7 +45,7 @@ def main() -> None:
     send({})
     for line in sys.stdin:
         try:
-            send(list(run(Case(**json.loads(line)))))
+            send(list(run(case_of(**json.loads(line)))))
         except AttnOpsError as error:  # of the convention
             send({"error": str(error)})
 

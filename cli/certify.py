@@ -14,7 +14,7 @@ from ..certify.examine import certify
 from ..certify.features import FEATURES
 from ..certify.page import certificate_page, result_text
 from ..certify.suite import chosen_features
-from ..certify.targets import rivals, subject_named, versions_of
+from ..certify.targets import family_of, rivals, subject_named, versions_of
 from ..certify.worker import Worker
 from ..errors import ConfigError
 from .console import fields, table, text, title
@@ -40,12 +40,13 @@ class CertifyOptions(NamedTuple):
 
 def run_certify(options: CertifyOptions) -> Certificate:
     """Certify the target."""
-    features = chosen_features(options.features)
     subject = subject_named(options.target, options.convention)
+    family = family_of(subject)
+    features = chosen_features(options.features, family.features)
     pairs = min(options.cases, _QUICK) if options.quick else options.cases
     with bar(options.target) as progress, Worker(subject, options.seconds) as worker:
         return certify(
-            subject, worker, features=features, seed=options.seed, pairs=pairs, quick=options.quick,
+            subject, worker, family=family, features=features, seed=options.seed, pairs=pairs, quick=options.quick,
             versions=versions_of(subject), progress=progress,
         )  # fmt: skip
 

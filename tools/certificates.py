@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 from attnops.certify import Certificate
-from attnops.certify.examine import PLAIN
+from attnops.certify.family import AttentionFamily
 from attnops.certify.features import FEATURES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +94,7 @@ def _tables(some: list[Certificate]) -> list[str]:
         lines.append(f"| Feature | {' | '.join(f'`{one.target}`' for one in columns)} |")
         lines.append(f"| --- |{' --- |' * len(columns)}")
         by_name = [{row.feature: row for row in one.features} for one in columns]
-        for feature in (PLAIN, *FEATURES):
+        for feature in (AttentionFamily.plain, *FEATURES):
             cells = []
             for one, rows in zip(columns, by_name, strict=True):
                 row = rows[feature.name]
