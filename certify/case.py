@@ -138,7 +138,7 @@ def made(levels: Levels, seed: int, length_step: int = 1, dim_step: int = 1) -> 
         "no": (None, None), "left": (2, 0), "both": (2, 1), "open": (1, None)
     }[levels["window"]]  # fmt: skip
     return Case(
-        dict(levels), 2, q_len, kv_len, heads, kv_heads, dim, value_dim, seed,
+        dict(levels), 1 if levels["layout"] == "thd" else 2, q_len, kv_len, heads, kv_heads, dim, value_dim, seed,
         offset=ends.get(levels["causal"], 0), left=left, right=right,
         scale=0.5 if levels["scale"] == "yes" else None, cap=2.0 if levels["soft_cap"] == "yes" else None,
     )  # fmt: skip

@@ -20,6 +20,10 @@ __all__ = ["TOLERANCES", "Judgement", "judged"]
 # dtype: bfloat16 then rounds logits of 4 by 0.008. Larger logits are rounded by more, and the tolerance grows with them.
 TOLERANCES = {"float32": (1e-4, 3e-4), "bfloat16": (0.05, 0.1), "float16": (0.01, 0.02)}
 _LOGIT = 8.0  # the tolerances hold for logits up to this
+# Weights below the dtype's smallest number are 0, and whatever is multiplied to them: rows smaller than this, in terms of the
+# largest one, count as if they were so large.
+_SMALL = {"float32": 1e-30, "bfloat16": 1e-30, "float16": 1e-5}
+_DENORMAL = 1e-30  # where values are denormal, what is made of them may be flushed to 0; NaN and infinity are found
 _SCORES = {
     "alibi": ALiBi(),
     "temperature": Temperature(),
@@ -69,13 +73,13 @@ def judged(case: Case, convention: Convention, arrays: dict[str, Any]) -> Judgem
     if convention.dead_rows == "unspecified":
         dead = ~(see & np.isfinite(0.0 if bias is None else bias)).any(-1).swapaxes(1, 2)[..., None]
         output = np.where(dead & np.isfinite(output), want.output, output)
-    found = [_part("output", output, want.output, row_sizes(want.output, sizes["output"]), forward, case.dtype)]
+    found = [_part("output", output, want.output, row_sizes(want.output, sizes["output"]), forward, case)]
     if "lse" in got:
         alive = np.isfinite(want.lse) | (convention.dead_rows == "zero")
         lse, expected = (np.where(alive, x, 0) for x in (got["lse"], want.lse))
         same = np.isneginf(lse) & np.isneginf(expected)
         lse, expected = np.where(same, 0, lse), np.where(same, 0, expected)
-        found.append(_part("log-sum-exp", lse, expected, lse_size(expected), forward, case.dtype))
+        found.append(_part("log-sum-exp", lse, expected, lse_size(expected), forward, case))
     if case.has("gradient"):
         gradients = reference_gradients(q, k, v, d, **arguments)
         for name in differentiated(case):
@@ -83,17 +87,18 @@ def judged(case: Case, convention: Convention, arrays: dict[str, Any]) -> Judgem
             a, b, size = (
                 x[..., None] if name == "sinks" else x for x in (got[f"gradient of {name}"], gradients[of], sizes[of])
             )
-            found.append(_part(f"gradient of {name}", a, b, row_sizes(b, size), backward, case.dtype))
+            found.append(_part(f"gradient of {name}", a, b, row_sizes(b, size), backward, case))
     wrong = [one for one in found if one.verdict == "wrong"]
     return wrong[0] if wrong else max(found, key=lambda one: one.error)
 
 
-def _part(what: str, got: np.ndarray, want: np.ndarray, sizes: np.ndarray, tolerance: float, dtype: str) -> Judgement:
+def _part(what: str, got: np.ndarray, want: np.ndarray, sizes: np.ndarray, tolerance: float, case: Case) -> Judgement:
     if got.shape != want.shape:
         return Judgement("wrong", f"{what} has shape {got.shape}; expected {want.shape}", -1.0)
     if not np.isfinite(got).all():
         return Judgement("wrong", f"{what} has NaN or infinity", -1.0)
-    error = row_error(got, want, sizes, dtype)
+    least = _DENORMAL if case.levels["values"] == "denormal" else _SMALL[case.dtype] * float(sizes.max(initial=0.0))
+    error = row_error(got, want, np.maximum(sizes, least), case.dtype)
     if error <= tolerance:
         return Judgement("right", what, error)
     return Judgement(
