@@ -206,20 +206,21 @@ def splash_kernels(data: dict[str, Any]) -> Iterator[Kernel]:
 def paged_kernels() -> Iterator[Kernel]:
     """The paged kernels that benchmarks/paged_static.py has compiled."""
     sys.path.append(str(ROOT / "benchmarks"))
-    from paged_static import SEQUENCES, sizes
+    from paged_static import SELECTED, SEQUENCES, sizes
 
     for row in json.loads(PAGED.read_text(encoding="utf-8"))["rows"]:
         case = row["case"]
         if case["layout"] == "jax" or "vmem" not in row:
             continue
         (heads, kv_heads, dim, value_dim, wide), page = sizes(case), case["page"]
-        width, decodes = case["keys"] // page, case["kind"] == "decode"
+        width, decodes = case["keys"] // page, case["kind"] != "prefill"
         bf16 = np.dtype(jnp.bfloat16)
         geometry = Geometry(
             layout=case["layout"], tokens=SEQUENCES if decodes else 512, heads=heads, kv_heads=kv_heads,
             dim=dim, value_dim=value_dim, key_row=wide, value_row=wide, pages=SEQUENCES * width, page=page,
             sequences=SEQUENCES, width=width,
             dtype=bf16, key_dtype=bf16, value_dtype=bf16, key_scale=None, value_scale=None,
+            selected=SELECTED if case["kind"] == "selected" else 0,
         )  # fmt: skip
         options = Options(
             scale=1.0, causal=True, left=None, right=None, soft_cap=None, sinks=False, max_q_len=1 if decodes else None,

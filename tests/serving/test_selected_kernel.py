@@ -17,7 +17,7 @@ from paged_kernel_runs import LAYOUTS, fits, laid_out, run
 from test_selected_pages import selected_keys
 
 from attnops import InputError, KVCache, OperationMetadata, OperationRegistry
-from attnops.operators.kernels.pages.tpu import paged_attention_tpu, selected
+from attnops.operators.kernels.pages.tpu import PageArrays, paged_attention_tpu, selected
 from attnops.operators.kernels.pages.tpu.selected import Chosen
 from attnops.operators.paged.tpu_kernel import tpu_call
 
@@ -166,7 +166,12 @@ def test_a_piece_too_many_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"selected": np.zeros((3, 2), np.int32)}, {}, r"selected has the shape \(3, 2\)"),
         ({"selected": np.zeros((42, 70000), np.int32)}, {}, "places of 70000 keys of two tokens"),
-        ({}, {"page_stride": 2}, "page_stride=2 without selected keys"),
+        (
+            {"selected": np.zeros((42, 1), np.int32)},
+            {"rows": PageArrays(np.zeros(1))},
+            "rows are given beside selected",
+        ),
+        ({}, {"rows": PageArrays(np.zeros(1)), "page_stride": 2}, "rows are given beside page_stride"),
     ],
 )
 def test_says_what_does_not_fit(change: dict[str, Any], more: dict[str, Any], message: str) -> None:

@@ -322,7 +322,9 @@ def _attend(
         lse = jnp.where(heads_last(chunks.in_list, lse), many_lse, lse)
         has_output |= chunks.in_list
     attended = real if options.max_q_len is None else real & (row < options.max_q_len)
-    after = PageArrays(**{name: arrays[f"{name}_pages"] for name in geometry.streams()}) if written else None
+    stored = _stored(operands)
+    whole = {n: arrays[f"{n}_pages"].reshape(stored[n].shape) for n in geometry.streams()}
+    after = PageArrays(**whole) if written else None
     return *_with_unseen(geometry, operands, output, lse, has_output, attended), after
 
 
@@ -393,11 +395,9 @@ def _arrays(
         columns.append(jnp.broadcast_to(per_head.astype(np.float32)[:, None], (geometry.heads, LANES)))
     if columns:
         arrays["columns"] = jnp.stack(columns)
-    rows_of_pages = {"key": operands.key_pages, "value": operands.value_pages, "rope": operands.rope_pages}
-    for name, pages in (rows_of_pages | scales).items():
-        if name in geometry.streams():
-            assert pages is not None
-            arrays[f"{name}_pages"] = pages if name in rows_of_pages else pages.astype(np.float32)
+    for name in geometry.streams():
+        pages = _stored(operands)[name]
+        arrays[f"{name}_pages"] = geometry.viewed(name, pages.astype(np.float32) if name in scales else pages)
     for name in () if rows is None else geometry.streams():
         row = getattr(rows, name)
         if name.endswith("scale"):
@@ -406,6 +406,12 @@ def _arrays(
             row = row[:, None, :] if geometry.tokens_first else jnp.broadcast_to(*wide)
         arrays[f"{name}_row"] = row
     return arrays
+
+
+def _stored(operands: PagedOperands) -> dict[str, Any]:
+    """The arrays of pages by the names of streams."""
+    rows = {"key": operands.key_pages, "value": operands.value_pages, "rope": operands.rope_pages}
+    return rows | {"key_scale": operands.key_scale, "value_scale": operands.value_scale}
 
 
 def _of_query_heads(geometry: Geometry, scale: jax.Array) -> jax.Array:

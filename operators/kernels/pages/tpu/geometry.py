@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from ...default_promotion import wider
 from ..paged_step import PagedOptions
 
-__all__ = ["LANES", "NOTHING", "Geometry", "Layout", "Options", "rows_per_word", "sublanes"]
+__all__ = ["HBM_ROWS", "LANES", "NOTHING", "Geometry", "Layout", "Options", "row_places", "rows_per_word", "sublanes"]
 
 LANES = 128
+HBM_ROWS = 8  # of a tile of 16 or 32 bits
 # The peak of a row without visible keys: finite, so that the exponential of -inf minus it is 0 and not NaN.
 NOTHING = float(jnp.finfo(jnp.float32).min)
 
@@ -165,6 +168,26 @@ class Geometry:
         (_, rows, *_), dtype = self.streams()[name]
         return self.layout == "packed" or (rows % rows_per_word(dtype) == 0 and (rows in (1, 2, 4) or rows % 8 == 0))
 
+    def in_tiles(self, name: str) -> bool:
+        """Whether a page's rows of each head are a whole number of tiles of HBM, so that they can be kept in these. Those of
+        8-bit rows are as large as VMEM's."""
+        rows = not self.tokens_first and not name.endswith("scale") and self.page % HBM_ROWS == 0
+        return rows and self.streams()[name][1].itemsize > 1
+
+    def kept(self, name: str, rows: int = 0) -> tuple[int, ...]:
+        """The shape of a page in the kernel, or of so many rows of each head. Tiles of HBM are copied as they are; those of VMEM
+        are larger on a tpu7x, which takes a description of each copy."""
+        shape, _ = self.streams()[name]
+        if not self.in_tiles(name):
+            return shape
+        return shape[0], (rows or shape[1]) // HBM_ROWS, HBM_ROWS, shape[2]
+
+    def viewed(self, name: str, pages: jax.Array) -> jax.Array:
+        """An array of whole pages as the kernel takes it: the same memory."""
+        if not self.in_tiles(name):
+            return pages
+        return pages.reshape(pages.shape[0], *self.kept(name, self.stored_page or self.page))
+
     def streams(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """What is fetched per page: name -> (shape, dtype)."""
         if self.one_array:
@@ -204,6 +227,14 @@ class Options(PagedOptions):
     def farthest(self) -> int:
         """How far after its item's position a row of a block can be, at most."""
         return max(self.queries_per_block, self.drafts) - 1
+
+
+def row_places(shape: tuple[int, ...], axis: int, *, in_tiles: bool) -> jax.Array:
+    """int32 of a shape: the place of each row along an axis, or along it and the next one."""
+    places = lax.broadcasted_iota(jnp.int32, shape, axis)
+    if not in_tiles:
+        return places
+    return places * np.int32(HBM_ROWS) + lax.broadcasted_iota(jnp.int32, shape, axis + 1)
 
 
 def rows_per_word(dtype: Any) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from .....devices import MIN_VMEM_BYTES
-from .geometry import LANES, Geometry, Options, rows_per_word, sublanes
+from .geometry import HBM_ROWS, LANES, Geometry, Options, rows_per_word, sublanes
 from .memory import MAX_SCALAR_BYTES, ROOM, scalar_words, several_rows, vmem_parts
 from .row_numbers import MAX_DRAFTS
 from .work_items import row_alignment
@@ -105,7 +105,8 @@ def advice(geometry: Geometry) -> list[tuple[str, str, str]]:
             message = f"scales of {geometry.kv_heads} heads per token take {LANES} numbers of memory"
             hints.append(("scales", message, "layout 'heads' or 'joined', whose scales lie along the page"))
     else:
-        tile = max(sublanes(geometry.key_dtype), sublanes(geometry.value_dtype))
+        stored = max(geometry.key_dtype, geometry.value_dtype, key=sublanes)
+        tile = HBM_ROWS if stored.itemsize > 1 else sublanes(stored)
         if geometry.page % tile:
             message = f"pages of {geometry.page} don't fill tiles of {tile} rows"
             hints.append(("page_size", message, f"a page size that is a multiple of {tile}"))

@@ -72,6 +72,7 @@ def _decode_parts(geometry: Geometry, options: Options) -> dict[str, int]:
     query, output = (
         2 * _bytes((geometry.heads, dim), geometry.dtype) for dim in (geometry.query_dim, geometry.summed_dim)
     )
+    sums = _bytes((geometry.heads, geometry.summed_dim), np.float32)
     return (
         _page_parts(geometry, options)
         | {
@@ -83,6 +84,7 @@ def _decode_parts(geometry: Geometry, options: Options) -> dict[str, int]:
             "keys and values on their way to a product": _converted(geometry, options, by_product(geometry)),
         }
         | ({"own rows and what is written of pages": _written(geometry)} if options.writes else {})
+        | ({"sums of a block, made twice": 2 * sums} if geometry.selected and geometry.page > 1 else {})
     )
 
 

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...precision import tile_product
-from .geometry import LANES, Geometry, Options, rows_per_word
+from .geometry import LANES, Geometry, Options, row_places, rows_per_word
 from .selected import Chosen, piece_of
 from .softmax import divided
 from .words import numbers, words_of
@@ -27,8 +27,8 @@ __all__ = ["Pages", "page_scratch", "walk", "whole_word"]
 def page_scratch(geometry: Geometry, options: Options) -> dict[str, Any]:
     """A ring of buffers, each for a block of pages of every stream, and the kernel's place in it."""
     scratch: dict[str, Any] = {
-        f"{name}_buffer": pltpu.VMEM((options.buffers, options.pages_per_block, *shape), dtype)
-        for name, (shape, dtype) in geometry.streams().items()
+        f"{name}_buffer": pltpu.VMEM((options.buffers, options.pages_per_block, *geometry.kept(name)), dtype)
+        for name, (_, dtype) in geometry.streams().items()
     }
     return scratch | {
         "arrived": pltpu.SemaphoreType.DMA((options.buffers, len(geometry.streams()))),
@@ -153,7 +153,8 @@ class Pages:
             return
         page = buffer[slot, place]
         wide = page if page.dtype == jnp.float32 else page.astype(jnp.float32)
-        inside = lax.broadcasted_iota(jnp.int32, wide.shape, 0 if geometry.tokens_first else 1) < tail
+        axis = 0 if geometry.tokens_first else 1
+        inside = row_places(wide.shape, axis, in_tiles=geometry.in_tiles(self.last)) < tail
         buffer[slot, place] = jnp.where(inside, wide, 0.0).astype(buffer.dtype)
 
     def _write(self, writer: Writer, slot: Any, item: WorkItem, first: Any) -> None:
@@ -206,7 +207,7 @@ class Pages:
             return found
         finite = jnp.where(jnp.abs(found) < jnp.inf, 0.0, 1.0).sum() == 0
         buffer = self.refs[f"{self.last}_buffer"].at[slot]
-        pl.when(jnp.logical_not(finite))(lambda: chosen.clear_others(buffer, first))
+        pl.when(jnp.logical_not(finite))(lambda: chosen.clear_others(self.last, buffer, first))
         return lax.cond(finite, lambda: found, product)
 
     def token_scales(self, slot: Any, valid: jax.Array, first: Any) -> dict[str, jax.Array]:
@@ -279,7 +280,10 @@ class Pages:
         if geometry.read_in_words(name):
             return as_factor(self._of_words(name, slot, row), geometry.compute_dtype)
         buffer, lane = self.refs[f"{name}_buffer"], slice(*lanes)
-        values = buffer[slot, :, :, row, lane] if geometry.tokens_first else buffer[slot, :, row, :, lane]
+        if geometry.in_tiles(name):
+            values = buffer[slot, :, row, :, :, lane]
+        else:
+            values = buffer[slot, :, :, row, lane] if geometry.tokens_first else buffer[slot, :, row, :, lane]
         rows = values.reshape(self.block * geometry.page, lanes[1] - lanes[0])
         return as_factor(rows, geometry.compute_dtype)
 
@@ -309,10 +313,12 @@ class Pages:
         geometry, pages = self.geometry, self.refs[f"{name}_pages"]
         if geometry.pieces == 1:
             return pages.at[page]
-        stored, first = piece_of(geometry, page)
+        stored, piece = piece_of(geometry, page)
+        if geometry.in_tiles(name):
+            return pages.at[stored, :, pl.ds(piece, 1)]
         if name.endswith("_scale") and not geometry.tokens_first:
             return pages.at[stored]
-        rows = pl.ds(first, geometry.page)
+        rows = pl.ds(pl.multiple_of(piece * np.int32(geometry.page), geometry.page), geometry.page)
         return pages.at[stored, rows] if geometry.tokens_first else pages.at[stored, :, rows]
 
 

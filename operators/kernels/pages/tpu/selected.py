@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..paged_selected import places_of, seen_places
 from ..paged_step import Batch, PagedOperands, PagedStatic, Tiles
-from .geometry import LANES, Geometry, Options
+from .geometry import LANES, Geometry, Options, row_places
 from .softmax import divided
 from .work_items import FIELDS, WorkItem, compact
 
@@ -53,14 +53,13 @@ def piece_tokens(geometry: Geometry) -> int:
 
 
 def piece_of(geometry: Geometry, number: Any) -> tuple[Any, Any]:
-    """(page, the first token there) of a piece by its number among all pieces."""
-    pieces, size = geometry.pieces, geometry.page
+    """(page, its place among the pieces of this) of a piece by its number among all."""
+    pieces = geometry.pieces
     if pieces & (pieces - 1):
         page = lax.div(number, np.int32(pieces))
     else:
         page = lax.shift_right_logical(number, np.int32(pieces.bit_length() - 1))
-    first = (number - page * np.int32(pieces)) * np.int32(size)
-    return page, pl.multiple_of(first, size)
+    return page, number - page * np.int32(pieces)
 
 
 def row_words(geometry: Geometry) -> int:
@@ -186,7 +185,8 @@ class Chosen:
 
     def offset(self, at: Any) -> Any:
         """The place in its page of the first token of this item's piece `at`."""
-        return piece_of(self.geometry, self.here[0, jnp.minimum(at, self.geometry.width - 1)])[1]
+        _, piece = piece_of(self.geometry, self.here[0, jnp.minimum(at, self.geometry.width - 1)])
+        return piece * np.int32(self.geometry.page)
 
     def keys(
         self, block: int, first: Any, end: Any, lanes: int = 1, order: jax.Array | None = None
@@ -209,16 +209,15 @@ class Chosen:
             word = jnp.where(number == begin + n, self.here[0, self.geometry.width + begin + n], word)
         return (lax.shift_right_logical(word, place & np.int32(BITS - 1)) & 1) == 1
 
-    def clear_others(self, buffer: Any, first: Any) -> None:
-        """Set the numbers of a block's tokens that aren't chosen to 0, in its buffer [pieces, kv_heads, tokens, row], or with the
-        tokens before the heads."""
+    def clear_others(self, name: str, buffer: Any, first: Any) -> None:
+        """Set the numbers of a block's tokens that aren't chosen to 0, in its buffer [pieces, ...]."""
         geometry = self.geometry
         axis = 0 if geometry.tokens_first else 1
 
         def clear(i: Any, _: None) -> None:
             wide = buffer[i]
             wide = wide if wide.dtype == jnp.float32 else wide.astype(jnp.float32)
-            inside = lax.broadcasted_iota(jnp.int32, wide.shape, axis)
+            inside = row_places(wide.shape, axis, in_tiles=geometry.in_tiles(name))
             chosen = self._bits(inside, geometry.page + 1, first + i)
             buffer[i] = jnp.where(chosen, wide, 0.0).astype(buffer.dtype)
 

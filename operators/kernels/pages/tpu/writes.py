@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .geometry import LANES, Geometry, sublanes
+from .geometry import HBM_ROWS, LANES, Geometry, sublanes
 from .work_items import WorkItem
 
 __all__ = ["Writer", "row_block", "write_scratch"]
@@ -23,12 +23,15 @@ _SCALES = ("key_scale", "value_scale")
 
 
 def written_shape(geometry: Geometry, name: str) -> tuple[int, ...]:
-    """What is written of a page: the row itself where rows are whole tiles, else its tile; all of a page's scales."""
+    """What is written of a page: the row itself where rows are whole tiles, else its tile, or the page if it isn't whole ones;
+    all of a page's scales."""
     shape, dtype = geometry.streams()[name]
     if name in _SCALES:
         return shape
     if geometry.tokens_first:
         return 1, *shape[1:]
+    if geometry.in_tiles(name):
+        return geometry.kept(name, HBM_ROWS)
     kv_heads, page, row = shape
     tile = sublanes(dtype)
     return kv_heads, page if page % tile else tile, row
@@ -94,6 +97,11 @@ class Writer:
             shape = written.shape[1:]
             if not geometry.tokens_first:
                 row = jnp.tile(row, (1, -(-shape[1] // LANES)))[:, : shape[1]]
+        elif geometry.in_tiles(name):
+            axis, shape = 2, written.shape[1:]
+            number = lax.div(at, np.int32(HBM_ROWS))
+            index, row = (slot, place, slice(None), pl.ds(number, 1)), row[:, None, None, :]
+            spot = at - number * np.int32(HBM_ROWS)
         else:
             axis, shape = 1, written.shape[1:]
             first = self._first(name, at)
@@ -116,10 +124,13 @@ class Writer:
         copies = []
         for stream, name in enumerate(self.geometry.streams()):
             target = self.refs[f"{name}_pages"].at[page]
-            if name not in _SCALES:
+            if name not in _SCALES and self.geometry.tokens_first:
+                target = target.at[pl.ds(at, 1)]
+            elif self.geometry.in_tiles(name):
+                target = target.at[:, pl.ds(lax.div(at, np.int32(HBM_ROWS)), 1)]
+            elif name not in _SCALES:
                 rows = written_shape(self.geometry, name)[1]
-                whole = self.geometry.tokens_first
-                target = target.at[pl.ds(at, 1)] if whole else target.at[:, pl.ds(self._first(name, at), rows)]
+                target = target.at[:, pl.ds(self._first(name, at), rows)]
             gone = self.refs["leaving"].at[half, stream]
             copies.append(pltpu.make_async_copy(self.refs[f"{name}_written"].at[half], target, gone))
         return copies
