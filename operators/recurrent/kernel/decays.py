@@ -8,12 +8,46 @@ from the middle to each of them.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["decayed_products", "from_start", "log_ratios", "to_end"]
+__all__ = ["Kept", "decayed_products", "from_start", "kept_of", "log_ratios", "to_end"]
+
+
+class Kept(NamedTuple):
+    """A decay as a sum: itself and 0, or if it is near 1, that and what it takes away, which so keeps its digits: rounded beside
+    the 1, a decay that is the same for every chunk would err in the same direction each time."""
+
+    most: jax.Array
+    rest: jax.Array
+
+    @property
+    def whole(self) -> jax.Array:
+        """The decay in float32."""
+        return self.most + self.rest
+
+    def of(self, state: jax.Array, added: jax.Array) -> jax.Array:
+        """The state decayed, and what is added."""
+        return self.most * state + (self.rest * state + added)
+
+    def times(self, factor: jax.Array) -> Kept:
+        """Both times 0 or 1."""
+        return Kept(self.most * factor, self.rest * factor)
+
+
+def kept_of(log_decay: jax.Array) -> Kept:
+    """The decay of a log decay in float32."""
+    near = log_decay > np.float32(-1 / 16)
+    few = jnp.where(near, log_decay, 0)
+    # e^x - 1 as its series, which is x in brackets: kernels have no expm1.
+    series = jnp.ones_like(few)
+    for n in range(6, 1, -1):
+        series = 1 + few * series / np.float32(n)
+    return Kept(jnp.where(near, np.float32(1), jnp.exp(log_decay)), few * series)
 
 
 def from_start(log_decay: jax.Array, axis: int) -> jax.Array:

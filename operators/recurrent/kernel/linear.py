@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...kernels.precision import exact
 from ...kernels.varying import alike
-from .decays import decayed_products, from_start, to_end
+from .decays import Kept, decayed_products, from_start, kept_of, to_end
 from .unit_triangular import unit_inverse
 
 __all__ = ["chunked"]
@@ -112,23 +112,23 @@ def _one_token(
     and query together."""
     group, out_dtype = value.shape[1] // query.shape[1], query.dtype
     query, key = (jnp.repeat(x.astype(jnp.float32), group, 1) for x in (query, key))  # [batch, heads, 1, dim]
-    value, kept = value.astype(jnp.float32), jnp.exp(log_decay.astype(jnp.float32))
+    value, kept = value.astype(jnp.float32), kept_of(log_decay.astype(jnp.float32))
     if initial_state is None:
         state = jnp.swapaxes(key, 2, 3) * (value if beta is None else value * beta.astype(jnp.float32)[..., None])
         outputs = scale * jnp.einsum("bhik,bhkv->bhiv", query, state, precision=lax.Precision.HIGHEST)
         return outputs.astype(out_dtype), state
     if document is not None:
-        kept = kept * (document == 0).astype(jnp.float32)[:, None, :, None]
-    before = initial_state.astype(jnp.float32)
+        kept = kept.times((document == 0).astype(jnp.float32)[:, None, :, None])
+    before, of_rows = initial_state.astype(jnp.float32), Kept(*(jnp.swapaxes(x, 2, 3) for x in kept))
     product = functools.partial(jnp.einsum, "bhik,bhkv->bhiv", precision=lax.Precision.HIGHEST)
     if beta is None:
         # Read after it is written: a state that is read for something else isn't written in place.
-        state = jnp.swapaxes(kept, 2, 3) * before + jnp.swapaxes(key, 2, 3) * value
+        state = of_rows.of(before, jnp.swapaxes(key, 2, 3) * value)
         return (scale * product(query, state)).astype(out_dtype), state
-    read = product(jnp.concatenate([key, query], 2) * kept, before)
+    read = product(jnp.concatenate([key, query], 2) * kept.whole, before)
     update = beta.astype(jnp.float32)[..., None] * (value - read[:, :, :1])
     outputs = scale * (read[:, :, 1:] + jnp.sum(query * key, 3, keepdims=True) * update)
-    state = jnp.swapaxes(kept, 2, 3) * before + jnp.swapaxes(key, 2, 3) * update
+    state = of_rows.of(before, jnp.swapaxes(key, 2, 3) * update)
     return outputs.astype(out_dtype), state
 
 
@@ -140,14 +140,14 @@ def _chunk(
     product = functools.partial(jnp.einsum, precision=precision)
     document, same = blocks.document, None
     started, ended = jnp.exp(from_start(log_decay, -2)), jnp.exp(to_end(log_decay, -2))
-    kept = jnp.exp(jnp.sum(log_decay, -2))[..., None]  # of the state's channels, over the whole chunk
+    kept = kept_of(jnp.sum(log_decay, -2)[..., None])  # of the state's channels, over the whole chunk
     if document is not None:
         at = jnp.expand_dims(document, (1, 2))  # over heads
         same = at[..., :, None] == at[..., None, :]
         # Whether the state before, and that after, are of a token's document.
         carried = (at == before[:, None, None, None]).astype(jnp.float32)[..., None]
         last = (at == at[..., -1:]).astype(jnp.float32)[..., None]
-        started, ended, kept = started * carried, ended * last, kept * carried[..., -1:, :]
+        started, ended, kept = started * carried, ended * last, kept.times(carried[..., -1:, :])
 
     rows = (query,) if blocks.beta is None else (query, key)  # products with the same factor are made at once
     weights = decayed_products(rows, key, log_decay, precision)
@@ -164,5 +164,5 @@ def _chunk(
         )
         update = checkpoint_name(product("...ij,...jv->...iv", inverse, beta * (value - read[1])), _KEPT)
     outputs = scale * (read[0] + product("...ij,...jv->...iv", weights[0], update))
-    state = kept * state + product("...ik,...iv->...kv", key * ended, update)
+    state = kept.of(state, product("...ik,...iv->...kv", key * ended, update))
     return (state, None if document is None else document[:, -1]), outputs.astype(out_dtype)

@@ -258,5 +258,5 @@ def _chunk(
         update = as_column(beta) * unseen
     seen = jnp.where(square.column <= square.row, decayed.products[:size], 0.0)
     outputs = np.float32(scale) * (read[:size] + product(seen, update, a_axis=1))
-    after = decayed.kept * state + product(key.astype(jnp.float32) * decayed.ended, update, a_axis=0)
+    after = decayed.kept.of(state, product(key.astype(jnp.float32) * decayed.ended, update, a_axis=0))
     return _Chunk(outputs, after, inverse, unseen)

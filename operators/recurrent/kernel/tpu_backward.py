@@ -246,11 +246,11 @@ def _gradients(chunk: _Chunk, d_outputs: jax.Array, d_after: jax.Array, scale: f
         d_products = d_products * chunk.beta
     begun, d_begun = rows.astype(jnp.float32) * started, dot(d_read, chunk.state, 1, 1, dtype)
     d_ended = dot(update, d_after, 1, 1, dtype)
-    d_state = made.kept * d_after + dot(begun, d_read, 0, 0, dtype)
+    d_state = made.kept.whole * d_after + dot(begun, d_read, 0, 0, dtype)
     # Of the logarithms of decays.
     d_log_started, d_log_ended = begun * d_begun, ended * d_ended
     d_log_started = d_log_started[:size] + d_log_started[size:] if delta else d_log_started
-    d_kept = made.kept * jnp.sum(d_after * chunk.state, 1, keepdims=True)
+    d_kept = made.kept.whole * jnp.sum(d_after * chunk.state, 1, keepdims=True)
     if channels:
         of_logs = d_log_started, d_log_ended, as_row(d_kept)
         d_rows, d_columns, d_decay = by_channel_gradients(rows, key, chunk.decay, square, d_products, *of_logs)

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from ...kernels.precision import exact
+from .decays import Kept, kept_of
 
 __all__ = [
     "Decayed", "Square", "as_column", "as_row", "by_channel", "by_channel_gradients", "by_head", "by_head_gradients", "dot",
@@ -81,13 +82,13 @@ def as_row(column: jax.Array) -> jax.Array:
 class Decayed(NamedTuple):
     """products [n tokens, tokens]: for each of n arrays of rows, those of a row and an earlier column, or its own, with the decay
     between them; above the diagonal anything. started, ended [tokens, 1 or dim]: the decays from the start of the chunk to a
-    token, and from there to its end. kept [1 or dim, 1]: over the whole chunk. ratio: between two tokens, if channels have none
+    token, and from there to its end. kept: [1 or dim, 1] over the whole chunk. ratio: between two tokens, if channels have none
     of their own."""
 
     products: jax.Array
     started: jax.Array
     ended: jax.Array
-    kept: jax.Array
+    kept: Kept
     ratio: jax.Array | None = None
 
 
@@ -107,7 +108,7 @@ def by_head(rows: jax.Array, columns: jax.Array, decay: jax.Array, square: Squar
     ratio = jnp.exp(low + middle + high)
     started = jnp.exp(jnp.sum(until, 1, keepdims=True))
     ended = jnp.exp(jnp.sum(jnp.where(column > row, decay, 0.0), 1, keepdims=True))
-    kept = jnp.exp(jnp.sum(decay, 1, keepdims=True))
+    kept = kept_of(jnp.sum(decay, 1, keepdims=True))
     products = dot(rows, columns, 1, 1, rows.dtype) * _repeated(ratio, rows)
     return Decayed(products, started, ended, kept, ratio)
 
@@ -188,7 +189,7 @@ def by_channel(rows: jax.Array, columns: jax.Array, decay: jax.Array, square: Sq
         kept = jnp.exp(logs)
         level = dot(rows * _repeated(kept, rows), columns * kept, 1, 1, dtype)
         products = jnp.where(_repeated(square.below(half), rows), level, products)
-    whole = as_column(jnp.exp(jnp.sum(decay, 0, keepdims=True)))
+    whole = Kept(*map(as_column, kept_of(jnp.sum(decay, 0, keepdims=True))))
     return Decayed(products, jnp.exp(until), jnp.exp(after), whole)
 
 

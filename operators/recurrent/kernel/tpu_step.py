@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ....compat import varying_as
 from ...kernels.varying import vary, varying
+from .decays import Kept, kept_of
 from .gates import Gates, normalised, step_of, strength_of
 from .over_rows import Rows
 from .tpu_call import part_of
@@ -196,14 +197,14 @@ def _kernel(
     else:
         query, key = (normalised(x, gates.normalise_eps) for x in (query, key))
     step = step_of(gates, tokens.decay[0, 0], None if tokens.bias is None else tokens.bias[0])
-    kept = jnp.exp(step if tokens.rate is None else tokens.rate[0] * step)
+    kept = kept_of(step if tokens.rate is None else tokens.rate[0] * step)
     value = tokens.value[0, 0].astype(jnp.float32)
     strength = None if tokens.beta is None else strength_of(gates, tokens.beta[0, 0])
-    by_channel, shared = kept.shape[0] == heads and tokens.decay.shape[3] == key.shape[1], heads // len(key)
+    shared, by_channel = heads // len(key), tokens.decay.shape[2:] == (heads, key.shape[1])
     if turned:
         value = value.T
     else:
-        query, key, kept = query.T, key.T, kept.T if by_channel else kept
+        query, key, kept = query.T, key.T, Kept(*(x.T for x in kept)) if by_channel else kept
 
     def line(x: Any, n: int) -> Any:
         return x[n : n + 1, :]
@@ -219,11 +220,12 @@ def _kernel(
         one_key, one_query, one_value = of_keys(key, n // shared), of_keys(query, n // shared), of_values(value, n)
         state = slots[0, n].astype(jnp.float32)
         state = jnp.where(does & _FRESH != 0, jnp.full(state.shape, none), state)
-        decayed = (of_keys(kept, n) if by_channel else column(kept, n)) * state
+        own = Kept(*((of_keys if by_channel else column)(x, n) for x in kept))
         update = column(step, n) * one_value if gates.steps else one_value
         if strength is not None:
-            update = column(strength, n) * (update - jnp.sum(one_key * decayed, over, keepdims=True))
-        new = decayed + one_key * update
+            read = jnp.sum(one_key * (own.whole * state), over, keepdims=True)
+            update = column(strength, n) * (update - read)
+        new = own.of(state, one_key * update)
         outputs.append(np.float32(scale) * jnp.sum(one_query * new, over, keepdims=True))
 
         @pl.when(does & _WRITES != 0)
