@@ -81,6 +81,20 @@ class PageLayout:
         del half, first, dim
         return (ids,)
 
+    def tokens_by_head(self, pages: Any) -> Any:
+        """An array of pages as `one_head` takes it, with four dimensions."""
+        return pages
+
+    def one_head(self, page: Any, head: Any, half: int, rows: Any, columns: Any) -> tuple[Any, ...]:
+        """The index of some tokens of a page: the columns of one head's keys (half 0) or values (half 1)."""
+        del half
+        return (page, head, rows, columns) if self.heads_first else (page, rows, head, columns)
+
+    def first_value(self, dim: int) -> int:
+        """The column at which a value begins, in a row with keys of this dim."""
+        del dim
+        return 0
+
     def joined(self, key: Any, value: Any) -> Any:
         """Tokens' keys and values [tokens, kv_heads, dim], in the form of an array that holds both; only with `one_array`."""
         raise NotImplementedError
@@ -142,6 +156,9 @@ class _Joined(PageLayout):
     def index(self, ids: Any, half: int, first: int, dim: int) -> tuple[Any, ...]:
         return (ids, slice(None), slice(None), slice(first, first + dim))
 
+    def first_value(self, dim: int) -> int:
+        return dim
+
     def joined(self, key: Any, value: Any) -> Any:
         both = jnp.concatenate([key, value], axis=-1)
         return jnp.pad(both, ((0, 0), (0, 0), (0, -both.shape[-1] % LANES)))
@@ -168,6 +185,9 @@ class _Latent(_Joined):
 
     def index(self, ids: Any, half: int, first: int, dim: int) -> tuple[Any, ...]:
         return super().index(ids, half, 0, dim)
+
+    def first_value(self, dim: int) -> int:
+        return 0
 
     def joined(self, key: Any, value: Any) -> Any:
         return jnp.pad(key, ((0, 0), (0, 0), (0, -key.shape[-1] % LANES)))
@@ -200,6 +220,12 @@ class _Interleaved(PageLayout):
 
     def index(self, ids: Any, half: int, first: int, dim: int) -> tuple[Any, ...]:
         return (ids, slice(None), slice(None), half)
+
+    def tokens_by_head(self, pages: Any) -> Any:
+        return pages.reshape(*pages.shape[:2], -1, pages.shape[-1])
+
+    def one_head(self, page: Any, head: Any, half: int, rows: Any, columns: Any) -> tuple[Any, ...]:
+        return page, rows, 2 * head + half, columns
 
     def joined(self, key: Any, value: Any) -> Any:
         tokens, heads, dim = key.shape

@@ -5,8 +5,9 @@
 Each feature is compared with the float64 reference, in bfloat16 or float16, forward and for some with gradients. The same
 call is repeated REPEATS times: results that differ in a bit tell of a race. Then causal, full, windowed and packed attention
 over 4,096 tokens is timed by turns: the Hopper kernel, the kernel in Triton, and cuDNN by jax.nn where it takes the call; a row
-has the median milliseconds of a call. The file is written after each row. The exit status is 0 if all numbers agree, 1 if some
-don't, 2 if there is no such GPU or jax here.
+has the median milliseconds of a call. Steps over pages are checked and repeated in the same way, and decoding steps are timed
+with the bandwidth of their pages (gpu_first_pages.py). The file is written after each row. The exit status is 0 if all numbers
+agree, 1 if some don't, 2 if there is no such GPU or jax here.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu_first_pages import STEPS, check_pages, page_features, timed_pages
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, Positions, Prefix, SlidingWindow
 from attnops.devices import gpu_variant
@@ -205,6 +207,10 @@ def main() -> int:
         "versions": {"jax": jax.__version__, "device": jax.devices()[0].device_kind}, "numbers": {}, "times": {}, "left_out": [],
     }  # fmt: skip
     work = [("numbers", name, lambda f=feature: check(f)) for name, feature in features().items()]
+    work += [
+        ("numbers", f"pages: {name}", lambda f=feature: check_pages(f)) for name, feature in page_features().items()
+    ]
+    work += [("times", f"pages: {name}", lambda n=name: timed_pages(n)) for name in STEPS]
     work += [("times", f"{s} {m}", lambda s=s, m=m: timed(s, m)) for s in TIMED for m in MASKS]
     for part, name, run in work:
         if time.monotonic() > end:

@@ -17,13 +17,14 @@ from ..devices import spec_of_kind
 from ..distribution import with_extras
 from ..errors import ConfigError
 from ..masks import Mask
+from ..operators.paged.hopper_visits import KernelTiles
 from ..planning import AttentionProblem, OperationConfig, PassSizes, Placement
 from .devices import lowered_for, tracing_on
 from .gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from .gpu.gpu_mesh import described_gpus
 from .local_call import LocalProblem
 
-__all__ = ["GpuCost", "compiled_kernels", "gpu_cost", "loop_tiles", "same_splits"]
+__all__ = ["GpuCost", "compiled_kernels", "gpu_cost", "loop_tiles", "same_splits", "step_cost"]
 
 _WARP = 32
 
@@ -57,11 +58,9 @@ def gpu_cost(
     spills: list[str] = []
     for size in passes:
         name = size.kernel
-        kernel = next((use for use in kernels if use.name == name), None)
-        if kernel is None or kernel.loops is None or kernel.registers is None:
-            raise ConfigError(
-                f"the instructions of {name} can't be read; pip install '{with_extras('cuda-compile', 'cuda-sass')}'."
-            )
+        kernel = _readable(name, kernels)
+        assert kernel.loops is not None
+        assert kernel.registers is not None
         if kernel.stack_bytes:
             spills.append(f"{name} spills {kernel.stack_bytes} bytes of registers per thread")
         folded = size.products == "forward" and bool(sizes.fold)
@@ -82,6 +81,36 @@ def gpu_cost(
         registers, shared = max(registers, kernel.registers), max(shared, kernel.shared_bytes or 0)
     seconds = stalls / (spec.issued_a_cycle * spec.cores * spec.clock)
     return GpuCost(round(stalls), seconds, registers, shared, "; ".join(spills) or None)
+
+
+def step_cost(kind: str, visits: Mapping[str, KernelTiles], kernels: tuple[GpuKernelUse, ...]) -> GpuCost:
+    """The cost of a step over pages, whose kernels go through so many tiles. Errors: ConfigError if a kernel's loops can't be
+    read or told apart."""
+    spec = spec_of_kind(kind)
+    assert spec is not None
+    stalls, registers, spills = 0.0, 0, list[str]()
+    for name, tiles in visits.items():
+        kernel = _readable(name, kernels)
+        if kernel.loops is None or len(kernel.loops) != len(tiles.loops):
+            raise ConfigError(f"{name} has {len(kernel.loops or ())} loops where {len(tiles.loops)} are known")
+        by_tile = zip(kernel.loops, tiles.loops, strict=True)
+        stalls += tiles.warps * sum(loop.loop.stall_cycles * count for loop, count in by_tile)
+        registers = max(registers, kernel.registers or 0)
+        if kernel.stack_bytes:
+            spills.append(f"{name} spills {kernel.stack_bytes} bytes of registers per thread")
+    seconds = stalls / (spec.issued_a_cycle * spec.cores * spec.clock)
+    shared = max((tiles.shared_bytes for tiles in visits.values()), default=0)
+    return GpuCost(round(stalls), seconds, registers, shared, "; ".join(spills) or None)
+
+
+def _readable(name: str | None, kernels: tuple[GpuKernelUse, ...]) -> GpuKernelUse:
+    """The kernel of a name. Errors: ConfigError if its instructions can't be read."""
+    kernel = next((use for use in kernels if use.name == name), None)
+    if kernel is None or kernel.loops is None or kernel.registers is None:
+        raise ConfigError(
+            f"the instructions of {name} can't be read; pip install '{with_extras('cuda-compile', 'cuda-sass')}'."
+        )
+    return kernel
 
 
 def compiled_kernels(kind: str, local: LocalProblem, part: str, fields: Mapping[str, Any]) -> tuple[GpuKernelUse, ...]:
@@ -126,5 +155,6 @@ def loop_tiles(
 
 
 def same_splits(candidates: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """Candidates with the first one's `kv_splits`: how many programs share the keys isn't in the sums."""
-    return tuple(candidate for candidate in candidates if candidate.get("kv_splits") == candidates[0].get("kv_splits"))
+    """Candidates without `kv_splits`, or with the first one of them: how many programs share the keys isn't in the sums."""
+    splits = next((way["kv_splits"] for way in candidates if "kv_splits" in way), None)
+    return tuple(way for way in candidates if way.get("kv_splits", splits) == splits)

@@ -149,7 +149,7 @@ def measured_by(problem: AttentionProblem | PagedProblem | TableProblem, how: st
         )
     if how == "device" or (how is None and is_planned_device):
         return "device"
-    if problem.platform == "cuda" and isinstance(problem, AttentionProblem):
+    if problem.platform == "cuda" and isinstance(problem, AttentionProblem | PagedProblem):
         _require_gpu_compiler(problem)
         return "static"
     if how is None and problem.platform != "tpu":
@@ -166,7 +166,7 @@ def measured_by(problem: AttentionProblem | PagedProblem | TableProblem, how: st
     return "static"
 
 
-def _require_gpu_compiler(problem: AttentionProblem) -> None:
+def _require_gpu_compiler(problem: AttentionProblem | PagedProblem) -> None:
     if spec_of_kind(problem.device_kind) is None:
         kinds = ", ".join(spec.kind for spec in gpu_specs().values())
         raise ConfigError(

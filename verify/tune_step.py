@@ -1,13 +1,14 @@
-"""tune_step: search the block sizes of a step over pages, by time here or by static clock for a TPU, and keep the best."""
+"""tune_step: search the block sizes of a step over pages, by time here or by static clock elsewhere, and keep the best."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from ..errors import ConfigError, RefusedError
+from ..devices import spec_of_kind
+from ..errors import AttnOpsError, ConfigError, RefusedError
 from ..operators.paged.declared_step import DeclaredStep
 from ..operators.paged.step_operation import StepOperation
 from ..operators.paged.tpu_kernel import tpu_call
@@ -15,10 +16,15 @@ from ..planning import OperationConfig
 from ..planning.paged.page_reads import sequence_reads
 from ..planning.paged.paged_plan import PagedPlan
 from ..planning.paged.step_tuning import step_key
+from ..planning.tune_cache import Measured
 from ..planning.tuning import config_with
+from .compiled import failure
 from .drawn_step import draw_step, plan_declared
+from .gpu.gpu_kernels import gpu_kernels
+from .gpu_clock import same_splits, step_cost
 from .paged_clock import LocalStep, kernels_of_step, step_visits
-from .search import MAX_CANDIDATES, Progress, Scheduled, Search, TuneReport, run_search
+from .paged_step import PlannedStep
+from .search import MAX_CANDIDATES, Progress, Scheduled, Search, Todo, TuneReport, run_search
 from .tune import measured_by
 
 __all__ = ["tune_step"]
@@ -33,8 +39,9 @@ class _StepSearch(Search):
         self.device_kind = plan.problem.device_kind
 
     def candidates(self, how: str) -> Mapping[str, tuple[dict[str, Any], ...]]:
-        del how
         candidates: Mapping[str, tuple[dict[str, Any], ...]] = self.plan.runs.candidates(self.plan.problem, None)
+        if how == "static" and self.plan.problem.platform == "cuda":
+            return {part: same_splits(options) for part, options in candidates.items()}
         return candidates
 
     def resolve(self, fields: Mapping[str, Any]) -> OperationConfig:
@@ -61,6 +68,26 @@ class _StepSearch(Search):
         config: Any = metadata.operation_configs.get(name) or self.operation.config.coerce({})
         configs = dict(metadata.operation_configs) | {name: config.with_fields(fields)}
         return type(self.operation)(metadata.replace(operation_configs=configs, tuning="off"))
+
+    def by_clock(self, todo: Todo) -> Iterator[Measured]:
+        return self._by_stalls(todo) if self.plan.problem.platform == "cuda" else super().by_clock(todo)
+
+    def _by_stalls(self, todo: Todo) -> Iterator[Measured]:
+        """The GPU kernels of each candidate's step, compiled and read. One that spills is refused, as is one that doesn't
+        compile."""
+        problem, spec = self.plan.problem, spec_of_kind(self.device_kind)
+        for part, fields in todo:
+            try:
+                visits = self.plan.runs.visits(problem, self.resolve(fields), self.step.batch)
+                compiled = PlannedStep(self._with(fields), self.step).lowered("step").compile()
+                cost = step_cost(self.device_kind, visits, gpu_kernels(compiled, compiled.as_text(), spec))
+            except AttnOpsError as error:
+                yield Measured(part, fields, "static", None, str(error))
+            except Exception as error:  # raised by the compiler
+                yield Measured(part, fields, "static", None, failure(error).message)
+            else:
+                detail = {"cycles": cost.stalls, "registers": cost.registers, "shared_bytes": cost.shared_bytes}
+                yield Measured(part, fields, "static", None if cost.spills else cost.seconds, cost.spills, detail)
 
     def scheduled(self, part: str, fields: dict[str, Any]) -> Scheduled:
         del part
@@ -91,8 +118,8 @@ def tune_step(
     clock = measured_by(plan.problem, how)
     if clock == "static" and not plan.runs.static_clock:
         raise ConfigError(
-            f"{plan.implementation} runs this step on {plan.problem.device}, and the static clock knows only the TPU kernels; "
-            "`attnops plan` says why they don't run."
+            f"{plan.implementation} runs this step on {plan.problem.device}, and the static clock knows only the kernels for "
+            "TPUs and Hopper; `attnops plan` says why they don't run."
         )
     if clock == "static" and not sequence_reads(plan.problem, step.batch):
         raise ConfigError(

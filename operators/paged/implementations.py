@@ -11,13 +11,23 @@ from ...planning import Implementation, OperationConfig, Reason, declares
 from ...planning.notes import note
 from ...planning.paged.paged_problem import PagedProblem
 from ...planning.paged.step_tuning import step_candidates, step_fields
+from ..hopper.hopper_rules import is_hopper
 from ..kernels.pages.tpu import reasons_against
 from ..paged_cache.paged_call import Attended, PagedCall, on_xla
+from .hopper_kernel import (
+    HOPPER_PAGE_RULES,
+    HOPPER_PAGES,
+    hopper_candidates,
+    hopper_sizes,
+    on_hopper,
+    several_rows,
+)
+from .hopper_visits import KernelTiles, hopper_visits
 from .paged_config import PagedConfig
-from .step_reasons import BY_HEAD, DTYPE, POSITIONS, SOFTMAX
+from .step_reasons import BY_HEAD, DTYPE, POSITIONS, SOFTMAX, TPU_KERNEL
 from .tpu_kernel import on_tpu, tpu_call, tpu_notes, tpu_reasons, tpu_sizes, written_first
 
-__all__ = ["PAGES_ON_TPU", "PAGES_ON_XLA", "PagedImplementation"]
+__all__ = ["PAGES_ON_HOPPER", "PAGES_ON_TPU", "PAGES_ON_XLA", "PagedImplementation"]
 
 _FEATURES = frozenset({
     "causal", "sliding_window", "chunked", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "latent_values",
@@ -42,6 +52,11 @@ class PagedImplementation(Implementation[PagedConfig]):
         del placement
         return {"step": step_candidates(problem)}
 
+    def visits(self, problem: PagedProblem, config: OperationConfig, batch: Any) -> Mapping[str, KernelTiles]:
+        """GPU kernel -> the tiles of keys that its loops go through for a batch of known values. Default: none."""
+        del problem, config, batch
+        return {}
+
     def reasons(self, problem: PagedProblem) -> tuple[Reason, ...]:
         """Reasons against it besides missing features and rules. Default: none."""
         del problem
@@ -56,13 +71,17 @@ class PagesOnTpu(PagedImplementation):
 
     capability = declares(
         consumes=_FEATURES,
-        rules=(SOFTMAX,),
+        rules=(SOFTMAX, TPU_KERNEL),
         tolerance={"float32": (4e-6, None), "bfloat16": (1.5e-2, None)},
         check_vma=False,
         writes_pages=True,
     )
 
     static_clock = True
+
+    def interpreted(self, config: OperationConfig) -> bool:
+        """Whether the config asks for these kernels to be interpreted."""
+        return super().interpreted(config) and self.read(config).kernel != "hopper"
 
     def __call__(self, call: PagedCall) -> Attended:
         """Attend."""
@@ -93,15 +112,69 @@ class PagesOnTpu(PagedImplementation):
         return tpu_sizes(problem)
 
     def notes(self, problem: Any, placement: Any, config: OperationConfig) -> tuple[str, ...]:
-        """What could be laid out better, and which rows a fused update writes first."""
-        del placement, config
+        """What could be laid out better, which rows a fused update writes first, and the parts of keys that aren't read."""
+        del placement
         notes = tpu_notes(problem)
+        if config.is_set("kv_splits"):
+            notes += (note("config.unread", method="forward_tpu", fields=["kv_splits"]),)
         if problem.update == "fused" and problem.mode != "insert":
             if names := written_first(problem):
                 notes += (note("paged.fused_spans", names=" and ".join(names)),)
             elif problem.max_q_len != 1:
                 notes += (note("paged.fused_long_rows"),)
         return notes
+
+
+class PagesOnHopper(PagedImplementation):
+    """One kernel in Pallas' Mosaic GPU flavour, for rows of few tokens and for chunks: page numbers drive TMA, dead pages aren't
+    loaded, and long rows' keys are divided over blocks of threads."""
+
+    devices = "Hopper"
+    static_clock = True
+    capability = declares(
+        consumes=HOPPER_PAGES,
+        rules=(SOFTMAX, *HOPPER_PAGE_RULES),
+        tolerance={"bfloat16": (1.5e-2, None), "float16": (2e-3, None)},  # in the interpreter on CPU
+        check_vma=False,
+    )
+
+    def serves(self, problem: Any) -> bool:
+        """Hopper; and any device whose config asks for this kernel to be interpreted."""
+        return self.interpreted(problem.config) or (is_hopper(problem) and not PAGES_ON_TPU.interpreted(problem.config))
+
+    def interpreted(self, config: OperationConfig) -> bool:
+        """Whether the config asks for this kernel to be interpreted."""
+        return super().interpreted(config) and self.read(config).kernel == "hopper"
+
+    def __call__(self, call: PagedCall) -> Attended:
+        """Attend."""
+        return on_hopper(call)
+
+    def tuned_fields(self, problem: Any, placement: Any) -> tuple[str, ...]:
+        """The unset sizes that the step uses."""
+        names = tuple(
+            x for x in super().tuned_fields(problem, placement) if x != "queries_per_block" or several_rows(problem)
+        )
+        return (*names, "kv_splits") if problem.mode != "insert" and not problem.config.is_set("kv_splits") else names
+
+    def candidates(self, problem: Any, placement: Any) -> Mapping[str, tuple[dict[str, Any], ...]]:
+        """The rule's choice, and others of the tiles and of the parts of all keys."""
+        names = self.tuned_fields(problem, placement)
+        return {"step": hopper_candidates(problem, names)} if names else {}
+
+    def visits(self, problem: PagedProblem, config: OperationConfig, batch: Any) -> Mapping[str, KernelTiles]:
+        """Of each of its two kernels that runs."""
+        return hopper_visits(problem, config, batch)
+
+    def resolve(self, problem: Any, placement: Any) -> OperationConfig:
+        """The config with the kernel's sizes filled in."""
+        del placement
+        return hopper_sizes(problem)
+
+    def notes(self, problem: Any, placement: Any, config: OperationConfig) -> tuple[str, ...]:
+        """A limit of VMEM that isn't read, and a fused update, which there is none of."""
+        del placement
+        return _unread_notes(problem, config, "forward_hopper", ("vmem_limit_bytes",))
 
 
 class PagesOnXla(PagedImplementation):
@@ -128,13 +201,18 @@ class PagesOnXla(PagedImplementation):
     def notes(self, problem: Any, placement: Any, config: OperationConfig) -> tuple[str, ...]:
         """Sizes that aren't read, and a fused update, which there is none of."""
         del placement
-        notes: tuple[str, ...] = ()
-        unread = ["vmem_limit_bytes", *(("pages_per_block", "queries_per_block") if _gathers(problem) else ())]
-        if unread := [name for name in unread if config.is_set(name)]:
-            notes += (note("config.unread", method="forward_native", fields=unread),)
-        if problem.update == "fused" and problem.mode != "insert":
-            notes += (note("paged.fused_unsupported", method="forward_native"),)
-        return notes
+        blocks = ("pages_per_block", "queries_per_block") if _gathers(problem) else ()
+        return _unread_notes(problem, config, "forward_native", ("kernel", "kv_splits", "vmem_limit_bytes", *blocks))
+
+
+def _unread_notes(problem: Any, config: OperationConfig, method: str, fields: tuple[str, ...]) -> tuple[str, ...]:
+    """Declared fields that a method doesn't read, and a fused update, which there is none of."""
+    notes: tuple[str, ...] = ()
+    if declared := [name for name in fields if config.is_set(name)]:
+        notes += (note("config.unread", method=method, fields=declared),)
+    if problem.update == "fused" and problem.mode != "insert":
+        notes += (note("paged.fused_unsupported", method=method),)
+    return notes
 
 
 def _gathers(problem: PagedProblem) -> bool:
@@ -142,4 +220,4 @@ def _gathers(problem: PagedProblem) -> bool:
     return "selected" in problem.features
 
 
-PAGES_ON_TPU, PAGES_ON_XLA = PagesOnTpu(), PagesOnXla()
+PAGES_ON_TPU, PAGES_ON_HOPPER, PAGES_ON_XLA = PagesOnTpu(), PagesOnHopper(), PagesOnXla()

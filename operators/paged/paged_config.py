@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import PositiveInt, StrictBool
+from pydantic import NonNegativeInt, PositiveInt, StrictBool
 
 from ...planning import OperationConfig
 
@@ -15,9 +15,11 @@ class PagedConfig(OperationConfig):
     """update: when a step's own keys and values are written: 'before' the attention, 'fused' with it, 'none' for pages
     that have them already.
 
+    kernel: the only kernel that may run beside plain XLA, 'tpu' or 'hopper'; if unset or None, the device's own.
     pages_per_block, queries_per_block: what the kernel processes at once; if unset or None, it chooses.
-    interpret: run the TPU kernel in Pallas' interpreter, on any platform. vmem_limit_bytes: of the TPU kernel; if unset or None,
-    what it counts.
+    interpret: run the kernel in Pallas' interpreter, on any platform: the TPU's, or that of `kernel`. vmem_limit_bytes: of the
+    TPU kernel; if unset or None, what it counts. kv_splits: of the Hopper kernel, into how many parts all keys of a device's rows
+    are divided besides one for each row, 0 for none; if unset or None, so many that they fill the device.
     """
 
     feeds: ClassVar = {}
@@ -27,4 +29,6 @@ class PagedConfig(OperationConfig):
     pages_per_block: PositiveInt | None = None
     queries_per_block: PositiveInt | None = None
     interpret: StrictBool = False
+    kernel: Literal["tpu", "hopper"] | None = None
+    kv_splits: NonNegativeInt | None = None
     vmem_limit_bytes: PositiveInt | None = None

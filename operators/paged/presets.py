@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from .implementations import PAGES_ON_TPU, PAGES_ON_XLA
+from .implementations import PAGES_ON_HOPPER, PAGES_ON_TPU, PAGES_ON_XLA
 from .operation import PagedOperation
 from .paged_config import PagedConfig
 
@@ -71,6 +71,7 @@ class RaggedPageAttentionV2(PagedOperation):
     backend_operation: ClassVar[str | None] = "paged"
     cache_layout: ClassVar[str | None] = "interleaved"
     forward_tpu = PAGES_ON_TPU
+    forward_hopper = PAGES_ON_HOPPER
     forward_native = PAGES_ON_XLA
 
 
@@ -82,6 +83,7 @@ class RaggedPageAttentionV3(PagedOperation):
     backend_operation: ClassVar[str | None] = "paged"
     cache_layout: ClassVar[str | None] = "packed"
     forward_tpu = PAGES_ON_TPU
+    forward_hopper = PAGES_ON_HOPPER
     forward_native = PAGES_ON_XLA
 
 
@@ -93,6 +95,7 @@ class MultiLatentRaggedPageAttentionV1(PagedOperation):
     backend_operation: ClassVar[str | None] = "paged"
     cache_layout: ClassVar[str | None] = "latent"
     forward_tpu = PAGES_ON_TPU
+    forward_hopper = PAGES_ON_HOPPER
     forward_native = PAGES_ON_XLA
 
 
@@ -104,6 +107,7 @@ class MultiLatentRaggedPageAttentionV2(PagedOperation):
     backend_operation: ClassVar[str | None] = "paged"
     cache_layout: ClassVar[str | None] = "latent"
     forward_tpu = PAGES_ON_TPU
+    forward_hopper = PAGES_ON_HOPPER
     forward_native = PAGES_ON_XLA
 
 
@@ -115,6 +119,7 @@ class UnifiedAttention(PagedOperation):
     backend_operation: ClassVar[str | None] = "paged"
     cache_layout: ClassVar[str | None] = "split"
     forward_tpu = PAGES_ON_TPU
+    forward_hopper = PAGES_ON_HOPPER
     forward_native = PAGES_ON_XLA
 
 
@@ -126,4 +131,5 @@ class PagedFlashAttention(PagedOperation):
     backend_operation: ClassVar[str | None] = "paged"
     cache_layout: ClassVar[str | None] = "split"
     forward_tpu = PAGES_ON_TPU
+    forward_hopper = PAGES_ON_HOPPER
     forward_native = PAGES_ON_XLA

@@ -10,10 +10,17 @@ from ...planning import Reason, Rule
 from ...planning.paged.paged_problem import PagedProblem
 from ..choices.dtype_rules import float32_softmax, plain_dtypes
 
-__all__ = ["BY_HEAD", "DTYPE", "POSITIONS", "SOFTMAX", "step_reasons"]
+__all__ = ["BY_HEAD", "DTYPE", "POSITIONS", "SOFTMAX", "TPU_KERNEL", "step_reasons"]
 
 SOFTMAX = float32_softmax("paged", "over pages it is")
 DTYPE = plain_dtypes("paged", "queries over pages are")
+TPU_KERNEL = Rule(
+    "paged.kernel",
+    "kernel",
+    lambda p, c: getattr(c, "kernel", None) != "hopper",
+    "kernel='hopper' is declared",
+    "Leave kernel out.",
+)
 _BY_HEAD = frozenset({"heads", "buckets", "entries"})
 BY_HEAD = Rule(
     "paged.score",

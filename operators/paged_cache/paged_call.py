@@ -19,12 +19,14 @@ __all__ = ["Attended", "PagedCall", "PagedMethod", "PagedSizes", "on_xla"]
 
 
 class PagedSizes(NamedTuple):
-    """What a kernel processes at once, None where it chooses; for the TPU's also its memory and whether it is interpreted."""
+    """What a kernel processes at once, None where it chooses; for the TPU's also its memory, for Hopper's the parts of all keys;
+    whether it is interpreted."""
 
     pages_per_block: int | None = None
     queries_per_block: int | None = None
     vmem_limit_bytes: int | None = None
     interpret: bool = False
+    kv_splits: int | None = None
 
 
 class PagedCall(NamedTuple):

@@ -303,7 +303,7 @@ def test_sizes_of_a_step_are_searched_for_a_tpu(
     assert "heuristic" in shown.out
     refused = attnops("tune", written(tmp_path), "--target", "v5e:2x2", "--mesh", "tp=2,dp=2")
     assert refused.status == 2
-    assert "the static clock knows only the TPU kernels" in refused.err
+    assert "the static clock knows only the kernels for TPUs" in refused.err
 
 
 def test_a_file_with_a_step_is_an_attention_that_a_model_calls() -> None:

@@ -301,7 +301,12 @@ def test_a_state_of_another_mesh_is_refused() -> None:
 
 
 FIELD_CHANGES: dict[str, Any] = {"pages_per_block": 1, "queries_per_block": 2}
-TOLD = {"update": ("fused", "forward_native writes no pages"), "vmem_limit_bytes": (2**20, "vmem_limit_bytes")}
+TOLD = {
+    "update": ("fused", "forward_native writes no pages"),
+    "vmem_limit_bytes": (2**20, "vmem_limit_bytes"),
+    "kernel": ("tpu", "kernel"),
+    "kv_splits": (4, "kv_splits"),
+}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -252,5 +252,5 @@ def test_a_search_that_cannot_be_is_refused(tmp_path: Any, monkeypatch: pytest.M
             tune_step(operation, step._replace(batch=empty), how="static")
     if find_spec("libtpu") is not None:
         operation, step = _step([(1, 40)], _abstract(), {"max_q_len": 1}, head_dim=64)
-        with pytest.raises(ConfigError, match="only the TPU kernels"):
+        with pytest.raises(ConfigError, match="only the kernels for TPUs"):
             tune_step(operation, step, how="static")

@@ -1,0 +1,314 @@
+"""Attention of a ragged batch over pages by the Hopper kernel: rows of few tokens, and chunks."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int, Shaped
+
+from .....compat import varying_as
+from .....errors import InputError
+from .....masks import Full
+from .....page_layouts import LAYOUTS
+from ....hopper.kernel.hopper_sizes import ROWS, padded_dim
+from ...lse import merge_stacked
+from ...operands import StaticArgs
+from ...tile_mask import TileLogits
+from ...varying import alike, vary, varying
+from ..page_layout import page_shape
+from ..paged import places
+from ..paged_checks import check_numbers, check_operands, int32, options_of, refuse_gradient
+from ..paged_mask import PagedOptions
+from ..paged_step import Batch, PagedOperands, batch_of
+from .page_forward import BLOCKS, WARPGROUPS, PagesForward
+from .page_tiles import NAMES, HopperStep, PageTiles, head_tiles, heads_of_tile, rows_stored, tokens_of_tile
+from .page_units import RowTiles, chunk_tiles, row_bounds, sequence_tiles, units_of
+
+__all__ = ["paged_attention_hopper"]
+
+
+@dataclass(frozen=True)
+class _Static:
+    """Everything known at trace time."""
+
+    options: PagedOptions
+    layout: str
+    value_dim: int | None
+    step: HopperStep
+    interpret: bool
+
+
+def paged_attention_hopper(
+    query: Float[Array, "tokens heads dim"],
+    key_pages: Shaped[Array, "pages a b c"] | Shaped[Array, "pages page a b c"],
+    value_pages: Shaped[Array, "pages a b value_dim"] | None,
+    *,
+    layout: str = "split",
+    value_dim: int | None = None,
+    cu_q_lens: Int[Array, " sequences_and_one"],
+    kv_lens: Int[Array, " sequences"],
+    page_table: Int[Array, "sequences width"],
+    num_seqs: Int[Array, ...] | int,
+    softmax_scale: float,
+    causal: bool = True,
+    sliding_window: tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    max_q_len: int | None = None,
+    step: HopperStep,
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+    """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]).
+
+    Semantics and layouts of `paged_attention`; query and pages in bfloat16 or in float16. step: the sizes, as `hopper_step` has
+    them. interpret: Pallas' interpreter, which looks for races.
+
+    Errors: InputError or InputTypeError.
+    """
+    check_numbers(softmax_scale, logits_soft_cap, {"max_q_len": max_q_len, "chunk_size": chunk_size})
+    starts, lengths, table, count = (
+        int32(name, x)
+        for name, x in (
+            ("cu_q_lens", cu_q_lens), ("kv_lens", kv_lens), ("page_table", page_table), ("num_seqs", num_seqs),
+        )
+    )  # fmt: skip
+    values, sinks = (None if x is None else jnp.asarray(x) for x in (value_pages, sinks))
+    operands = PagedOperands(
+        jnp.asarray(query), jnp.asarray(key_pages), values, starts, lengths, table, count, sinks, None, None
+    )
+    check_operands(operands, layout)
+    if {operands.query.dtype, operands.key_pages.dtype} - {operands.query.dtype} or operands.query.dtype.itemsize != 2:
+        raise InputError(
+            f"query is {operands.query.dtype} and key_pages {operands.key_pages.dtype}; wanted both in bfloat16 or float16."
+        )
+    operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
+    options = PagedOptions(**options_of(softmax_scale, causal, sliding_window, logits_soft_cap, max_q_len, chunk_size))
+    return _attend(_Static(options, layout, value_dim, step, interpret), operands)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(static: _Static, operands: PagedOperands) -> tuple[jax.Array, jax.Array]:
+    options, step = static.options, static.step
+    operands = alike(operands)
+    with jax.enable_x64(False):
+        batch = batch_of(operands)
+        seq, row, real = places(operands, batch)
+        runs = _Runs(static, operands, batch)
+        most = 1 if options.max_q_len is None else options.max_q_len
+        if most > tokens_of_tile(runs.group, step.decode.rows):
+            most = 1
+        several = options.max_q_len is None or options.max_q_len > most
+        alone = (batch.q_lens > 0) & (batch.q_lens <= most) if several else batch.q_lens > 0
+        tiles = sequence_tiles(batch, alone, most)
+        made = runs.attend(tiles, step.decode, most, step.splits, NAMES[False])
+        output, lse = runs.tokens(made, seq, jnp.minimum(row, most - 1))
+        if several:
+            size = tokens_of_tile(runs.group, step.chunks.rows)
+            tiles, first = chunk_tiles(batch, (batch.q_lens > most), len(operands.query), size)
+            made = runs.attend(tiles, step.chunks, size, step.chunk_splits, NAMES[True])
+            tile = first.at[seq].get(mode="promise_in_bounds") + row // np.int32(size)
+            of_chunks = runs.tokens(made, jnp.minimum(tile, len(tiles.tokens) - 1), row % np.int32(size))
+            here = alone.at[seq].get(mode="promise_in_bounds")
+            output = jnp.where(here[:, None, None], output, of_chunks[0])
+            lse = jnp.where(here[:, None], lse, of_chunks[1])
+        if options.max_q_len is not None:
+            real = real & (row < options.max_q_len)
+        return jnp.where(real[:, None, None], output, 0), jnp.where(real[:, None], lse, -jnp.inf)
+
+
+_attend.defjvp(refuse_gradient)
+
+
+class _Runs:
+    """The calls of the kernel for a step."""
+
+    def __init__(self, static: _Static, operands: PagedOperands, batch: Batch) -> None:
+        self.options, self.operands, self.batch, self.interpret = static.options, operands, batch, static.interpret
+        self.form, heads, dim = LAYOUTS[static.layout], *operands.query.shape[1:]
+        shape = page_shape(static.layout, operands.key_pages, operands.value_pages, dim, static.value_dim)
+        self.pages, self.page, self.kv_heads = shape.pages, shape.page, shape.kv_heads
+        self.value_dim = static.value_dim or (dim if self.form.one_array else shape.value_dim)
+        self.group = heads // self.kv_heads
+        self.dims = padded_dim(dim), padded_dim(self.value_dim)
+        self.first_value = self.form.first_value(dim)
+
+    def attend(
+        self, tiles: RowTiles, sizes: PageTiles, tokens: int, parts: int, name: str
+    ) -> tuple[jax.Array, jax.Array]:
+        """(output [tiles, heads, tokens, value_dim], lse [tiles, heads, tokens]) of tiles of so many tokens."""
+        operands, batch, options = self.operands, self.batch, self.options
+        splits = head_tiles(self.group, sizes.rows)
+        each, heads = heads_of_tile(self.group, sizes.rows), self.kv_heads * splits
+        units = units_of(
+            options,
+            batch,
+            tiles,
+            operands.page_table,
+            page=self.page,
+            pages=self.pages,
+            block_kv=sizes.block_kv,
+            parts=parts,
+        )
+        stored = rows_stored(self.group, tokens, sizes)
+        query, low, high = self._rows(tiles, tokens, each, heads)
+
+        def padded(x: jax.Array, axis: int, size: int) -> jax.Array:
+            return jnp.pad(x, [(0, size - n if at == axis else 0) for at, n in enumerate(x.shape)])
+
+        inputs = {
+            "units": units.table,
+            "table": operands.page_table,
+            "low": padded(low, 1, sizes.rows),
+            "high": padded(high, 1, sizes.rows),
+            "query": padded(padded(query, 2, stored), 3, self.dims[0]),
+            "key": self.form.tokens_by_head(operands.key_pages),
+        }
+        if operands.value_pages is not None:
+            inputs["value"] = self.form.tokens_by_head(operands.value_pages)
+        if operands.sinks is not None:
+            sinks = self._by_tile(operands.sinks.astype(jnp.float32), each, heads)
+            sinks = jnp.tile(sinks, (1, -(-sizes.rows // each)))
+            inputs["sinks"] = sinks[:, : sizes.rows]
+        kernel = PagesForward(
+            sizes,
+            TileLogits(options.scale, options.soft_cap, StaticArgs(Full(), sizes.rows, sizes.block_kv, 0, 0, 0.0)),
+            self.form,
+            self.page,
+            self.pages,
+            heads,
+            splits,
+            self.dims,
+            self.first_value,
+            min(stored, ROWS),
+            self.form.values_in_keys,
+            self.interpret,
+        )
+        used = slice(tokens * each)
+        output, lse = (x[:, :, used] for x in _run(kernel, inputs, len(units.table), stored, name))
+        if parts:
+            output, lse = _merged(output, lse, units.begin, units.number, units.most)
+        output = output.reshape(-1, self.kv_heads, splits, tokens, each, self.dims[1]).transpose(0, 3, 1, 2, 4, 5)
+        lse = lse.reshape(-1, self.kv_heads, splits, tokens, each).transpose(0, 3, 1, 2, 4)
+        output = output.reshape(-1, tokens, self.kv_heads, splits * each, self.dims[1])[
+            ..., : self.group, : self.value_dim
+        ]
+        lse = lse.reshape(-1, tokens, self.kv_heads, splits * each)[..., : self.group]
+        heads = self.kv_heads * self.group
+        return output.reshape(*output.shape[:2], heads, self.value_dim), lse.reshape(*lse.shape[:2], heads)
+
+    def _by_tile(self, x: jax.Array, each: int, heads: int) -> jax.Array:
+        """[..., heads] as [..., parts of them, of one], zeros after the last part's own."""
+        x = x.reshape(*x.shape[:-1], self.kv_heads, self.group)
+        short = heads // self.kv_heads * each - self.group
+        return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, short)]).reshape(*x.shape[:-2], heads, each)
+
+    def _rows(self, tiles: RowTiles, tokens: int, each: int, heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(queries [tiles, heads, rows, dim], the keys that each row sees: the first and the end, [tiles, rows])."""
+        operands, batch = self.operands, self.batch
+        of = lambda x: x.at[tiles.sequence].get(mode="promise_in_bounds")[:, None]  # noqa: E731
+        within = tiles.token[:, None] + jnp.arange(tokens, dtype=np.int32)[None]
+        query = operands.query.at[of(batch.starts) + within].get(mode="clip")
+        query = self._by_tile(query.swapaxes(-1, -2), each, heads).transpose(0, 3, 1, 4, 2)
+        query = query.reshape(len(query), heads, tokens * each, -1)
+        width = np.int32(operands.page_table.shape[1] * self.page)
+        low, high = row_bounds(
+            self.options, of(batch.kv_lens - batch.q_lens) + within, jnp.minimum(of(batch.kv_lens), width)
+        )
+        used = within < (tiles.token + tiles.tokens)[:, None]
+        low, high = (jnp.repeat(jnp.where(used, x, 0), each, axis=1) for x in (low, high))
+        return query, low, high
+
+    def tokens(
+        self, made: tuple[jax.Array, jax.Array], tile: jax.Array, place: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Results of the tokens at these places of these tiles."""
+        output, lse = (x.at[tile, place].get(mode="promise_in_bounds") for x in made)
+        return output, lse
+
+
+def _merged(
+    output: jax.Array, lse: jax.Array, begin: jax.Array, count: jax.Array, most: int
+) -> tuple[jax.Array, jax.Array]:
+    """Results of tiles from those of their parts."""
+    turn = jnp.arange(most, dtype=np.int32)[:, None]
+    there = turn < count[None]
+    # A part that isn't there stands for the first: what nobody has written may be NaN.
+    at = begin[None] + jnp.where(there, turn, 0)
+    at = jnp.minimum(at, np.int32(len(lse) - 1))
+    shares = jnp.where(there[..., None, None], lse.at[at].get(mode="promise_in_bounds"), -jnp.inf)
+    return merge_stacked(output.at[at].get(mode="promise_in_bounds"), shares)
+
+
+def _run(
+    kernel: PagesForward, inputs: dict[str, jax.Array], units: int, rows: int, name: str
+) -> tuple[jax.Array, jax.Array]:
+    """(output [units, heads, rows, value_dim], lse [units, heads, rows])."""
+    tiles, (dim, value_dim) = kernel.tiles, kernel.dims
+    arrays = list(inputs.values())
+    axes = varying(arrays)
+    arrays = [vary(x, axes) for x in arrays]
+    dtype = inputs["query"].dtype
+    shapes = {
+        "output": varying_as(arrays[0], (units, kernel.heads, rows, value_dim), dtype),
+        "lse": varying_as(arrays[0], (units, kernel.heads, rows), jnp.float32),
+    }
+
+    def places_of(*shape: int) -> Any:
+        swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+        return plgpu.SMEM(shape, dtype, transforms=swizzled)
+
+    def barrier(arrivals: int = 1, number: int = tiles.stages) -> Any:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
+
+    query = places_of(tiles.row_groups, ROWS, dim)
+    output = places_of(tiles.consumers, ROWS, value_dim // tiles.parts)
+    apart = dim != value_dim or tiles.parts > 1
+    scratch: dict[str, Any] = {"query_tile": query}
+    if apart:
+        scratch = (
+            {"tiles": plgpu.RefUnion(query, output)} if tiles.row_groups == 1 else {**scratch, "output_tile": output}
+        )
+    scratch |= {
+        "lse_rows": plgpu.SMEM((tiles.consumers, ROWS), jnp.float32),
+        "query_full": barrier(1, tiles.row_groups),
+        "query_free": plgpu.Barrier(num_arrivals=tiles.parts),
+    }
+    for stream, columns in zip(kernel.streams, kernel.dims, strict=False):
+        scratch[f"{stream}_tiles"] = places_of(tiles.stages, tiles.block_kv, columns)
+        scratch[f"{stream}_full"] = barrier(kernel.copies)
+        scratch[f"{stream}_free"] = barrier(tiles.consumers)
+    last = kernel.streams[-1]
+    scratch |= {f"{last}_raw": barrier(kernel.copies), f"{last}_clean": barrier()}
+    names = (*inputs, *shapes, *scratch)
+
+    def body(*refs: Any) -> None:
+        by_name = dict(zip(names, refs, strict=True))
+        if "tiles" in by_name:
+            by_name["query_tile"], by_name["output_tile"] = by_name.pop("tiles")
+        kernel(by_name)
+
+    interpreted: dict[str, Any] = {}
+    if kernel.interpret:
+        interpreted["interpret"] = plgpu.InterpretGPUParams(detect_races=True)  # type: ignore[attr-defined] # not in jax 0.10
+    run = plgpu.kernel(
+        body,
+        out_type=tuple(shapes.values()),
+        grid=(units * kernel.heads,),
+        grid_names=(BLOCKS,),
+        num_threads=tiles.consumers + 1,
+        thread_name=WARPGROUPS,
+        scratch_types=list(scratch.values()),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name=name,
+        **interpreted,
+    )
+    output, lse = run(*arrays)
+    # What a kernel of Mosaic GPU returns isn't known to vary over the axes of a shard_map, whatever its types say.
+    return vary(output, axes), vary(lse, axes)

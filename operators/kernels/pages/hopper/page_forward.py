@@ -1,0 +1,352 @@
+"""A block of threads over pages: one warpgroup loads pages of keys and values by TMA, the others compute.
+
+Its rows are tokens of one sequence with the query heads of a kv head, one after the other. The page table says where the next
+tile's keys are; each page is a copy of its own. First come the tiles of which every row sees every key, then the others: there
+the warpgroup that loads writes zeros over values that nobody may see, because a weight of 0 times what a freed page holds may be
+NaN. Both sides go through the same tiles in the same order. A place in shared memory has a barrier for each thing that happens to
+it: filled, cleaned, free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .....page_layouts import PageLayout
+from ....flash.kernel.weigh import weigh
+from ....hopper.kernel.hopper_sizes import DIM_STEP, ROWS
+from ....hopper.kernel.tensor_cores import tensor_cores
+from ....hopper.kernel.tile import BY_ROW, TILE
+from ...lse import LN2, LOG2E
+from ...tile_mask import TileLogits
+from .page_tiles import PageTiles
+from .page_units import FIELDS
+
+__all__ = ["BLOCKS", "WARPGROUPS", "PagesForward"]
+
+BLOCKS, WARPGROUPS = "block", "warpgroup"  # names of the grid's and the threads' axes
+# Registers per thread of the warpgroup that loads and of two that compute: what one gives up is all that others can take. With
+# one that computes they stay as compiled.
+_REGISTERS = (40, 232)
+
+
+class Unit(NamedTuple):
+    """A unit's numbers, int32; see page_units.FIELDS."""
+
+    sequence: Any
+    tile_of_rows: Any
+    begin: Any
+    full: Any
+    after_full: Any
+    end: Any
+    first: Any
+    first_key: Any
+    end_key: Any
+
+    @property
+    def whole(self) -> Any:
+        """Tiles of which every row sees every key."""
+        return self.after_full - self.full
+
+    @property
+    def tiles(self) -> Any:
+        """All of them."""
+        return self.end - self.begin
+
+    def tile(self, number: Any, masked: bool) -> Any:
+        """The number-th of these tiles in the order in which they are visited: whole ones, those before them, those after."""
+        if not masked:
+            return self.full + number
+        at = self.begin + number - self.whole
+        return jnp.where(at < self.full, at, at + self.whole)
+
+
+@dataclass(frozen=True)
+class PagesForward:
+    """Blocks are numbered (unit, part of the heads), the head fastest. page: tokens. group: query heads in a token's rows;
+    head_tiles: parts of the query heads of a kv head. value_dim: padded. latent: values are the first columns of their keys."""
+
+    tiles: PageTiles
+    logits: TileLogits
+    form: PageLayout
+    page: int
+    pages: int
+    heads: int
+    head_tiles: int
+    dims: tuple[int, int]  # padded
+    first_value: int  # the column of a row at which its value begins
+    rows: int  # of a group that are loaded and written; what others hold is never seen
+    latent: bool
+    interpret: bool
+
+    def __call__(self, refs: dict[str, Any]) -> None:
+        block, warpgroup = lax.axis_index(BLOCKS), lax.axis_index(WARPGROUPS)
+        head, number = lax.rem(block, self.heads), lax.div(block, self.heads)
+        unit = Unit(*(refs["units"][number, field] for field in range(len(FIELDS))))
+
+        @pl.when(warpgroup < self.tiles.consumers)
+        def _compute() -> None:
+            if self.tiles.consumers > 1:
+                plgpu.set_max_registers(_REGISTERS[1], action="increase")
+            pl.when(unit.sequence >= 0)(lambda: self._compute(refs, unit, number, head, warpgroup))
+
+        @pl.when(warpgroup == self.tiles.consumers)
+        def _load() -> None:
+            if self.tiles.consumers > 1:
+                plgpu.set_max_registers(_REGISTERS[0], action="decrease")
+            pl.when(unit.sequence >= 0)(lambda: self._load(refs, unit, head))
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """What is loaded for a tile; the last has the values."""
+        return ("key",) if self.latent else ("key", "value")
+
+    @property
+    def copies(self) -> int:
+        """Of a tile: its pages, or a part of one."""
+        return max(1, self.tiles.block_kv // self.page)
+
+    def _visit(self, unit: Unit, visit: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
+        """visit(number, carry, masked) for all tiles."""
+        for begin, end, masked in ((0, unit.whole, False), (unit.whole, unit.tiles, True)):
+
+            def turn(number: Any, carry: Any, masked: bool = masked) -> Any:
+                return visit(number, carry, masked)
+
+            carry = lax.fori_loop(jnp.int32(begin), end, turn, carry)
+        return carry
+
+    # -- pages -------------------------------------------------------------------------------------------------------
+
+    def _page(self, refs: dict[str, Any], unit: Unit, tile: Any, copy: int) -> tuple[Any, Any, Any]:
+        """(a page of a tile, the row there at which the tile's keys begin, whether any of its keys is seen)."""
+        table, size = refs["table"], self.tiles.block_kv
+        key = tile * size + copy * min(size, self.page)
+        row: Any = 0
+        number = tile * self.copies + copy
+        if size < self.page:
+            number, part = lax.div(tile, jnp.int32(self.page // size)), lax.rem(tile, jnp.int32(self.page // size))
+            row = part * size
+        # Tiles may go beyond the table's width.
+        page = table[unit.sequence, jnp.minimum(number, table.shape[1] - 1)]
+        there = (page >= 0) & (page < self.pages) & (key < unit.end_key) & (key + min(size, self.page) > unit.first_key)
+        return page, row, there
+
+    def _there(self, refs: dict[str, Any], unit: Unit, tile: Any) -> Any:
+        """A bit for each page of a tile: whether its keys are seen."""
+        bits = (
+            jnp.where(self._page(refs, unit, tile, copy)[2], jnp.int32(1 << copy), jnp.int32(0))
+            for copy in range(self.copies)
+        )
+        return reduce(jnp.bitwise_or, bits)
+
+    # -- the warpgroup that loads ------------------------------------------------------------------------------------
+
+    def _load(self, refs: dict[str, Any], unit: Unit, head: Any) -> None:
+        """The rows' queries, and every tile into the next place, once that is free."""
+        for group in range(self.tiles.row_groups):
+            rows = refs["query"].at[unit.tile_of_rows, head, pl.ds(group * ROWS, self.rows)]
+            target = refs["query_tile"].at[group, pl.ds(0, self.rows)]
+            plgpu.copy_gmem_to_smem(rows, target, refs["query_full"].at[group])
+        stages = self.tiles.stages
+
+        def load(number: Any, carry: Any, masked: bool) -> Any:
+            slot, tile = lax.rem(number, jnp.int32(stages)), unit.tile(number, masked)
+            for name in self.streams:
+
+                @pl.when(number >= stages)
+                def _wait(name: str = name) -> None:
+                    plgpu.barrier_wait(refs[f"{name}_free"].at[slot])
+
+                dirty = masked and name == self.streams[-1]
+                self._copy(refs, unit, head, name, tile, slot, refs[f"{name}_{'raw' if dirty else 'full'}"], masked)
+            if masked:
+                self._clean(refs, unit, tile, slot)
+            return carry
+
+        self._visit(unit, load, None)
+
+        # A block ends only when its places have been read.
+        @pl.loop(jnp.maximum(unit.tiles - stages, 0), unit.tiles)
+        def _drain(number: Any) -> None:
+            for name in self.streams:
+                plgpu.barrier_wait(refs[f"{name}_free"].at[lax.rem(number, jnp.int32(stages))])
+
+    def _copy(
+        self, refs: dict[str, Any], unit: Unit, head: Any, name: str, tile: Any, slot: Any, barriers: Any, masked: bool
+    ) -> None:
+        """Copy a tile's pages. Dead pages aren't read; the barrier counts them."""
+        kv_head, half = lax.div(head, jnp.int32(self.head_tiles)), int(name == "value")
+        first, width = (self.first_value, self.dims[1]) if half else (0, self.dims[0])
+        source = refs[name if name in refs else "key"]
+        size = min(self.tiles.block_kv, self.page)
+        for copy in range(self.copies):
+            page, row, there = self._page(refs, unit, tile, copy)
+            rows, columns = pl.ds(row, size), pl.ds(first, width)
+            target, barrier = refs[f"{name}_tiles"].at[slot, pl.ds(copy * size, size)], barriers.at[slot]
+
+            def read(page: Any = page, rows: Any = rows, columns: Any = columns, target: Any = target) -> None:
+                at = self.form.one_head(page, kv_head, half, rows, columns)
+                plgpu.copy_gmem_to_smem(source.at[at], target, barrier)  # noqa: B023
+
+            if not masked:
+                read()
+                continue
+            pl.when(there)(read)
+
+            @pl.when(jnp.logical_not(there))
+            def _skip() -> None:
+                plgpu.barrier_arrive(barrier)  # noqa: B023
+
+    def _clean(self, refs: dict[str, Any], unit: Unit, tile: Any, slot: Any) -> None:
+        """Zeros for values that no row sees, once they have come."""
+        name, size = self.streams[-1], self.tiles.block_kv
+        values, first = refs[f"{name}_tiles"].at[slot], tile * size
+        bits = self._there(refs, unit, tile)
+        plgpu.barrier_wait(refs[f"{name}_raw"].at[slot])
+        some = (first < unit.first_key) | (first + size > unit.end_key) | (bits != (1 << self.copies) - 1)
+
+        @pl.when(some)
+        def _zero() -> None:
+            for row in range(0, size, ROWS):
+                local = plgpu.broadcasted_iota(jnp.int32, (ROWS, DIM_STEP), 0, layout=TILE) + row
+                seen = self._seen(unit, local, first, bits)
+                for column in range(0, self.dims[1], DIM_STEP):
+                    part = values.at[pl.ds(row, ROWS), pl.ds(column, DIM_STEP)]
+                    held = plgpu.load(part, layout=TILE, optimized=False)  # type: ignore[call-arg] # of jax 0.10
+                    part[...] = jnp.where(seen, held, jnp.zeros((), held.dtype))
+            plgpu.commit_smem()
+
+        plgpu.barrier_arrive(refs[f"{name}_clean"].at[slot])
+
+    def _seen(self, unit: Unit, local: jax.Array, first: Any, bits: Any) -> jax.Array:
+        """Whether keys of a tile, by their place there, are seen by any row and in a page that is there."""
+        shift = (min(self.tiles.block_kv, self.page)).bit_length() - 1
+        seen = (local >= unit.first_key - first) & (local < unit.end_key - first)
+        return seen & (((bits >> (local >> shift)) & 1) != 0)
+
+    # -- those that compute ------------------------------------------------------------------------------------------
+
+    def _compute(self, refs: dict[str, Any], unit: Unit, number: Any, head: Any, warpgroup: Any) -> None:
+        """Online softmax over the tiles."""
+        tiles, parts = self.tiles, self.tiles.parts
+        group, part = self._place(warpgroup)
+        query, columns = refs["query_tile"].at[group], self.dims[1] // parts
+        rows = pl.ds(group * ROWS, ROWS)
+        low, high = (_by_row(refs[name].at[unit.tile_of_rows, rows]) for name in ("low", "high"))
+        carry = (
+            plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), TILE),
+            *self._start(refs, unit, head, group),
+        )
+        plgpu.barrier_wait(refs["query_full"].at[group])
+        products, last = tensor_cores(self.interpret), self.streams[-1]
+
+        def visit(turn: Any, carry: Any, masked: bool) -> Any:
+            sums, peak, total = carry
+            slot, tile = lax.rem(turn, jnp.int32(tiles.stages)), unit.tile(turn, masked)
+            keys = refs["key_tiles"].at[slot]
+            plgpu.barrier_wait(refs["key_clean" if masked and self.latent else "key_full"].at[slot])
+            (raw,) = products.logits((query, keys))
+            if not self.latent:
+                plgpu.barrier_arrive(refs["key_free"].at[slot])
+            seen = [] if not masked else self._visible(refs, unit, tile, low, high)
+            x, factor, _ = weigh(_PageTile(self.logits, refs, seen, raw.shape), raw, masked)
+            new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
+            # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
+            shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak) if masked else new_peak
+            shrink = jnp.exp2(peak - shift)
+            weights = jnp.exp2(x * factor - _along_rows(shift, x.shape))
+            total = total * shrink + weights.sum(axis=1)
+            sums = sums * _along_rows(shrink, sums.shape)
+            if not self.latent:
+                plgpu.barrier_wait(refs["value_clean" if masked else "value_full"].at[slot])
+            values = refs[f"{last}_tiles"].at[slot]
+            if self.dims[1] != values.shape[1] or parts > 1:
+                values = values.at[:, pl.ds(part * columns, columns)]
+            (sums,) = products.add_values((sums, weights.astype(query.dtype), values))
+            plgpu.barrier_arrive(refs[f"{last}_free"].at[slot])
+            return sums, new_peak, total
+
+        self._finish(refs, number, head, warpgroup, self._visit(unit, visit, carry))
+
+    def _place(self, warpgroup: Any) -> tuple[Any, Any]:
+        """(group of rows, part of the columns) of a warpgroup; numbers where there is one, so that addresses are known."""
+        groups, parts = self.tiles.row_groups, self.tiles.parts
+        group = 0 if groups == 1 else warpgroup if parts == 1 else lax.div(warpgroup, jnp.int32(parts))
+        return group, 0 if parts == 1 else warpgroup if groups == 1 else lax.rem(warpgroup, jnp.int32(parts))
+
+    def _start(self, refs: dict[str, Any], unit: Unit, head: Any, group: Any) -> tuple[jax.Array, jax.Array]:
+        """(peak, total) of rows that have seen no key: a sink is a key without a value, seen once."""
+        if "sinks" not in refs:
+            return _filled(-jnp.inf), _filled(0.0)
+        sinks = _by_row(refs["sinks"].at[head, pl.ds(group * ROWS, ROWS)])
+        sinks = jnp.where(unit.first != 0, sinks * LOG2E, -jnp.inf)
+        return sinks, jnp.where(sinks == -jnp.inf, 0.0, 1.0)
+
+    def _visible(self, refs: dict[str, Any], unit: Unit, tile: Any, low: jax.Array, high: jax.Array) -> list[jax.Array]:
+        """The tests that a visible key passes, each [rows, keys]."""
+        shape, first = (ROWS, self.tiles.block_kv), tile * self.tiles.block_kv
+        local = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
+        seen = (local >= _along_rows(low - first, shape)) & (local < _along_rows(high - first, shape))
+        shift = min(self.tiles.block_kv, self.page).bit_length() - 1
+        bits = self._there(refs, unit, tile)
+        return [seen & (((bits >> (local >> shift)) & 1) != 0)]
+
+    def _finish(self, refs: dict[str, Any], number: Any, head: Any, warpgroup: Any, carry: Any) -> None:
+        """Write the rows' output and lse."""
+        sums, peak, total = carry
+        group, part = self._place(warpgroup)
+        columns = sums.shape[1]
+        visible = total > 0
+        safe = jnp.where(visible, total, 1.0)
+        lse = jnp.where(visible, (peak + jnp.log(safe) * LOG2E) * LN2, -jnp.inf)
+        if self.tiles.parts > 1:  # the others may still read the queries, whose place it takes
+            plgpu.barrier_arrive(refs["query_free"])
+            plgpu.barrier_wait(refs["query_free"])
+        output = refs["output_tile" if "output_tile" in refs else "query_tile"].at[warpgroup]
+        output[...] = (sums * _along_rows(1.0 / safe, sums.shape)).astype(refs["output"].dtype)
+        rows, lse_rows = pl.ds(group * ROWS, self.rows), refs["lse_rows"].at[warpgroup]
+        lse_rows[...] = lse
+        plgpu.commit_smem()
+        target = refs["output"].at[number, head, rows, pl.ds(part * columns, columns)]
+        plgpu.copy_smem_to_gmem(output.at[pl.ds(0, self.rows)], target)
+
+        @pl.when(part == 0)
+        def _write_lse() -> None:
+            plgpu.copy_smem_to_gmem(lse_rows.at[pl.ds(0, self.rows)], refs["lse"].at[number, head, rows])
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+class _PageTile:
+    """A tile as `weigh` takes it."""
+
+    def __init__(self, logits: TileLogits, refs: dict[str, Any], seen: list[jax.Array], shape: tuple[int, ...]) -> None:
+        self.logits, self.static_args, self.refs, self.seen, self.shape = logits, logits.static_args, refs, seen, shape
+
+    def visible(self) -> list[jax.Array]:
+        return self.seen
+
+
+def _by_row(ref: Any) -> jax.Array:
+    rows: jax.Array = plgpu.load(ref, layout=BY_ROW, optimized=False)  # type: ignore[call-arg] # of jax 0.10
+    return rows
+
+
+def _filled(x: Any) -> jax.Array:
+    """A number for each row."""
+    rows: jax.Array = plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), BY_ROW)
+    return rows
+
+
+def _along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A number for each row, along it."""
+    return lax.broadcast_in_dim(x, shape, (0,))

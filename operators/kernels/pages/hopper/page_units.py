@@ -1,0 +1,156 @@
+"""What blocks of threads work on: tiles of a sequence's rows, each against a part of the keys that they see.
+
+A tile's keys are divided so that a batch has about as many parts as the device takes at once, whatever the lengths: all parts
+but the last of a tile have equally many tiles of keys. How many is computed from the lengths, so it is the same for all rows of
+a step, and the number of parts is bounded by the number of tiles and the parts asked for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..paged_mask import PagedOptions, chunk_start
+from ..paged_step import Batch
+
+__all__ = ["FIELDS", "RowTiles", "Units", "chunk_tiles", "row_bounds", "sequence_tiles", "units_of"]
+
+FIELDS = ("sequence", "tile", "begin", "full", "after_full", "end", "first", "first_key", "end_key")
+"""Of a unit, int32: its sequence, -1 for none; its tile of rows; its tiles of keys, of which those from `full` to
+before `after_full` are seen by every row; whether it is the first part of its rows; the keys that any of these rows sees."""
+
+_LEAST = 4  # tiles of a part: a block's beginning and end take the time of some
+
+
+class RowTiles(NamedTuple):
+    """Tiles of sequences' tokens, int32 [tiles] each: the sequence, the first token in it, and how many; 0 for a tile that isn't
+    used."""
+
+    sequence: jax.Array
+    token: jax.Array
+    tokens: jax.Array
+
+
+class Units(NamedTuple):
+    """table: int32 [units, fields]. begin, number: int32 [tiles], a tile's first unit and how many it has."""
+
+    table: jax.Array
+    begin: jax.Array
+    number: jax.Array
+    most: int  # of a tile
+
+
+def row_bounds(options: PagedOptions, positions: jax.Array, kv_len: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(first, end): the keys that queries at these positions see, one run for each: nothing where end <= first."""
+    first, end = jnp.zeros_like(positions), jnp.broadcast_to(kv_len, positions.shape)
+    if options.causal:
+        end = jnp.minimum(end, positions + 1)
+    if options.left is not None:
+        first = jnp.maximum(first, positions - np.int32(options.left))
+    if options.right is not None:
+        end = jnp.minimum(end, positions + np.int32(options.right + 1))
+    if options.chunk is not None:
+        begin = chunk_start(positions, options.chunk)
+        first, end = jnp.maximum(first, begin), jnp.minimum(end, begin + np.int32(options.chunk))
+    return first, end
+
+
+def sequence_tiles(batch: Batch, selected: jax.Array, most: int) -> RowTiles:
+    """A tile for each sequence, of its first `most` tokens."""
+    count = jnp.where(selected, jnp.minimum(batch.q_lens, np.int32(most)), 0)
+    return RowTiles(jnp.arange(len(count), dtype=np.int32), jnp.zeros_like(count), count)
+
+
+def chunk_tiles(batch: Batch, selected: jax.Array, tokens: int, size: int) -> tuple[RowTiles, jax.Array]:
+    """(tiles of `size` tokens of each selected sequence, a sequence's first tile). tokens: of the query array."""
+    of_sequence = jnp.where(selected, _ceil(batch.q_lens, size), 0)
+    ends = jnp.cumsum(of_sequence, dtype=np.int32)
+    number = jnp.arange(-(-tokens // size) + len(of_sequence), dtype=np.int32)
+    sequence, within = _placed(ends, of_sequence, number)
+    token = within * np.int32(size)
+    left = batch.q_lens.at[sequence].get(mode="promise_in_bounds") - token
+    count = jnp.where(number < ends[-1], jnp.clip(left, 0, np.int32(size)), 0)
+    return RowTiles(sequence, token, count), ends - of_sequence
+
+
+def units_of(
+    options: PagedOptions,
+    batch: Batch,
+    tiles: RowTiles,
+    table: jax.Array,
+    *,
+    page: int,
+    pages: int,
+    block_kv: int,
+    parts: int,
+) -> Units:
+    """The units of work. parts: into how many all keys are divided besides one for each tile; 0: not at all."""
+    of = lambda x: x.at[tiles.sequence].get(mode="promise_in_bounds")  # noqa: E731
+    width = table.shape[1] * page
+    kv_len = jnp.minimum(of(batch.kv_lens), np.int32(width))
+    position = of(batch.kv_lens) - of(batch.q_lens) + tiles.token
+    last = position + jnp.maximum(tiles.tokens - 1, 0)
+    used = tiles.tokens > 0
+    first_key, end_key, all_from, all_before = _bounds_of(options, position, last, kv_len)
+    some = used & (end_key > first_key)
+    first_key, end_key = jnp.where(some, first_key, 0), jnp.where(some, end_key, 0)
+    begin, end = first_key // np.int32(block_kv), _ceil(end_key, block_kv)
+    # A page that isn't there gives no keys: tiles from it on aren't known to be whole.
+    there = (table >= 0) & (table < pages)
+    seen = jnp.arange(table.shape[1], dtype=np.int32)[None] >= _first_pages(options, batch, page)[:, None]
+    gap = jnp.where(seen & ~there, jnp.arange(table.shape[1], dtype=np.int32)[None], np.int32(table.shape[1])).min(1)
+    full = jnp.clip(_ceil(all_from, block_kv), begin, end)
+    after_full = jnp.minimum(all_before, of(gap) * np.int32(page)) // np.int32(block_kv)
+    after_full = jnp.clip(after_full, full, end)
+
+    count, turn, tile = used.astype(np.int32), jnp.zeros_like(begin), jnp.arange(len(begin), dtype=np.int32)
+    if parts:
+        total = jnp.sum(end - begin, dtype=np.int32)
+        size = jnp.maximum(_ceil(total, parts), np.int32(_LEAST))
+        count = jnp.where(used, jnp.maximum((end - begin + size - 1) // size, 1), 0)
+    ends = jnp.cumsum(count, dtype=np.int32)
+    if parts:
+        number = jnp.arange(len(begin) + parts, dtype=np.int32)
+        tile, turn = _placed(ends, count, number)
+        used = number < ends[-1]
+        pick = lambda x: x.at[tile].get(mode="promise_in_bounds")  # noqa: E731
+        low = pick(begin) + turn * size
+        high = jnp.minimum(low + size, pick(end))
+        full, after_full = (jnp.clip(pick(x), low, high) for x in (full, after_full))
+        begin, end, first_key, end_key = low, high, pick(first_key), pick(end_key)
+    sequence = tiles.sequence.at[tile].get(mode="promise_in_bounds")
+    fields = (jnp.where(used, sequence, -1), tile, begin, full, after_full, end, turn == 0, first_key, end_key)
+    most = min(parts + 1, -(-width // (block_kv * _LEAST))) if parts else 1
+    return Units(jnp.stack([x.astype(np.int32) for x in fields], axis=1), ends - count, count, max(1, most))
+
+
+def _ceil(x: jax.Array, size: int | jax.Array) -> jax.Array:
+    """x / size, rounded up; x from 0 on."""
+    whole = np.int32(size) if isinstance(size, int) else size
+    return (x + (whole - 1)) // whole
+
+
+def _bounds_of(
+    options: PagedOptions, position: jax.Array, last: jax.Array, kv_len: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(first key, end) that some row of a tile sees, (first, end) that all see. Both bounds grow with the position."""
+    first, end_of_first = row_bounds(options, position, kv_len)
+    first_of_last, end = row_bounds(options, last, kv_len)
+    return first, end, first_of_last, end_of_first
+
+
+def _first_pages(options: PagedOptions, batch: Batch, page: int) -> jax.Array:
+    """The first page that any row of a sequence sees."""
+    first, _ = row_bounds(options, jnp.maximum(batch.kv_lens - batch.q_lens, 0), batch.kv_lens)
+    return first // np.int32(page)
+
+
+def _placed(ends: jax.Array, counts: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(which run each number falls into, its place there) of runs that end there and have so many; the last for those beyond."""
+    run = jnp.sum(ends[None, :] <= number[:, None], axis=1, dtype=np.int32)
+    run = jnp.minimum(run, len(ends) - 1)
+    begin = ends - counts
+    return run, number - begin.at[run].get(mode="promise_in_bounds")

@@ -1,0 +1,100 @@
+"""What a batch of known values makes the Hopper kernel over pages do: tiles of keys that its loops go through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...masks.page_mask import ANY_PAGE_MASK, page_mask
+from ...planning import OperationConfig
+from ...planning.paged.paged_problem import PagedProblem
+from ..kernels.pages.hopper.page_tiles import NAMES, PageTiles, StepShape, head_tiles, shared_bytes, tokens_of_tile
+from ..kernels.pages.hopper.page_units import FIELDS, RowTiles, chunk_tiles, sequence_tiles, units_of
+from ..kernels.pages.paged_mask import PagedOptions
+from ..kernels.pages.paged_step import Batch
+from .hopper_kernel import several_rows, step_shape, step_tiles
+from .own_keys import own_lengths
+
+__all__ = ["KernelTiles", "hopper_visits"]
+
+
+class KernelTiles(NamedTuple):
+    """Tiles that each loop of a kernel goes through in all blocks of threads of a device, in program order: those that every row
+    sees whole, the others. warps: of a block, that compute. blocks: of threads with work, each with so much shared memory."""
+
+    loops: tuple[int, int]
+    warps: int
+    blocks: int
+    shared_bytes: int
+
+
+def hopper_visits(problem: PagedProblem, config: OperationConfig, batch: Any) -> dict[str, KernelTiles]:
+    """Kernel -> its tiles, on the device that has the most."""
+    most: dict[str, KernelTiles] = {}
+    for shard in _shards(batch):
+        found = _of_shard(problem, config, shard)
+        if sum(sum(x.loops) for x in found.values()) > sum(sum(x.loops) for x in most.values()) or not most:
+            most = found
+    return most
+
+
+def _of_shard(problem: PagedProblem, config: OperationConfig, batch: Batch) -> dict[str, KernelTiles]:
+    shape, step, found = step_shape(problem), step_tiles(problem, config), {}
+    most = 1 if several_rows(problem) else problem.max_q_len or 1
+    # The first device of those that share the pages of sequences has the most; every page is there.
+    table = jnp.zeros((len(batch.kv_lens), problem.cache.table_width // problem.sequence_shards), jnp.int32)
+    if problem.sequence_shards > 1:
+        batch = batch._replace(kv_lens=own_lengths(batch.kv_lens, problem.page_size, problem.sequence_shards, 0))
+    alone = (batch.q_lens > 0) & (batch.q_lens <= most)
+    decode = sequence_tiles(batch, alone, most)
+    found[NAMES[False]] = _tiles(problem, shape, batch, table, decode, step.decode, step.splits)
+    if several_rows(problem):
+        size = tokens_of_tile(shape.group, step.chunks.rows)
+        chunks, _ = chunk_tiles(batch, batch.q_lens > most, problem.local_tokens, size)
+        found[NAMES[True]] = _tiles(problem, shape, batch, table, chunks, step.chunks, step.chunk_splits)
+    return found
+
+
+def _tiles(
+    problem: PagedProblem,
+    shape: StepShape,
+    batch: Batch,
+    table: jax.Array,
+    rows: RowTiles,
+    tiles: PageTiles,
+    splits: int,
+) -> KernelTiles:
+    causal, left, right, chunk = page_mask(problem.mask) or ANY_PAGE_MASK
+    options = PagedOptions(
+        scale=1.0, causal=causal, left=left, right=right, chunk=chunk, soft_cap=None, max_q_len=problem.max_q_len
+    )
+    units = units_of(
+        options, batch, rows, table, page=shape.page, pages=1, block_kv=tiles.block_kv, parts=splits
+    )  # fmt: skip
+    by_field = dict(zip(FIELDS, np.asarray(units.table).T, strict=True))
+    used = by_field["sequence"] >= 0
+    whole = int((by_field["after_full"] - by_field["full"])[used].sum())
+    every = int((by_field["end"] - by_field["begin"])[used].sum())
+    heads = shape.kv_heads * head_tiles(shape.group, tiles.rows)
+    shared = sum(shared_bytes(shape, tiles).values())
+    loops = whole * heads, (every - whole) * heads
+    return KernelTiles(loops, 4 * tiles.consumers, int(used.sum()) * heads, shared)
+
+
+def _shards(batch: Any) -> Iterator[Batch]:
+    """The batch of each shard of the pages."""
+    arrays = [np.asarray(x) for x in (batch.cu_q_lens, batch.kv_lens, batch.num_seqs)]
+    if arrays[0].ndim == 1:
+        arrays = [x[None] for x in arrays]
+    for starts, lengths, count in zip(*arrays, strict=True):
+        number = int(np.ravel(count)[0])
+        used = np.arange(len(lengths)) < number
+        q_lens = np.where(used, np.diff(starts), 0).astype(np.int32)
+        yield Batch(
+            jnp.asarray(np.where(used, starts[:-1], 0), jnp.int32), jnp.asarray(q_lens),
+            jnp.asarray(np.where(used, lengths, 0), jnp.int32), jnp.int32(q_lens.sum()),
+        )  # fmt: skip

@@ -1,0 +1,43 @@
+"""Calls of the Hopper kernel over pages in Pallas' interpreter, which looks for races, on the arrays of paged_batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paged_batches as batches
+from paged_batches import PagedCase
+from paged_kernel_runs import laid_out
+
+from attnops.operators.kernels.pages.hopper.attend import paged_attention_hopper
+from attnops.operators.kernels.pages.hopper.page_tiles import HopperStep, PageTiles
+
+# (queries of the step, keys after it) of each sequence: tiles of 64 keys that end at, before and after pages; empty sequences.
+SEQUENCES = {
+    "decode": ((1, 150), (0, 0), (1, 9), (1, 64)),
+    "long": ((1, 420), (1, 40)),
+    "speculate": ((3, 139), (0, 5), (2, 2), (3, 64)),
+    "prefill": ((70, 70), (0, 0), (20, 150)),
+    "mixed": ((1, 70), (9, 9), (0, 12), (40, 140)),
+}
+MOST = {"decode": 1, "long": 1, "speculate": 3}
+SIZES = HopperStep(PageTiles(64, 2), PageTiles(64, 2, 2), 1, 0)
+
+
+def run(
+    case: PagedCase, arrays: dict[str, Any], layout: str = "split", step: HopperStep = SIZES, **more: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """(output, lse) of the kernel."""
+    static: dict[str, Any] = {"max_q_len": MOST.get(case.kind), "interpret": True, "step": step} | case.call | more
+    if case.latent or layout in ("packed", "joined"):
+        static["value_dim"] = case.dims[1]
+    output, lse = paged_attention_hopper(**laid_out(arrays, layout), **static, layout=layout)
+    assert output.dtype == case.dtype
+    assert lse.dtype == np.float32
+    return np.asarray(output, np.float64), np.asarray(lse, np.float64)
+
+
+def check(case: PagedCase, layout: str = "split", step: HopperStep = SIZES, **more: Any) -> None:
+    """Hold a call against the reference."""
+    arrays = batches.make(case, SEQUENCES[case.kind], spare=1)
+    batches.agree(case, run(case, arrays, layout, step, **more), batches.expect(case, arrays))

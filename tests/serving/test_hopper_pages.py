@@ -1,0 +1,200 @@
+"""The Hopper kernel over pages in Pallas' interpreter, which looks for races, against the float64 reference, row by row."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import paged_batches as batches
+import pytest
+from covering import covering
+from paged_batches import PagedCase
+
+from attnops import KVCache, OperationMetadata, OperationRegistry
+from attnops.errors import InputError
+from attnops.operators.hopper.hopper_rules import JAX_NEEDED
+
+if jax.__version_info__ < JAX_NEEDED:
+    pytest.skip(f"jax {jax.__version__}: its interpreter doesn't look for races", allow_module_level=True)
+
+from hopper_pages_runs import SEQUENCES, SIZES, check, run
+
+from attnops.operators.kernels.pages.hopper.page_tiles import HopperStep, PageTiles
+from attnops.operators.paged.hopper_kernel import on_hopper
+from attnops.operators.paged_cache import LayerPages, RaggedBatch, init
+from attnops.operators.paged_cache.paged_call import Attended, PagedCall, PagedSizes
+
+BF16: dict[str, Any] = {"dtype": "bfloat16", "page": 16}
+F16: dict[str, Any] = {"dtype": "float16", "page": 16}
+TWO_PARTS = HopperStep(PageTiles(64, 2, 1, 2), PageTiles(64, 2, 1, 2), 1, 0)
+# The interpreter takes seconds for each.
+QUICK = (("split", PagedCase("long", (4, 1), **BF16, window=(300, 0), sinks=True)),)
+FEATURES: tuple[dict[str, Any], ...] = (
+    {},
+    {"window": (70, 0)},
+    {"window": (None, 0), "causal": False},
+    {"window": (20, 3), "causal": False},
+    {"causal": False},
+    {"cap": 3.0},
+    {"sinks": True},
+    {"window": (9, 0), "cap": 3.0, "sinks": True},
+    {"chunk": 50},
+    {"chunk": 70, "causal": False, "sinks": True},
+)
+LAYOUTS = ("split", "heads", "joined", "interleaved", "packed")
+HEADS = ((2, 2), (4, 2), (5, 1), (16, 1))
+EVERY = [
+    ("split", PagedCase("decode", (4, 1), **BF16, window=(70, 0), sinks=True)),
+    ("packed", PagedCase("mixed", (4, 2), **F16, cap=3.0)),
+    ("split", PagedCase("decode", (71, 1), **BF16, sinks=True)),
+    ("split", PagedCase("mixed", (71, 1), **BF16, sinks=True)),
+    ("latent", PagedCase("decode", (4, 1), (128, 64), latent=True, **BF16)),
+    *((layout, PagedCase(kind, heads, dtype=dtype, page=page, **FEATURES[n]))
+      for layout, kind, heads, dtype, page, n in covering(itertools.product(
+          LAYOUTS, SEQUENCES, HEADS, ("bfloat16", "float16"), (8, 16, 32, 64, 128, 256), range(len(FEATURES))), 2)),
+    *(("split", PagedCase(kind, (2, 1), dims, **BF16))
+      for kind, dims in itertools.product(("decode", "mixed"), ((128, 128), (192, 128), (64, 128), (256, 256)))),
+    *(("latent", PagedCase(kind, (heads, 1), dims, latent=True, **BF16, **FEATURES[n]))
+      for kind, heads, dims, n in covering(itertools.product(
+          SEQUENCES, (5, 16, 80), ((128, 64), (192, 128)), range(len(FEATURES))), 2)),
+]  # fmt: skip
+
+
+def _name(value: Any) -> str:
+    return value if isinstance(value, str) else value.name
+
+
+@pytest.mark.parametrize(("layout", "case"), QUICK, ids=_name)
+def test_agrees_with_the_reference(layout: str, case: PagedCase) -> None:
+    check(case, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "case"), [x for x in EVERY if x not in QUICK], ids=_name)
+def test_agrees_with_the_reference_in_every_feature(layout: str, case: PagedCase) -> None:
+    check(case, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "step",
+    [
+        HopperStep(PageTiles(64, 1), PageTiles(64, 1, 1), 0, 0),
+        HopperStep(PageTiles(128, 3), PageTiles(128, 3, 2), 3, 2),
+        HopperStep(PageTiles(64, 4), PageTiles(64, 2, 1), 5, 3),
+        TWO_PARTS,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["long", "mixed"])
+def test_agrees_with_any_sizes(kind: str, step: HopperStep) -> None:
+    check(PagedCase(kind, (2, 1), (64, 128), **BF16, window=(300, 0), sinks=True), step=step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["decode", "speculate", "mixed"])
+def test_latents_of_the_largest_dim(kind: str) -> None:
+    """A value's 512 columns are divided between two warpgroups."""
+    check(PagedCase(kind, (16, 1), (576, 512), latent=True, **BF16), "latent", TWO_PARTS)
+
+
+@pytest.mark.slow
+def test_a_decode_batch_gives_the_same_without_knowing_it() -> None:
+    check(PagedCase("decode", (4, 2), **BF16, window=(70, 0)), max_q_len=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_pages_that_a_window_has_left_are_not_read(kind: str) -> None:
+    """Their ids are those of padding, and what they held is NaN."""
+    case = PagedCase(kind, (4, 2), **BF16, window=(30, 0))
+    arrays = batches.released(case, batches.make(case, SEQUENCES[kind], spare=1))
+    batches.agree(case, run(case, arrays), batches.expect(case, arrays))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spared", [1, 4])
+def test_ids_out_of_range_give_no_keys(spared: int) -> None:
+    """One of a row's pages isn't there: its keys aren't seen, wherever it lies."""
+    case = PagedCase("decode", (2, 1), **BF16)
+    arrays = batches.make(case, ((1, 150),), spare=0)
+    want = batches.expect(case, _without_page(arrays, spared))
+    arrays["page_table"][0, spared] = -1 if spared % 2 else len(arrays["key_pages"])
+    batches.agree(case, run(case, arrays), want)
+
+
+def _without_page(arrays: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
+    """The same sequence without the keys of one of its pages."""
+    page = arrays["key_pages"].shape[1]
+    table = np.delete(arrays["page_table"], number, axis=1)
+    return arrays | {"page_table": table, "kv_lens": arrays["kv_lens"] - page}
+
+
+@pytest.mark.slow
+def test_queries_beyond_max_q_len_are_not_attended() -> None:
+    case = PagedCase("mixed", (4, 2), **BF16)
+    arrays = batches.make(case, SEQUENCES["mixed"], spare=1)
+    want = batches.expect(case, arrays)
+    beyond = np.arange(len(arrays["query"])) - np.repeat(
+        np.append(arrays["cu_q_lens"][:4], 50), np.append(np.diff(arrays["cu_q_lens"][:5]), 3)
+    )
+    want.output[beyond >= 20], want.lse[beyond >= 20] = 0, -np.inf
+    batches.agree(case, run(case, arrays, max_q_len=20), want)
+
+
+@pytest.mark.slow
+def test_the_operation_runs_it() -> None:
+    """A decoding step after a prefill; the same as on plain XLA."""
+    cache = KVCache(
+        layers=1, kv_heads=1, head_dim=64, dtype="bfloat16", page_size=16, pages=32, max_sequences=2, max_length=256
+    )
+    rng, plan = np.random.default_rng(0), cache.plan()
+    lengths, table, outputs = (100, 30), [list(range(7)), [8, 9]], {}
+    tokens = {
+        n: [jnp.asarray(rng.standard_normal((n, heads, 64)), jnp.bfloat16) for heads in (2, 1, 1)] for n in (128, 2)
+    }
+    starts = [0, lengths[0] - 1, sum(lengths) - 2]
+    before = RaggedBatch.make(plan, cu_q_lens=starts, kv_lens=[n - 1 for n in lengths], page_table=table, tokens=128)
+    batch = RaggedBatch.make(plan, cu_q_lens=[0, 1, 2], kv_lens=lengths, page_table=table, tokens=2)
+    for method, config in (
+        ("forward_native", {}),
+        ("forward_hopper", {"interpret": True, "kernel": "hopper", "kv_splits": 1}),
+    ):
+        operation = OperationRegistry.create("paged", OperationMetadata(operation_configs={"paged": config}))
+        state = OperationRegistry.create("paged")(*tokens[128], state=init(cache), layer=0, batch=before).state
+        step = operation(*tokens[2], state=state, layer=0, batch=batch, max_q_len=1, return_lse=True)
+        assert step.plan.method == method
+        outputs[method] = [np.asarray(x, np.float64) for x in (step.attention_outputs, step.lse)]
+    for got, want in zip(*outputs.values(), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-2)
+
+
+@pytest.mark.slow
+def test_each_device_attends_to_its_own_pages() -> None:
+    """Two devices have the pages of each sequence in turn; a short one is on the first alone."""
+    case = PagedCase("decode", (2, 1), **BF16, sinks=True)
+    arrays = batches.make(case, ((1, 150), (1, 9)), spare=1)
+    names = ("cu_q_lens", "kv_lens", "page_table", "num_seqs")
+    parts = []
+    for shard in (0, 1):
+        batch = RaggedBatch(*(jnp.asarray(arrays[n][:, shard::2] if n == "page_table" else arrays[n]) for n in names))
+        pages = LayerPages(*(jnp.asarray(arrays[n]) for n in ("key_pages", "value_pages")))
+        sinks = jnp.asarray(arrays["sinks"]) if shard == 0 else None
+        call = PagedCall(
+            jnp.asarray(arrays["query"]), pages, batch, sinks, "split", 64, 64**-0.5, True, None, None, 1,
+            sizes=PagedSizes(interpret=True, kv_splits=1), sequence_shards=2, shard_index=shard,
+        )  # fmt: skip
+        parts.append(on_hopper(call))
+    merged = Attended.merged(parts)
+    batches.agree(
+        case, (np.asarray(merged.output, np.float64), np.asarray(merged.lse, np.float64)), batches.expect(case, arrays)
+    )
+
+
+def test_other_dtypes_are_refused() -> None:
+    case = PagedCase("decode", (2, 1), page=16)
+    with pytest.raises(InputError, match="wanted both in bfloat16 or float16"):
+        run(case, batches.make(case, ((1, 20),)), step=SIZES)

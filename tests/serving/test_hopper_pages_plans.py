@@ -1,0 +1,307 @@
+"""When a step over pages runs the Hopper kernel, with which sizes, and why not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import paged_batches as batches
+import pytest
+from jax.sharding import AbstractMesh
+from paged_batches import PagedCase
+
+from attnops import KVCache, OperationMetadata, OperationRegistry
+from attnops.compat import abstract_device
+from attnops.operators.hopper.hopper_rules import JAX_NEEDED
+from attnops.operators.kernels.pages.hopper.page_tiles import (
+    PageTiles,
+    StepShape,
+    block_tokens,
+    head_tiles,
+    hopper_step,
+    rows_stored,
+    shared_bytes,
+)
+from attnops.operators.kernels.pages.hopper.page_units import FIELDS, chunk_tiles, sequence_tiles, units_of
+from attnops.operators.kernels.pages.paged_mask import PagedOptions
+from attnops.operators.kernels.pages.paged_step import Batch
+from attnops.operators.paged import hopper_kernel
+from attnops.operators.paged.hopper_kernel import several_rows, step_shape, step_tiles
+from attnops.page_layouts import LAYOUTS
+from attnops.planning.decide import _decide
+
+H100, H200, A100, B200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA B200"
+SHARED, CORES = 232448, 132  # bytes that a block of threads may request on Hopper, and an H100's multiprocessors
+REAL = jax.__version_info__ >= JAX_NEEDED
+
+
+def _plan(
+    kind: str = H100,
+    *,
+    tokens: int = 32,
+    heads: int = 32,
+    config: dict[str, Any] | None = None,
+    operation: str = "paged",
+    call: dict[str, Any] | None = None,
+    sizes: dict[str, int] | None = None,
+    metadata: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Any:
+    if "cache" in fields:
+        fields["kind"] = fields.pop("cache")
+    cache = KVCache(**{
+        "layers": 1, "kv_heads": 8, "head_dim": 128, "page_size": 16, "pages": 4096, "max_sequences": 32, "max_length": 8192,
+    } | fields)  # fmt: skip
+    sizes = sizes or {"tp": 1}
+    mesh = AbstractMesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        abstract_device=abstract_device(kind, int(np.prod([*sizes.values()])), "gpu"),
+    )
+    declared = OperationMetadata(
+        mesh=mesh, tuning="off", operation_configs={operation: config or {}}, **(metadata or {})
+    )
+    query = jax.ShapeDtypeStruct((tokens, heads, cache.head_dim), jnp.dtype(cache.dtype))
+    own = [jax.ShapeDtypeStruct((tokens, cache.kv_heads, cache.head_dim), query.dtype), None]
+    if not cache.values_in_keys:
+        own[1] = jax.ShapeDtypeStruct((tokens, cache.kv_heads, cache.value_size), query.dtype)
+    given = {"max_q_len": 1} | ({"softmax_scale": 0.1} if cache.values_in_keys else {}) | (call or {})
+    return OperationRegistry.create(operation, declared).plan(query, *own, cache=cache, **given)
+
+
+def _codes(plan: Any) -> set[str]:
+    """Why the kernel doesn't run."""
+    reasons = (one.reasons for one in plan.rejected if one.implementation.endswith(".forward_hopper"))
+    return {reason.code for some in reasons for reason in some}
+
+
+@pytest.fixture
+def new_jax(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans as with a jax that has what the kernel needs; plans are cached."""
+    monkeypatch.setattr(hopper_kernel, "JAX_NEEDED", (0, 0))
+    _decide.cache_clear()
+    yield
+    _decide.cache_clear()
+
+
+@pytest.mark.skipif(REAL, reason="this jax has what the kernel needs")
+@pytest.mark.parametrize("fallback", ["warn", "error"])
+def test_an_older_jax_is_the_reason_for_plain_xla(fallback: str) -> None:
+    plan = _plan(metadata={"fallback": fallback})
+    assert (plan.kind, plan.method, _codes(plan)) == ("routed", "forward_native", {"paged.hopper_jax"})
+
+
+@pytest.mark.parametrize("kind", [A100, B200])
+def test_other_gpus_do_not_ask_it(kind: str) -> None:
+    plan = _plan(kind)
+    assert (plan.kind, plan.method, plan.rejected) == ("native", "forward_native", ())
+
+
+LATENT: dict[str, Any] = {"cache": "latent", "kv_heads": 1, "head_dim": 576, "value_dim": 512}
+RUNS: dict[str, dict[str, Any]] = {
+    "split": {},
+    "h200": {"kind": H200},
+    "heads": {"layout": "heads"},
+    "joined": {"layout": "joined", "head_dim": 64},
+    "interleaved": {"layout": "interleaved"},
+    "packed, padded to whole lanes": {"layout": "packed", "head_dim": 80},
+    "other dims": {"head_dim": 192, "value_dim": 128, "layout": "heads"},
+    "latents": LATENT | {"heads": 128},
+    "float16": {"dtype": "float16"},
+    "large pages": {"page_size": 256},
+    "mixed": {"call": {"max_q_len": None}, "tokens": 512},
+    "chains": {"call": {"max_q_len": 4}, "tokens": 128},
+    "features": {"call": {"sliding_window": (100, 0), "logits_soft_cap": 5.0, "return_lse": True}},
+    "sinks": {"call": {"softmax_aux": jax.ShapeDtypeStruct((32,), "float32")}},
+    "split pages": {"sizes": {"sp": 2}, "page_sequence_axis": "sp"},
+    "split heads": {"sizes": {"tp": 4}, "kv_head_axis": "tp"},
+    "declared": {"config": {"kernel": "hopper", "pages_per_block": 8, "kv_splits": 0}},
+}
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("name", RUNS)
+def test_what_it_runs(name: str) -> None:
+    plan = _plan(**RUNS[name])
+    assert (plan.kind, plan.method, plan.rejected) == ("platform", "forward_hopper", ())
+    step, shape = step_tiles(plan.problem, plan.config), step_shape(plan.problem)
+    chosen, several = step_tiles(plan.problem, plan.problem.config), several_rows(plan.problem)
+    assert (step.decode, step.splits) == (chosen.decode, chosen.splits)  # filled in as chosen
+    assert not several or step == chosen
+    for tiles in (step.decode, step.chunks):
+        assert sum(shared_bytes(shape, tiles).values()) <= SHARED
+        assert tiles.consumers <= 2
+    assert step.decode.stages >= 2
+
+
+REFUSED = {
+    "paged.kernel": {"config": {"kernel": "tpu"}},
+    "paged.hopper_dtype": {"dtype": "float32"},
+    "paged.hopper_page_size": {"page_size": 24},
+    "paged.hopper_dim": {"head_dim": 640},
+    "paged.hopper_rows": {"head_dim": 80},
+    "paged.page_sequence": {"sizes": {"sp": 2}, "page_sequence_axis": "sp", "call": {"max_q_len": None}},
+    "paged.hopper_pages": {"config": {"pages_per_block": 12}},
+    "paged.hopper_queries": {"config": {"queries_per_block": 24}, "call": {"max_q_len": None}},
+    "paged.hopper_shared": {"config": {"pages_per_block": 8}, "layout": "heads", "head_dim": 512},
+    "feature.quantized_kv": {"quantised": {"dtype": "int8", "scale": "head"}},
+    "feature.draft_tree": {"call": {"draft_tree": jax.ShapeDtypeStruct((32, 4, 4), "bool"), "max_q_len": 4}},
+    "feature.spans": {"call": {"spans": jax.ShapeDtypeStruct((32, 2), "int32")}},
+    "feature.selected": {"call": {"selected": jax.ShapeDtypeStruct((32, 8), "int32")}},
+}
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("code", REFUSED)
+def test_what_it_refuses(code: str) -> None:
+    plan = _plan(**REFUSED[code])
+    assert (plan.kind, plan.method, _codes(plan)) == ("fallback", "forward_native", {code})
+    refused = _plan(**(REFUSED[code] | {"metadata": {"fallback": "error"} | REFUSED[code].get("metadata", {})}))
+    assert refused.kind == "refused"
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_a_layout_of_ones_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Backwards(type(LAYOUTS["split"])):  # type: ignore[misc]
+        name = "backwards"
+
+    monkeypatch.setitem(LAYOUTS, "backwards", Backwards())
+    assert _codes(_plan(layout="backwards")) == {"paged.hopper_layout"}
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("name", [n for n in OperationRegistry.names() if OperationRegistry.get(n).keys_in == "pages"])
+def test_every_name_of_the_operation_has_it(name: str) -> None:
+    operation = OperationRegistry.get(name)
+    if operation.family != "attention":
+        return
+    layout = operation.cache_layout or "split"
+    plan = _plan(operation=name, **(LATENT if layout == "latent" else {"layout": layout}))
+    assert (plan.kind, plan.method) == ("platform", "forward_hopper")
+    assert not operation.capability("forward_hopper").writes_pages
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_a_fused_update_writes_before() -> None:
+    plan = _plan(config={"update": "fused"})
+    assert [n.code for n in plan.notes] == ["paged.fused_unsupported"]
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_what_a_search_tries() -> None:
+    plan = _plan(call={"max_q_len": None}, tokens=512)
+    free = plan.runs.tuned_fields(plan.problem, plan.placement)
+    assert free == ("pages_per_block", "queries_per_block", "kv_splits")
+    (ways,) = plan.runs.candidates(plan.problem, plan.placement).values()
+    assert ways[0] == {}
+    assert len({tuple(way.items()) for way in ways}) == len(ways) > 6
+    assert {way["pages_per_block"] for way in ways[1:]} == {4, 8}
+    assert {way["queries_per_block"] for way in ways[1:]} == {16, 32}
+    for way in ways:
+        assert not _codes(_plan(call={"max_q_len": None}, tokens=512, config=way))
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_by_rule() -> None:
+    llama = StepShape(32, 32, 8, (128, 128), 16, False)
+    step = hopper_step(llama, CORES)
+    assert step.splits == 33  # of 8 kv heads, for two blocks a multiprocessor
+    assert (step.decode.block_kv, step.decode.row_groups, step.decode.parts) == (64, 1, 1)
+    assert step.chunks == PageTiles(128, 2, 2)
+    assert step.chunk_splits == 33  # one tile of 32 tokens
+    assert hopper_step(llama._replace(tokens=8192), CORES).chunk_splits == 0
+    latent = hopper_step(StepShape(32, 128, 1, (576, 512), 64, True), CORES)
+    assert latent.decode == latent.chunks == PageTiles(64, 2, 1, 2)
+    assert latent.splits == 132
+
+
+def test_shared_memory_by_hand() -> None:
+    """64 rows of a query and two stages of 64 keys and values of 128 numbers, 16 bits each; latents have keys alone, and the
+    output, 64 rows of 512, in the place of the query."""
+    counted = shared_bytes(StepShape(32, 32, 8, (128, 128), 16, False), PageTiles(64, 2))
+    assert (counted["query"], counted["key"], counted["value"], counted["output"]) == (16384, 32768, 32768, 0)
+    latent = shared_bytes(StepShape(32, 128, 1, (576, 512), 64, True), PageTiles(64, 2, 1, 2))
+    wide = shared_bytes(StepShape(32, 16, 8, (256, 256), 16, False), PageTiles(64, 3))
+    assert sum(wide.values()) == 232608  # as Mosaic says, which refuses it
+    assert (latent["query"], latent["key"], latent["value"], latent["output"]) == (73728, 147456, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("group", "tiles", "tokens"), [(1, 1, 64), (4, 1, 16), (5, 1, 12), (64, 1, 1), (96, 2, 1), (71, 2, 1), (128, 2, 1)]
+)
+def test_rows_of_a_tile(group: int, tiles: int, tokens: int) -> None:
+    assert head_tiles(group, 64) == tiles
+    assert block_tokens(StepShape(8, group, 1, (128, 128), 16, False))[0] == tokens
+    assert rows_stored(group, 1, PageTiles(64, 2)) == math.ceil(group / tiles / 8) * 8
+
+
+# -- units of work -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "mask"),
+    [
+        ("decode", 5, (True, None, None)),
+        ("decode", 0, (True, 90, None)),
+        ("mixed", 40, (True, 90, None)),
+        ("mixed", 1, (False, 40, None)),
+        ("mixed", 5, (True, None, 100)),
+    ],
+)
+def test_units_cover_each_visible_key_once(kind: str, parts: int, mask: tuple[bool, int | None, int | None]) -> None:
+    """By hand, from the mask of each row: what a row sees is in one unit of its tile, and whole tiles are seen whole."""
+    causal, left, chunk = mask
+    sequences = [(1, 1000), (0, 7), (1, 64), (1, 3)] if kind == "decode" else [(40, 700), (0, 0), (1, 300), (33, 33)]
+    arrays = batches.make(PagedCase(page=16), sequences, width=64, spare=1)
+    table, pages = arrays["page_table"], len(arrays["key_pages"])
+    table[0, 3] = pages + 5  # isn't there
+    options = PagedOptions(scale=1.0, causal=causal, left=left, right=None, chunk=chunk, soft_cap=None, max_q_len=None)
+    q_lens = np.array([q for q, _ in sequences] + [0], np.int32)
+    kv_lens = np.array([n for _, n in sequences] + [0], np.int32)
+    starts = np.array([0, *np.cumsum(q_lens)[:-1]], np.int32)
+    batch = Batch(jnp.asarray(starts), jnp.asarray(q_lens), jnp.asarray(kv_lens), jnp.int32(q_lens.sum()))
+    selected = jnp.asarray(q_lens > 0)
+    tiles = sequence_tiles(batch, selected, 1) if kind == "decode" else chunk_tiles(batch, selected, 80, 16)[0]
+    units = units_of(options, batch, tiles, jnp.asarray(table), page=16, pages=pages, block_kv=64, parts=parts)
+    made = [dict(zip(FIELDS, map(int, row), strict=True)) for row in np.asarray(units.table)]
+    covered: dict[tuple[int, int], list[int]] = {}
+    for unit in made:
+        if unit["sequence"] < 0:
+            continue
+        assert unit["begin"] <= unit["full"] <= unit["after_full"] <= unit["end"]
+        s, first = unit["sequence"], int(tiles.token[unit["tile"]])
+        rows = range(first, min(first + 16, int(q_lens[s])))
+        covered.setdefault((s, first), []).extend(range(unit["begin"], unit["end"]))
+        seen = np.zeros((len(rows), 1024), bool)
+        for n, row in enumerate(rows):
+            at, keys = kv_lens[s] - q_lens[s] + row, np.arange(1024)
+            seen[n] = (keys < kv_lens[s]) & (keys >= (0 if left is None else at - left)) & ((keys <= at) | (not causal))
+            seen[n] &= (keys // chunk == at // chunk) if chunk else True
+            seen[n] &= np.repeat((table[s] >= 0) & (table[s] < pages), 16)
+        for tile in range(unit["full"], unit["after_full"]):
+            assert seen[:, 64 * tile : 64 * (tile + 1)].all()
+        visible = np.flatnonzero(seen.any(0))
+        assert not len(visible) or unit["first_key"] <= visible[0] <= visible[-1] < unit["end_key"]
+        live = {int(key) // 64 for key in visible}
+        covered.setdefault((s, first, 1), []).extend(live)  # type: ignore[arg-type]
+    wanted = {(s, row) for s in range(len(sequences)) for row in range(0, int(q_lens[s]), 16)}
+    assert {key for key in covered if len(key) == 2} == wanted
+    for key in wanted:
+        assert len(set(covered[key])) == len(covered[key])  # none twice
+        assert set(covered[(*key, 1)]) <= set(covered[key])  # type: ignore[index]
+    assert len(made) <= len(tiles.tokens) + parts
+    firsts = [(u["tile"]) for u in made if u["sequence"] >= 0 and u["first"]]
+    assert sorted(firsts) == sorted(set(firsts))
+    assert len(firsts) == len(wanted)
+    assert np.asarray(units.number).max() <= units.most
+    longest = max(len(covered[key]) for key in wanted)
+    if parts > 1:
+        assert np.asarray(units.number).max() == -(
+            -longest // max(4, -(-sum(len(covered[k]) for k in wanted) // parts))
+        )

@@ -1,0 +1,191 @@
+"""The Hopper kernel over pages compiled for described GPUs: registers, spills, products in its loops; shapes of served models."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.operators.hopper.hopper_rules import JAX_NEEDED
+from attnops.operators.kernels.pages.hopper.page_tiles import HopperStep
+from attnops.operators.paged.declared_step import declared_step
+from attnops.operators.paged.hopper_kernel import step_tiles
+from attnops.registry.declaration import Declaration
+from attnops.verify.drawn_step import plan_declared
+from attnops.verify.gpu.gpu_kernels import GpuKernelUse
+from attnops.verify.gpu.gpu_mesh import has_cuda_plugin
+from attnops.verify.gpu.sass import disassembler
+from attnops.verify.paged_step import PlannedStep
+from attnops.verify.passes import target_reports
+from attnops.verify.targets import target_of
+from attnops.verify.tune_step import tune_step
+
+if not has_cuda_plugin() or importlib.util.find_spec("cramjam") is None:
+    pytest.skip("pip install 'attnops[cuda-compile]'", allow_module_level=True)
+if jax.__version_info__ < JAX_NEEDED:
+    pytest.skip(f"jax {jax.__version__}: plans choose plain XLA", allow_module_level=True)
+
+DECODE, CHUNKS = "attnops_hopper_pages", "attnops_hopper_pages_chunks"
+LATENT = {"kind": "latent", "kv_heads": 1, "head_dim": 576, "value_dim": 512, "page_size": 64}
+# (query heads, the cache) of layers of served models.
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "llama-3-8b": (32, {"kv_heads": 8, "head_dim": 128}),
+    "llama-3.2-1b": (32, {"kv_heads": 8, "head_dim": 64}),
+    "llama-3-70b, a device of 8": (8, {"kv_heads": 1, "head_dim": 128}),
+    "qwen-2.5-7b": (28, {"kv_heads": 4, "head_dim": 128}),
+    "gemma-2-9b": (16, {"kv_heads": 8, "head_dim": 256}),
+    "gpt-oss-20b": (64, {"kv_heads": 8, "head_dim": 64}),
+    "deepseek-v3": (128, LATENT),
+}
+
+
+def _declared(
+    model: str, target: str, *, q_lens: Any = 1, cache: Any = (), sizes: dict[str, int] | None = None, **step: Any
+) -> tuple[Any, Any]:
+    """(the operation, a step over 8 sequences)."""
+    heads, fields = MODELS[model]
+    fields = (
+        {"layers": 1, "page_size": 16, "pages": 2048, "max_sequences": 8, "max_length": 4096} | fields | dict(cache)
+    )
+    declared = {"q_heads": heads, "kv_lens": 3000, "q_lens": q_lens, "sequences": 8} | step
+    if q_lens == 1:
+        declared["max_q_len"] = 1
+    if fields.get("kind") == "latent":
+        declared["softmax_scale"] = 0.1
+    file = Declaration.from_dict({"operation": "paged", "cache": fields, "step": declared})
+    mesh = target_of(target).mesh(sizes or {"tp": 1})
+    operation = OperationRegistry.create("paged", OperationMetadata(mesh=mesh, fallback="error", tuning="off"))
+    assert file.cache is not None
+    return operation, declared_step(file, file.cache.plan(mesh).require(), "before")
+
+
+def _kernels(
+    model: str, target: str = "h100", *, q_lens: Any = 1, step: dict[str, Any] | None = None, **cache: Any
+) -> tuple[dict[str, GpuKernelUse], HopperStep]:
+    """(the kernels of a step by name, the sizes)."""
+    planned = PlannedStep(*_declared(model, target, q_lens=q_lens, cache=cache, **(step or {})))
+    *_, report = target_reports(planned, target)
+    assert [one.failure for one in report.passes] == [None]
+    assert report.plan.implementation == "paged.forward_hopper"
+    found = {k.name: k for k in report.passes[0].kernels or () if isinstance(k, GpuKernelUse)}
+    return found, step_tiles(planned.paged.problem, planned.paged.config)
+
+
+def _check_loops(kernel: GpuKernelUse, block_kv: int, dims: tuple[int, int], parts: int = 1) -> None:
+    """Two loops, of whole and of other tiles. Each has a tile's products, of the 64 rows of a warpgroup's four warps, and an
+    exponential for each weight; a thread shrinks two rows."""
+    if disassembler() is None:
+        return
+    assert len(kernel.loops or ()) == 2
+    for one in kernel.loops or ():
+        assert one.loop.tensor_flops == 2 * 64 * block_kv * (dims[0] + dims[1] / parts) / 4
+        assert one.loop.ex2 * 32 * 4 == 64 * block_kv + 2 * 32 * 4
+
+
+def test_a_decoding_step() -> None:
+    kernels, sizes = _kernels("llama-3-8b")
+    kernel = kernels[DECODE]
+    assert (set(kernels), kernel.stack_bytes, kernel.threads) == ({DECODE}, 0, 256)
+    _check_loops(kernel, sizes.decode.block_kv, (128, 128))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h100", "h200"])
+@pytest.mark.parametrize("model", MODELS)
+def test_decoding_steps_of_models(model: str, target: str) -> None:
+    """No thread spills a register, but for those of latents, which hold sums of 256 columns and 36 descriptors."""
+    kernels, sizes = _kernels(model, target)
+    kernel, fields = kernels[DECODE], MODELS[model][1]
+    latent = fields.get("kind") == "latent"
+    dims = fields["head_dim"], fields.get("value_dim", fields["head_dim"])
+    assert kernel.threads == 128 * (2 + latent)
+    assert kernel.stack_bytes is not None
+    assert kernel.stack_bytes <= (128 if latent else 0)
+    _check_loops(kernel, sizes.decode.block_kv, dims, sizes.decode.parts)
+    if fields["head_dim"] == 64:
+        assert kernel.registers is not None
+        assert kernel.registers <= 128  # two blocks on a multiprocessor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_mixed_steps_of_models(model: str) -> None:
+    kernels, sizes = _kernels(model, q_lens=[1, 1, 100, 300, 1, 2, 40, 1])
+    fields = MODELS[model][1]
+    latent = fields.get("kind") == "latent"
+    assert set(kernels) == {DECODE, CHUNKS}
+    chunks = kernels[CHUNKS]
+    assert (chunks.registers, chunks.threads) == (168, 384)
+    assert chunks.stack_bytes is not None
+    assert chunks.stack_bytes <= (128 if latent or fields["head_dim"] > 128 else 0)
+    dims = fields["head_dim"], fields.get("value_dim", fields["head_dim"])
+    _check_loops(chunks, sizes.chunks.block_kv, dims, sizes.chunks.parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["split", "heads", "joined", "interleaved", "packed"])
+@pytest.mark.parametrize("page", [8, 32, 256])
+def test_layouts_and_pages(layout: str, page: int) -> None:
+    kernels, _ = _kernels("llama-3-8b", layout=layout, page_size=page, pages=512)
+    assert kernels[DECODE].stack_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"sliding_window": [100, 0]},
+        {"logits_soft_cap": 20.0},
+        {"softmax_aux": True},
+        {"return_lse": True},
+        {"dtype": "float16"},
+    ],
+    ids=lambda step: next(iter(step)),
+)
+def test_features(step: dict[str, Any]) -> None:
+    dtype = {"dtype": step["dtype"]} if "dtype" in step else {}
+    kernels, _ = _kernels("llama-3-8b", q_lens=[1, 1, 100, 300, 1, 2, 40, 1], step=step, **dtype)
+    assert {kernel.stack_bytes for kernel in kernels.values()} == {0}
+
+
+@pytest.mark.skipif(disassembler() is None, reason="pip install 'attnops[cuda-sass]'")
+@pytest.mark.slow
+def test_sizes_are_searched_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the stalls of both kernels' loops. Parts of all keys aren't compared: their number isn't in the sums."""
+    monkeypatch.setenv("ATTNOPS_TUNE_CACHE", str(tmp_path))
+    operation, declared = _declared("llama-3-8b", "h100", q_lens=[1, 1, 100, 300, 1, 2, 40, 1])
+    report = tune_step(operation, declared, most=2)
+    measured = report.measured("step")
+    assert [bool(one.seconds) for one in measured] == [True, True]
+    assert len({one.detail["cycles"] for one in measured}) == 2
+    assert all(one.fields.get("kv_splits", 33) == 33 for one in measured)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["kv_head_axis", "page_sequence_axis", "pages_axis"])
+def test_several_gpus_send_what_is_needed(axis: str) -> None:
+    """Heads, the pages of each sequence, or sequences on two devices: outputs are merged where pages are shared, else nothing is
+    sent."""
+    operation, declared = _declared("llama-3-8b", "h100:2", sizes={"x": 2}, cache={axis: "x"})
+    *_, report = target_reports(PlannedStep(operation, declared), "h100:2")
+    assert [one.failure for one in report.passes] == [None]
+    assert report.plan.implementation == "paged.forward_hopper"
+    assert not report.passes[0].differences
+    kinds = {one.kind for one in report.passes[0].collectives or ()}
+    assert kinds == ({"all-reduce"} if axis == "page_sequence_axis" else set())
+
+
+def test_tiles_of_a_batch_by_hand() -> None:
+    """Three rows of one token with 3000, 64 and 65 keys, and one of 40 tokens that ends at 200, in tiles of 64 and 128 keys."""
+    operation, declared = _declared(
+        "llama-3-8b", "h100", q_lens=[1, 1, 1, 40], kv_lens=[3000, 64, 65, 200], sequences=4
+    )
+    plan = plan_declared(operation, declared)
+    found = plan.runs.visits(plan.problem, plan.config, declared.batch)
+    # 46 whole tiles and a last one; one whole; one whole and a last one. Tokens 0 to 31 end at 160 to 191, others at 192 to 199.
+    assert {name: x.loops for name, x in found.items()} == {DECODE: (8 * 48, 8 * 2), CHUNKS: (8 * 2, 8 * 2)}
+    assert {name: x.warps for name, x in found.items()} == {DECODE: 4, CHUNKS: 8}
