@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,17 @@ def chosen_features(names: Sequence[str], known: Sequence[Feature] = FEATURES) -
     return tuple(one for one in known if not names or one.name in names or one.factor in names)
 
 
+def _imported_as(function: Callable[..., Any]) -> tuple[str, tuple[str, ...]]:
+    """(a function's name, the line that imports it): of the module where it or what it wraps is defined, if that has it."""
+    for of in (function, getattr(function, "func", None)):
+        module = str(getattr(of, "__module__", ""))
+        for name, value in vars(sys.modules.get(module, object)).items():
+            if value is function and name.isidentifier():
+                return name, (f"from {module} import {name} as f",)
+    name = str(getattr(function, "__qualname__", "f"))
+    return name, (f"# here f is {name}, which no module has by a name",)
+
+
 def suite(
     function: Callable[..., Any],
     convention: str | Convention,
@@ -49,10 +61,7 @@ def suite(
         raise ConfigError(f"suite got {shown(function)}; wanted a function.")
     left_out = chosen_features(without) if without else ()
     wanted = [one for one in chosen_features(features) if one not in left_out and inexpressible(one, declared) is None]
-    name = getattr(function, "__qualname__", "f")
-    module = getattr(function, "__module__", None)
-    here = module is None or not name.isidentifier()
-    define = () if here else (f"from {module} import {name} as f",)
+    name, define = _imported_as(function)
     run = CaseRunner(Subject(name, declared, ()), function)
     cases: dict[str, Case] = {}
     for one, case in alone(declared, wanted, seed, quick=False):

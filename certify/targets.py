@@ -22,7 +22,7 @@ from .source import Subject
 
 __all__ = ["family_of", "rivals", "subject_named", "versions_of"]
 
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def rivals() -> tuple[str, ...]:

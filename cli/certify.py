@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from .console import fields, table, text, title
 from .progress import bar
 
-__all__ = ["CertifyOptions", "list_names", "print_certificate", "run_certify", "write_files"]
+__all__ = ["CertifyOptions", "check_files", "list_names", "print_certificate", "run_certify", "write_files"]
 
 _QUICK = 10  # cases in which features meet
 _STYLES = {"right": "green", "wrong": "bold red", "refused": "yellow", "not expressible": "dim", "not tried": "dim"}
@@ -49,6 +49,13 @@ def run_certify(options: CertifyOptions) -> Certificate:
             subject, worker, family=family, features=features, seed=options.seed, pairs=pairs, quick=options.quick,
             versions=versions_of(subject), progress=progress,
         )  # fmt: skip
+
+
+def check_files(*paths: Path | None) -> None:
+    """Errors: ConfigError for a file whose folder doesn't exist, before anything runs."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path}: {path.parent} is not a folder; wanted a file to write to.")
 
 
 def write_files(certificate: Certificate, html: Path | None, svg: Path | None) -> list[Path]:

@@ -55,12 +55,13 @@ def certify(
     as_json: o.Json = False,
 ) -> None:
     """Find out what a function of attention gets right, feature by feature, and the smallest case of what it gets wrong."""
-    from .certify import CertifyOptions, list_names, print_certificate, run_certify, write_files
+    from .certify import CertifyOptions, check_files, list_names, print_certificate, run_certify, write_files
     from .json_output import print_json
 
     if target is None:
         list_names()
         return
+    check_files(html, badge)
     certificate = run_certify(CertifyOptions(target, convention, seed, cases, tuple(feature or ()), quick, timeout))
     written = write_files(certificate, html, badge)
     if as_json:

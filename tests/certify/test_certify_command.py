@@ -64,6 +64,8 @@ def test_a_wrong_function_ends_with_1_and_its_files_say_so(
         (["vanilla.forward_tpu"], "forward_native"),
         (["paged"], "paged"),
         (["splash.forward_rocm"], "forward_rocm"),
+        (["x.:y", "--as", "jax.nn"], "module:function"),
+        (["vanilla", "--html", "/no/such/folder/a.html"], "not a folder"),
         (["planted:", "--as", "jax.nn"], "module:function"),
     ],
 )

@@ -29,6 +29,8 @@ _BAD = (
     "run {file} --repeats 0", "run {file} --output none/x.npz", "run {missing}", "run {file} --seed -1", "verify {missing}",
     "verify {file} --target v5e:0x0", "verify {file} --target zz", "tune {missing}", "tune {file} --how {odd} --target zz",
     "run {file} --mesh tp=9999", "run {file} --inputs {missing}", "verify {file} --inputs {folder}", "run {binary}",
+    "certify zz", "certify vanilla --feature {odd}", "certify json:dumps --as {missing}", "certify json:dumps --as {odd}",
+    "certify vanilla.forward_zz", "certify json:dumps", "certify vanilla --as {binary}", "certify vanilla --cases -1",
 )  # fmt: skip
 _OPTIONS = (
     "--json", "--mesh", "--mode", "--target", "--lowered", "--timeout", "--strict", "--fallback", "--model", "--operation",
