@@ -38,7 +38,9 @@ def _check(case: cases.Case, dim: int = cases.DIM, hidden: slice | None = None, 
     harness.agree(harness.run(attend, case, tensors, dtype, layout), want, published.forward, published.backward)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 128), (192, 128), (64, 256), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(32, 32), (64, 64), (128, 128), (96, 128), (80, 48), (192, 128), (64, 256), (256, 256)], ids=str
+)
 def test_head_dims(dims: tuple[int, int]) -> None:
     case = cases.build("causal_window", "bthd", SIZES)
     case.heads = case.kv_heads = 1

@@ -25,6 +25,7 @@ from attnops.operators.hopper import hopper_rules
 from attnops.operators.hopper.hopper_sizes import shared_of, tiles_of
 from attnops.operators.hopper.kernel.hopper_sizes import HopperSizes, shared_bytes
 from attnops.planning.decide import _decide
+from attnops.planning.notes import has_note
 
 H100, A100, B200 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA B200"
 SHARED = 232448  # bytes that a block of threads may request on Hopper
@@ -89,7 +90,7 @@ REFUSED = {
     "hopper.dtype": {"dtype": "float32"},
     "hopper.softmax_dtype": {"runtime_softmax_dtype": "bfloat16"},
     "hopper.head_dim": {"dims": (320, 128)},
-    "hopper.padding": {"dims": (80, 80)},
+    "hopper.padding": {"dims": (20, 20)},
     "hopper.few_queries": {"lengths": (16, 100)},
     "hopper.few_blocks": {"lengths": (256, 8192), "heads": (8, 4)},
     "hopper.block_q": {"config": {"block_q": 256}},
@@ -143,7 +144,8 @@ def test_every_operation_of_the_gpu_kernels_chooses_it(operation: str) -> None:
 
 @pytest.mark.usefixtures("new_jax")
 @pytest.mark.parametrize(
-    "dims", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (128, 64), (96, 96)]
+    "dims",
+    [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (128, 64), (96, 96), (32, 32), (80, 80)],
 )
 @pytest.mark.parametrize("lengths", [(2048, 2048), (2048, 40), (100, 5000)])
 @pytest.mark.parametrize("mode", ["prefill", "train"])
@@ -181,6 +183,17 @@ def test_shared_memory_by_hand() -> None:
     assert sum(shared_bytes("forward", HopperSizes(128, 128, 3), 128, 128).values()) == 233584
     assert sum(shared_bytes("dkv", HopperSizes(64, 128, 6), 128, 128).values()) == 267376
     assert sum(shared_bytes("dq", HopperSizes(128, 64, 6), 128, 128).values()) == 263376
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(
+    ("dims", "padded"), [((32, 32), None), ((192, 96), None), ((80, 48), "(96, 64)"), ((256, 20), None)]
+)
+def test_columns_are_noted_where_there_are_more(dims: tuple[int, int], padded: str | None) -> None:
+    plan = _plan(dims=dims, heads=(64, 64), config={"kernel": "mosaic"})
+    noted = [note for note in plan.notes if has_note([note], "hopper.columns")]
+    assert bool(noted) == (padded is not None or dims[1] == 20)
+    assert padded is None or padded in noted[0]
 
 
 @pytest.mark.usefixtures("new_jax")

@@ -102,13 +102,15 @@ def test_a_forward_pass() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (64, 128), (80, 48)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (192, 128), (256, 256), (64, 128), (80, 48), (32, 32), (96, 96)], ids=str
+)
 @pytest.mark.parametrize("target", ["h100", "h200"])
 def test_head_dims(target: str, dims: tuple[int, int], dtype: str) -> None:
     report = _report(target, dims=dims, dtype=dtype)
     kernel = _kernel(report)
     assert kernel.stack_bytes == 0
-    padded = tuple(-(-dim // 64) * 64 for dim in dims)
+    padded = tuple(-(-dim // 32) * 32 for dim in dims)
     _check_loops(kernel, tiles_of(report.plan.config).forward.block_kv, (padded[0], padded[1]))  # type: ignore[arg-type]
 
 
@@ -125,7 +127,9 @@ def _gradients(report: TargetReport) -> tuple[GpuKernelUse, GpuKernelUse]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128), (80, 48), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (64, 128), (80, 48), (32, 32), (96, 96), (192, 128), (256, 256)], ids=str
+)
 @pytest.mark.parametrize("target", ["h100", "h200"])
 def test_gradients(target: str, dims: tuple[int, int], dtype: str) -> None:
     """Four products of a tile for keys, three for queries; where key and value have a warpgroup each, three and two."""
@@ -135,7 +139,7 @@ def test_gradients(target: str, dims: tuple[int, int], dtype: str) -> None:
     assert dq.stack_bytes == 0 or dims == (256, 256)
     if disassembler() is None:
         return
-    sizes, (dim, value_dim) = tiles_of(report.plan.config), (-(-d // 64) * 64 for d in dims)  # type: ignore[arg-type]
+    sizes, (dim, value_dim) = tiles_of(report.plan.config), (-(-d // 32) * 32 for d in dims)  # type: ignore[arg-type]
     of_queries = 64 * sizes.dq.block_kv * (2 * dim + value_dim)
     assert [one.loop.tensor_flops for one in dq.loops or ()] == [2 * of_queries / 4] * 2
     together = dim + value_dim <= 256

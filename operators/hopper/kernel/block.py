@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...flash.kernel.tile_schedule import TileSchedule
 from ...kernels.tile_mask import TileLogits
-from .hopper_sizes import ROWS, HopperSizes
+from .hopper_sizes import DIM_STEP, ROWS, HopperSizes
 from .tile import BY_COLUMN, BY_ROW, TILE
 
 __all__ = ["BLOCKS", "WARPGROUPS", "HopperBlock", "along_columns", "along_rows", "filled", "zeros"]
@@ -158,7 +158,9 @@ class HopperBlock:
 
     def tiles(self, dtype: Any, *shape: int) -> Any:
         """Places for tiles of 16-bit numbers."""
-        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+        step = DIM_STEP if shape[-1] % (2 * DIM_STEP) else 2 * DIM_STEP
+        swizzled = plgpu.TilingTransform((8, step)), plgpu.SwizzleTransform(2 * step)
+        return plgpu.SMEM(shape, dtype, transforms=swizzled)
 
     def barriers(self, copies: dict[str, int]) -> dict[str, Any]:
         """Those of tiles by name; copies: how many fill a place."""

@@ -22,7 +22,7 @@ KEYS = (
     128,
     256,
 )  # of a tile: a product with values goes through 64 keys at once, one for logits has at most 256 columns
-DIM_STEP = 64  # 128 bytes of 16-bit numbers, the widest rows that shared memory swizzles
+DIM_STEP = 32  # 64 bytes of 16-bit numbers; of 64 columns and more, shared memory swizzles rows of 128 bytes
 _ALIGNMENT = 1024
 _REDUCTIONS = 2048  # what Mosaic takes for the sum and the maximum of a row
 _BARRIER, _FLOAT = 8, 4
