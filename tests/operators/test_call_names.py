@@ -101,7 +101,7 @@ def test_the_names_are_those_of_the_signatures():
             method = getattr(owner, name)
             assert tuple(inspect.signature(method).parameters)[1:] == taken
             assert get_type_hints(method)["call"] == Unpack[CallArguments]
-    assert not set(other_names._CALL) & set(CALL_ARGUMENTS)
+    assert not set(other_names.NAMES_ELSEWHERE) & set(CALL_ARGUMENTS)
     assert tuple(inspect.signature(OperationMetadata).parameters) == METADATA_ARGUMENTS
     assert not set(other_names._METADATA) & set(METADATA_ARGUMENTS)
 
