@@ -9,6 +9,7 @@ from .kernel.block_recipes import (
     msa_blocks,
     nsa_blocks,
     nsa_compressed,
+    positions_of_pages,
     quest_bounds,
     quest_pages,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "msa_blocks",
     "nsa_blocks",
     "nsa_compressed",
+    "positions_of_pages",
     "quest_bounds",
     "quest_pages",
     "selected_attention",

@@ -18,6 +18,7 @@ from attnops.operators.selection.kernel.block_recipes import (
     msa_blocks,
     nsa_blocks,
     nsa_compressed,
+    positions_of_pages,
     quest_bounds,
     quest_pages,
 )
@@ -121,6 +122,21 @@ def test_quest_without_keys() -> None:
     key, none = _whole(B, KV, KV_HEADS, DIM), jnp.zeros((B,), np.int32)
     chosen, _ = quest_pages(_whole(B, HEADS, DIM), *quest_bounds(key, 8, none), none, k=2, page_size=8)
     assert not np.asarray(chosen).any()
+
+
+def test_positions_of_pages() -> None:
+    pages = np.array([[2, 0, -1], [1, 4, 3], [-1, -1, -1]], np.int32)
+    lengths, size = np.array([21, 33, 8], np.int32), 8
+    found = np.asarray(positions_of_pages(jnp.asarray(pages), jnp.asarray(lengths), page_size=size))
+    for token, (row, length) in enumerate(zip(pages, lengths, strict=True)):
+        wanted = [
+            at if at < length else -1 for page in row if page >= 0 for at in range(page * size, (page + 1) * size)
+        ]
+        assert [at for at in found[token] if at >= 0] == [at for at in wanted if at >= 0]
+    beyond = positions_of_pages(jnp.array([[3]]), jnp.array([21]), page_size=size)  # the sequence ends in page 2
+    assert np.asarray(beyond).min() >= 21  # which a step refuses
+    with pytest.raises(InputError, match="page_size"):
+        positions_of_pages(jnp.array([[0]]), jnp.array([21]), page_size=0)
 
 
 def _compressed_by_definition(query: Any, key: Any, value: Any, length: int, stride: int, block_kv: int) -> Any:

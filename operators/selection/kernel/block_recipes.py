@@ -23,7 +23,10 @@ from .checks import check_attention
 from .ordering import greatest, ordered
 from .row_blocks import block_of, long_enough
 
-__all__ = ["merge_branches", "moba_blocks", "msa_blocks", "nsa_blocks", "nsa_compressed", "quest_bounds", "quest_pages"]
+__all__ = [
+    "merge_branches", "moba_blocks", "msa_blocks", "nsa_blocks", "nsa_compressed", "positions_of_pages", "quest_bounds",
+    "quest_pages",
+]  # fmt: skip
 
 _ROWS = 64
 _FORCED = 0xFFFFFFFF
@@ -265,3 +268,21 @@ def _fewer(k: int, init_blocks: int, local_blocks: int) -> None:
     if not is_whole(init_blocks, 0) or not is_whole(local_blocks, 0) or init_blocks + local_blocks > k:
         got = f"init_blocks is {shown(init_blocks)} and local_blocks {shown(local_blocks)}"
         raise InputError(f"{got}; wanted ints >= 0, together no more than k, {k}: these blocks are among the k.")
+
+
+def positions_of_pages(
+    pages: Int[Array, "tokens n"], kv_lengths: Int[Array, " tokens"], *, page_size: int
+) -> Int[Array, "tokens n*page_size"]:
+    """The positions of the keys in some of a sequence's pages, as a step over pages takes them in `selected=`.
+
+    pages: the places of pages in their sequence, from 0 up, -1 for none. kv_lengths: the keys of each token's sequence; of its
+    last page only these are named. A page that the sequence doesn't have gives positions beyond it, which the step refuses where it
+    knows them.
+    """
+    _positive(page_size=page_size)
+    first = pages[..., None].astype(jnp.int32) * np.int32(page_size)
+    at = first + jnp.arange(page_size, dtype=jnp.int32)[None, None]
+    last_page = (kv_lengths.astype(jnp.int32)[:, None, None] - 1) // np.int32(page_size)
+    unwritten = (pages[..., None] == last_page) & (at >= kv_lengths.astype(jnp.int32)[:, None, None])
+    at = jnp.where((pages[..., None] < 0) | unwritten, -1, at)
+    return at.reshape(pages.shape[0], -1)
