@@ -276,8 +276,8 @@ def positions_of_pages(
     """The positions of the keys in some of a sequence's pages, as a step over pages takes them in `selected=`.
 
     pages: the places of pages in their sequence, from 0 up, -1 for none. kv_lengths: the keys of each token's sequence; of its
-    last page only these are named. A page that the sequence doesn't have gives positions beyond it, which the step refuses where it
-    knows them.
+    last page only these are named. A page that the sequence doesn't have gives positions beyond it, which the step refuses where
+    it knows them.
     """
     _positive(page_size=page_size)
     first = pages[..., None].astype(jnp.int32) * np.int32(page_size)
