@@ -31,6 +31,7 @@ V5E, V6E, TPU7X, V4, V5P = "v5e:2x2", "v6e:2x2", "tpu7x:2x2x1", "v4:2x2x1", "v5p
 ALTERNATING = ("interleaved", "packed")
 LLAMA = {"heads": (32, 8), "dims": (128, 128)}
 LATENTS = {"heads": (128, 1), "dims": (576, 512), "row": 640, "value_dim": 512, "page": 64}
+SMALL_LATENTS = {"heads": (64, 1), "row": 384, "value_dim": 256, "page": 64}  # 288 or 320, of which 256 are values
 SMOLLM = {"heads": (9, 3), "dims": (64, 64)}
 DECODE = {"tokens": 64, "max_q_len": 1}
 # Latents of a byte, with rotary keys of bfloat16 in rows of their own.
@@ -128,6 +129,8 @@ def compile_one(
         (V6E, "latent", LATENTS | DECODE | {"writes": True}),
         (V5E, "packed", LLAMA | DECODE | {"writes": True}),
         (V5E, "latent", LATENTS | {"tokens": 64, "selected": 512}),
+        (V5E, "latent", SMALL_LATENTS | {"dims": (288, 256)} | DECODE),
+        (TPU7X, "latent", SMALL_LATENTS | {"dims": (320, 256)} | DECODE),
         *(
             pytest.param(topology, "latent", LATENTS | call, marks=pytest.mark.slow)
             for topology in (V4, V5E, V5P, V6E, TPU7X)
