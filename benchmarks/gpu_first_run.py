@@ -1,13 +1,13 @@
-"""What to run first on a GPU of the Hopper generation: numbers of the Hopper kernel's features, repetitions, times. Ten minutes.
+"""What to run first on a GPU of the Hopper generation: numbers of the Hopper kernels' features, repetitions, times. Ten minutes.
 
     python benchmarks/gpu_first_run.py --json FILE [--minutes N]
 
-Each feature is compared with the float64 reference, in bfloat16 or float16, forward and for some with gradients. The same
-call is repeated REPEATS times: results that differ in a bit tell of a race. Then causal, full, windowed and packed attention
-over 4,096 tokens is timed by turns: the Hopper kernel, the kernel in Triton, and cuDNN by jax.nn where it takes the call; a row
-has the median milliseconds of a call. Steps over pages are checked and repeated in the same way, and decoding steps are timed
-with the bandwidth of their pages (gpu_first_pages.py). The file is written after each row. The exit status is 0 if all numbers
-agree, 1 if some don't, 2 if there is no such GPU or jax here.
+Each feature is compared with the float64 reference, in bfloat16 or float16, forward and backward. The same call and its gradient
+are repeated REPEATS times: results that differ in a bit tell of a race. Then causal, full, windowed and packed attention over
+4,096 tokens and its gradient are timed by turns: the Hopper kernels, those in Triton, and cuDNN by jax.nn where it takes the
+call; a row has the median milliseconds of a call. Steps over pages are checked and repeated in the same way, and decoding steps
+are timed with the bandwidth of their pages (gpu_first_pages.py). The file is written after each row. The exit status is 0 if all
+numbers agree, 1 if some don't, 2 if there is no such GPU or jax here.
 """
 
 from __future__ import annotations
@@ -29,11 +29,23 @@ import jax.numpy as jnp
 import numpy as np
 from gpu_first_pages import STEPS, check_pages, page_features, timed_pages
 
-from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, Positions, Prefix, SlidingWindow
+from attnops import (
+    ALiBi,
+    Causal,
+    Chunked,
+    Full,
+    Mask,
+    OperationMetadata,
+    OperationRegistry,
+    Positions,
+    Prefix,
+    SlidingWindow,
+)
 from attnops.devices import gpu_variant
 from attnops.operators.hopper.hopper_rules import JAX_NEEDED
+from attnops.operators.kernels.local_mask import Dropout, dropout_seed
 from attnops.verify import reference_attention, reference_gradients
-from attnops.verify.closeness import row_error, row_sizes
+from attnops.verify.closeness import row_error, row_sizes, term_sizes
 
 REPEATS, ROUNDS, CALLS = 50, 7, 5
 FORWARD = {"bfloat16": 2e-2, "float16": 3e-3}  # published tolerances, and twice as much for gradients
@@ -47,25 +59,35 @@ def features() -> dict[str, dict[str, Any]]:
     """Calls: mask, what else the call has, lengths (q, kv), heads (q, kv), dims (query, value), dtype, layout."""
     ids = (np.arange(600) // 170).astype(np.int32)[None]
     positions = np.arange(600, dtype=np.int32)[None] // 2
-    wide = {f"dims {dims}": {"dims": dims} for dims in ((64, 64), (192, 128), (256, 256), (64, 128), (96, 96))}
+    dims = (32, 32), (64, 64), (80, 80), (96, 96), (192, 128), (256, 256), (64, 128)
+    wide = {f"dims {one}": {"dims": one} for one in dims}
+    rng, key = np.random.default_rng(1), jax.random.key(3)
+    bias = rng.standard_normal((1, 4, 600, 600)).astype(np.float32)
+    dropped = {"dropout_prob": 0.3, "deterministic": False, "dropout_rng": key}
+    keep = np.asarray(Dropout(dropout_seed(key), 0.3, 0, 0, 0).keep_all(1, 4, 600, slice(0, 600)))
+    dense = rng.random((1, 1, 600, 600)) < 0.7
     return {
-        "causal": {"gradient": True},
+        "causal": {},
         "full": {"mask": Full()},
-        "float16": {"dtype": "float16", "gradient": True},
+        "float16": {"dtype": "float16"},
         "bhtd": {"layout": "bhtd"},
         "window": {"mask": Causal() & SlidingWindow(100)},
         "chunks": {"mask": Causal() & Chunked(96)},
         "prefix": {"mask": Prefix(70) | Causal()},
         "negated": {"mask": ~SlidingWindow(30, 30)},
-        "gqa": {"heads": (8, 2), "gradient": True},
+        "gqa": {"heads": (8, 2)},
         "ragged": {"lengths": (517, 601), "mask": Full()},
         "offset": {"lengths": (200, 600), "call": {"query_offset": 400}},
         "traced offset": {"lengths": (200, 600), "call": {"query_offset": np.array([400], np.int32)}},
-        "packed": {"call": {"q_segment_ids": ids, "kv_segment_ids": ids}, "same": ids, "gradient": True},
+        "packed": {"call": {"q_segment_ids": ids, "kv_segment_ids": ids}, "same": ids},
         "lengths": {"call": {"kv_lengths": np.array([333], np.int32)}, "keys": 333},
         "positions": {"mask": Positions(jnp.asarray(positions), jnp.asarray(positions)), "causal_by": positions},
-        "soft cap": {"call": {"logits_soft_cap": 5.0}, "gradient": True},
+        "soft cap": {"call": {"logits_soft_cap": 5.0}},
         "sinks": {"call": {"softmax_aux": np.linspace(-2, 2, 4, dtype=np.float32)}},
+        "bias": {"call": {"bias": bias}, "known": {"bias": bias}},
+        "alibi": {"call": {"score": ALiBi()}, "known": {"score": ALiBi()}},
+        "dropout": {"call": dropped, "known": {"keep": keep, "keep_probability": 0.7}},
+        "boolean array": {"call": {"mask": dense}, "seen": dense[0, 0]},
         **wide,
     }
 
@@ -90,7 +112,7 @@ def check(feature: dict[str, Any]) -> dict[str, Any]:
     offset = int(np.ravel(call.get("query_offset", 0))[0])
     rows, keys = np.arange(q_len)[:, None], np.arange(kv_len)[None]
     seen = np.ones((q_len, kv_len), bool)
-    if mask.is_static:
+    if mask.is_static and "seen" not in feature:
         seen = seen & np.asarray(mask.test(rows, rows + offset, keys))
     if "same" in feature:
         seen = seen & (feature["same"][0][:, None] == feature["same"][0][None])
@@ -98,14 +120,17 @@ def check(feature: dict[str, Any]) -> dict[str, Any]:
         seen = seen & (feature["causal_by"][0][:, None] >= feature["causal_by"][0][None])
     if "keys" in feature:
         seen = seen & (keys < feature["keys"])
+    if "seen" in feature:
+        seen, mask = feature["seen"], jnp.asarray(call.pop("mask"))
     known = {
         "scale": dim**-0.5, "mask": seen[None, None], "soft_cap": call.get("logits_soft_cap"), "sinks": call.get("softmax_aux"),
-    }  # fmt: skip
+    } | feature.get("known", {})  # fmt: skip
     wide = [x.astype(np.float64) for x in (*qkv, pull)]
     want = reference_attention(*wide[:3], **known)
     attend = operation("mosaic", dtype)
     traced = {name: jnp.asarray(x) for name, x in call.items() if isinstance(x, np.ndarray)}
     static = {name: x for name, x in call.items() if name not in traced} | {"mask": mask, "layout": layout}
+    static |= {"causal": False} if "seen" in feature else {}
 
     def order(x: Any) -> Any:
         return x if layout == "bthd" else x.swapaxes(1, 2)
@@ -121,12 +146,15 @@ def check(feature: dict[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"alike": alike, "forward": _error(order(first[0]), want.output)}
     row["lse"] = float(np.abs(np.asarray(first[1], np.float64) - want.lse)[np.isfinite(want.lse)].max())
     bounds = [(row["forward"], FORWARD[dtype]), (row["lse"], 1e-2)]
-    if feature.get("gradient"):
-        gradient = jax.jit(lambda *x: jax.vjp(lambda *y: run(*y).attention_outputs, *x)[1](order(jnp.asarray(pull))))
-        exact = reference_gradients(*wide, **known)
-        for name, got in zip(("query", "key", "value"), gradient(*arrays), strict=True):
-            row[f"d_{name}"] = _error(order(got), exact[name])
-            bounds.append((row[f"d_{name}"], 2 * FORWARD[dtype]))
+    gradient = jax.jit(lambda *x: jax.vjp(lambda *y: run(*y).attention_outputs, *x)[1](order(jnp.asarray(pull))))
+    exact, terms = reference_gradients(*wide, **known), term_sizes(*wide, **known)
+    found = jax.block_until_ready(gradient(*arrays))
+    alike &= all(bool((a == b).all()) for _ in range(REPEATS) for a, b in zip(found, gradient(*arrays), strict=True))
+    row["alike"] = alike
+    for name, got in zip(("query", "key", "value"), found, strict=True):
+        sizes = row_sizes(exact[name], terms[name])
+        row[f"d_{name}"] = row_error(np.asarray(order(got), np.float64), exact[name], sizes, jnp.dtype(dtype))
+        bounds.append((row[f"d_{name}"], 2 * FORWARD[dtype]))
     row["agrees"] = alike and all(error <= bound for error, bound in bounds)
     return row
 
@@ -155,8 +183,8 @@ def rivals(shape: str, mask: str) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def timed(shape: str, mask: str) -> dict[str, Any]:
-    """Median milliseconds of each; why it doesn't run."""
+def timed(shape: str, mask: str, part: str) -> dict[str, Any]:
+    """Median milliseconds of each, of a forward pass or of both passes; why it doesn't run."""
     batch, heads, kv_heads, dim = TIMED[shape]
     keys = jax.random.split(jax.random.key(0), 3)
     sizes = ((batch, LENGTH, n, dim) for n in (heads, kv_heads, kv_heads))
@@ -164,8 +192,9 @@ def timed(shape: str, mask: str) -> dict[str, Any]:
     row: dict[str, Any] = {"ms": {}, "failed": {}}
     ready: dict[str, Any] = {}
     for name, run in rivals(shape, mask).items():
+        both = jax.grad(lambda *x, run=run: run(*x).astype(jnp.float32).sum(), (0, 1, 2))
         try:
-            ready[name] = jax.jit(run)
+            ready[name] = jax.jit(run if part == "forward" else both)
             jax.block_until_ready(ready[name](*given))
         except Exception as error:  # the compiler's or the driver's
             row["failed"][name] = f"{type(error).__name__}: {str(error)[:200]}"
@@ -211,7 +240,10 @@ def main() -> int:
         ("numbers", f"pages: {name}", lambda f=feature: check_pages(f)) for name, feature in page_features().items()
     ]
     work += [("times", f"pages: {name}", lambda n=name: timed_pages(n)) for name in STEPS]
-    work += [("times", f"{s} {m}", lambda s=s, m=m: timed(s, m)) for s in TIMED for m in MASKS]
+    parts = ("forward", "both passes")
+    work += [
+        ("times", f"{s} {m} {p}", lambda s=s, m=m, p=p: timed(s, m, p)) for p in parts for s in TIMED for m in MASKS
+    ]
     for part, name, run in work:
         if time.monotonic() > end:
             data["left_out"].append(f"{part}: {name}")

@@ -31,12 +31,19 @@ HOPPER_FIELDS = {which: tuple(name for name in names if name not in WARPS) for w
 # two more tiles fit at 64, where a tile takes half the time.
 _TILES = {
     "forward": tuple(HopperSizes(2 * ROWS, *rest) for rest in ((128, 3), (128, 2), (64, 3), (64, 2), (64, 1))),
-    "dkv": tuple(HopperSizes(64, *rest) for rest in ((2 * ROWS, 3), (2 * ROWS, 2), (ROWS, 2), (ROWS, 1))),
+    "dkv": (
+        HopperSizes(128, 2 * ROWS, 2),
+        *(HopperSizes(64, *rest) for rest in ((2 * ROWS, 3), (2 * ROWS, 2), (ROWS, 2), (ROWS, 1))),
+    ),
     "dq": tuple(HopperSizes(2 * ROWS, *rest) for rest in ((128, 2), (64, 3), (64, 2), (64, 1))),
 }
 _STAGES_FROM_DIM = 64
+# What takes registers beside the numbers that are counted: then a tile for the gradients of key and value has 64 rows.
+_IN_REGISTERS = frozenset({
+    "segment_ids", "positions", "dense_mask", "blocks", "chosen_blocks", "bias", "score", "logits_soft_cap", "dropout",
+})  # fmt: skip
 # Registers of a thread that computes, for the numbers that `_registers` counts.
-_REGISTERS = {"forward": 192, "dkv": 208, "dq": 208}
+_REGISTERS = {"forward": 192, "dkv": 224, "dq": 208}
 
 
 def resolve_hopper(
@@ -89,6 +96,8 @@ def _chosen(which: str, problem: AttentionProblem, placement: Placement, config:
     found: list[HopperSizes] = []
     for sizes in _TILES[which]:
         if sizes.stages > 2 and sizes.block_kv > 64 and max(columns(problem)) > _STAGES_FROM_DIM:
+            continue
+        if which == "dkv" and sizes.block_q > ROWS and problem.features & _IN_REGISTERS:
             continue
         rows = sizes.block_q if local.q_len > ROWS else ROWS
         keys = _of_mask(problem, sizes.block_kv if local.kv_len > ROWS else ROWS)

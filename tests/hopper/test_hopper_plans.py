@@ -205,6 +205,15 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("new_jax")
+def test_rows_of_a_tile_for_keys_by_what_takes_registers() -> None:
+    dims, ids = (64, 64), jax.ShapeDtypeStruct((2, 2048), "int32")
+    packed = {"q_segment_ids": ids, "kv_segment_ids": ids}
+    assert tiles_of(_plan(dims=dims).config).dkv == HopperSizes(128, 128, 2)
+    assert tiles_of(_plan(dims=dims, call=packed).config).dkv == HopperSizes(64, 128, 3)
+    assert tiles_of(_plan(dims=dims, call={"logits_soft_cap": 3.0}).config).dkv == HopperSizes(64, 128, 3)
+
+
+@pytest.mark.usefixtures("new_jax")
 def test_keys_of_two_warpgroups_are_shared() -> None:
     """Where one warpgroup can't hold the sums of key and value, a block has 64 keys."""
     call = {"mode": "train"}

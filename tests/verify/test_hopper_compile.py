@@ -230,13 +230,18 @@ def test_several_gpus_send_what_is_needed(operation: str, sizes: dict[str, int])
 
 @needs_disassembler
 @pytest.mark.slow
-def test_sizes_are_searched_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mode", "part", "dim"), [("prefill", "forward", 64), ("train", "backward", 64), ("train", "backward", 192)]
+)
+def test_sizes_are_searched_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, part: str, dim: int
+) -> None:
     monkeypatch.setenv("ATTNOPS_TUNE_CACHE", str(tmp_path))
     configs = {"flash_attn2": {"kernel": "mosaic"}}
     metadata = OperationMetadata(mesh=described_gpus("h100"), fallback="error", operation_configs=configs)
     attend = OperationRegistry.create("flash_attn2", metadata)
-    x = jax.ShapeDtypeStruct((2, 1024, 4, 64), jnp.bfloat16)
-    report = tune_plan(attend.plan(x, x, x, mask=Causal(), mode="prefill"), most=2)
-    measured = report.measured("forward")
+    x = jax.ShapeDtypeStruct((2, 1024, 4, dim), jnp.bfloat16)
+    report = tune_plan(attend.plan(x, x, x, mask=Causal(), mode=mode), most=2)
+    measured = report.measured(part)
     assert len(measured) == 2
     assert all(one.seconds and one.detail["cycles"] > 0 for one in measured)
