@@ -221,6 +221,8 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
             made[f"{one} in the next place"] = lambda one=one: _copy(lambda a, b, c: (a, _next(b), c), one)
     last = {"query_full": "value", "rows_full": "key", "keys_full": "rows"}[kernel.start]
     made[f"{last} released before its last product"] = lambda: _released_before_sums(last)
+    if last == "key":  # a place of values is filled after that of their keys, which is free only after both
+        del made["value released before it is read"]
     if last == "value":
         made |= {
             "keys waited for as values": lambda: _wait_for("key_full", "value_full"),
@@ -234,6 +236,7 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
             "lse for delta": lambda: _swapped("lse_tiles", "delta_tiles"),
         }
     if divided(kernel):
+        del made["the next place of rows_full waited for"]  # waits forever
         made |= {
             "the other warpgroup's keys not waited for": lambda: _without("barrier_wait", "keys_free"),
             "the other warpgroup's keys after one arrival": lambda: _arrivals("keys_free", 1),
