@@ -64,7 +64,7 @@ def judged(case: Case, convention: Convention, arrays: dict[str, Any]) -> Judgem
     d = numbers.get("d", np.zeros_like(want.output))
     sizes = term_sizes(q, k, v, d, **arguments)
     largest = float(np.abs(np.einsum("bihd,bjhd->bhij", q, np.repeat(k, case.heads // case.kv_heads, 2)) * scale).max())
-    grown = max(1.0, largest / _LOGIT) if case.cap is None else 1.0
+    grown = max(1.0, largest / _LOGIT)
     forward, backward = (tolerance * grown for tolerance in TOLERANCES[case.dtype])
 
     output = got["output"]
