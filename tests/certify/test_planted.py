@@ -139,6 +139,8 @@ def test_what_rounding_and_underflow_make_is_not_wrong(dtype: str) -> None:
     for seed in range(6):
         levels = default_levels() | {"values": "large", "gradient": "yes", "dtype": dtype}
         assert run(made(levels, seed)).verdict == "right", (dtype, seed)
+        capped = made(levels | {"soft_cap": "yes", "scale": "yes"}, seed)
+        assert run(capped).verdict == "right", (dtype, seed)
     if dtype == "float32":
         assert run(made(levels | {"values": "denormal"}, 1)).verdict == "right"
 
