@@ -60,7 +60,7 @@ def read_model_config(
     """Read a config: the path of a config.json or of its folder, a dict, or a transformers config object.
 
     family: read it as this family instead of its model_type. ignore: keys that are known not to concern attention. part:
-    'encoder', 'decoder' or 'cross' of an encoder-decoder; 'text', which is read without it, 'vision' or 'audio' of a model with
+    'encoder', 'decoder' or 'cross' of an encoder-decoder; 'text' alone, 'vision' or 'audio' of a model with
     such configs. name: the config's name in messages. assume: the family to read an unknown model_type as, with a note; keys that
     this family doesn't read are refused as always.
     Errors: ConfigError for anything that isn't a model's config, an unknown family, and keys that can't be represented or
@@ -78,9 +78,13 @@ def read_model_config(
         beside, kind = (part if part in NESTED_PARTS else "text"), data.get("model_type")
         data = nested_part(data, name, family, beside, notes, assume)
         name = f"{name}: {beside}_config"
+        alone = part if part == beside else None  # the text by name is read without what images add to its masks
         part = None if part == beside else part
         whole = COMPOSITES.get(str(kind))
         spans = whole.spans if whole is not None and beside == "text" else {}
+        if spans and alone is not None:
+            notes.append(note("model.text_alone", kind=kind))
+            spans = {}
     for key in data:
         checked_name(key, f"{name}: key")  # notes name keys
     for key in ignore:

@@ -15,6 +15,8 @@ NOTES_OF_MODELS: tuple[tuple[str, str, str], ...] = (
      "tokens of one image, or of a prefix, see each other: pass q_segment_ids=span_ids(the span of each token, -1 for none)"),
     ("model.outside_nested_config", "model", "not read, as they are outside {config}: {keys:list}"),
     ("model.alias", "model_type", "{kind} is read as {family}, whose attention it has"),
+    ("model.text_alone", "mask",
+     "tokens of one image see each other in {kind}; the masks here are those of text alone, as part='text' asks"),
     ("model.assumed", "model_type",
      "{kind} is unknown and read as {family}, as assumed: what its code adds to that family's attention isn't seen here"),
     ("model.assumed_masks", "model_type",

@@ -13,12 +13,11 @@ from attnops import Declaration
 
 MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
 GEMMA = MODELS / "gemma-3-4b-it.json"
+TEXT = ("--model", GEMMA, "--part", "text")  # with the masks of text alone
 
 
 def test_table(attnops: Callable[..., Any]) -> None:
-    result = attnops(
-        "plan", "--model", GEMMA, "--mesh", "fsdp=8,tp=4", "--target", "tpu", "--batch", 8, "--q-len", 2048
-    )
+    result = attnops("plan", *TEXT, "--mesh", "fsdp=8,tp=4", "--target", "tpu", "--batch", 8, "--q-len", 2048)
     assert (result.status, result.err) == (0, "")
     assert result.out.splitlines()[2:5] == [
         "layers                     kind",
@@ -52,7 +51,7 @@ def test_what_differs_has_a_column(attnops: Callable[..., Any]) -> None:
 
 
 def test_drops_repeats_and_notes_stand_below_the_table(attnops: Callable[..., Any]) -> None:
-    arguments = ("plan", "--model", GEMMA, "--q-len", 64, "--batch", 6, "--mesh", "fsdp=4,tp=8,oops=2")
+    arguments = ("plan", *TEXT, "--q-len", 64, "--batch", 6, "--mesh", "fsdp=4,tp=8,oops=2")
     result = attnops(*arguments, "--target", "tpu")
     assert result.status == 0
     said = " ".join(result.out.split())
@@ -68,15 +67,13 @@ def test_drops_repeats_and_notes_stand_below_the_table(attnops: Callable[..., An
     for layer in json.loads(attnops(*arguments, "--target", "tpu", "--json").out)["layers"]:
         assert layer["plan"]["repeated_work"]["devices"] == 8
         assert layer["plan"]["kv_repeat"] == 2
-    strict = attnops("plan", "--model", GEMMA, "--q-len", 64, "--mesh", "fssdp=2", "--strict")
+    strict = attnops("plan", *TEXT, "--q-len", 64, "--mesh", "fssdp=2", "--strict")
     assert strict.status == 1
     assert "Did you mean 'fsdp'?" in strict.err
 
 
 def test_what_is_said_of_one_kind_of_layers_names_it(attnops: Callable[..., Any]) -> None:
-    result = attnops(
-        "plan", "--model", GEMMA, "--operation", "ring", "--q-len", 8192, "--mesh", "sp=8", "--target", "tpu"
-    )
+    result = attnops("plan", *TEXT, "--operation", "ring", "--q-len", 8192, "--mesh", "sp=8", "--target", "tpu")
     said = " ".join(result.out.split())
     assert result.status == 0
     # A query sees the 1023 keys before it: those of its own part of 1024, and of the one before.
@@ -85,7 +82,7 @@ def test_what_is_said_of_one_kind_of_layers_names_it(attnops: Callable[..., Any]
 
 
 def test_json(attnops: Callable[..., Any]) -> None:
-    result = attnops("plan", "--model", GEMMA, "--q-len", 256, "--target", "tpu", "--json")
+    result = attnops("plan", *TEXT, "--q-len", 256, "--target", "tpu", "--json")
     data = json.loads(result.out)
     assert data["family"] == "gemma3_text"
     assert [layer["kind"] for layer in data["layers"]] == ["local 1024", "global"]
@@ -128,13 +125,13 @@ def test_heads_by_layer_have_columns(attnops: Callable[..., Any]) -> None:
 
 
 def test_one_layer_in_full(attnops: Callable[..., Any]) -> None:
-    result = attnops("plan", "--model", GEMMA, "--q-len", 256, "--layer", 5, "--operation", "vanilla")
+    result = attnops("plan", *TEXT, "--q-len", 256, "--layer", 5, "--operation", "vanilla")
     assert result.status == 0
     assert "gemma3_text, global: layers 5, 11 ... 29 (5)" in result.out
     assert "vanilla.forward_native" in result.out
     assert "causal(offset=0)" in result.out
     assert "window(" not in result.out
-    assert attnops("plan", "--model", GEMMA, "--layer", 34).err == (
+    assert attnops("plan", *TEXT, "--layer", 34).err == (
         "attnops: layer 34: this gemma3_text model has layers 0 to 33.\n"
     )
 

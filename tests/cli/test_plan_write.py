@@ -32,6 +32,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "fallback": ("--fallback", "allow"),
     "operation": ("--operation", "vanilla"),
     "family": ("--family", "gemma2"),
+    "assume": ("--assume", "llama"),
     "part": ("--part", "cross", "--kv-len", "32"),
     "ignore": ("--ignore", "alibi"),
     "dtype": ("--dtype", "float16"),

@@ -206,6 +206,8 @@ def test_a_layer_with_spans_runs_and_one_generated_token_belongs_to_none() -> No
     assert np.abs(np.asarray(output.attention_outputs) - wanted.output).max() < 1e-5
     with pytest.raises(InputError, match="q_segment_ids"):
         attend(query, key, key)
+    text = ModelDeclaration.from_config(config, q_len=8, part="text").layer(0)
+    assert (text.kind, text.declaration.call.segment_ids) == ("local 5", None)
     step = ModelDeclaration.from_config(config, q_len=1, kv_len=64, mode="autoregressive").layer(0).declaration.call
     assert (step.mask, step.segment_ids) == (Causal() & SlidingWindow(left=4, right=None), None)
     assert [group.window_tokens for group in model.layer_groups] == [5, None]
