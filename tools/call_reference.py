@@ -6,18 +6,14 @@ that page against the operand table and the arguments.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+
+from written_page import WrittenPage, table
 
 from attnops.operators.call.arguments import Options
 from attnops.planning.call_arguments import CallArguments, CallOptions
 from attnops.planning.other_names import NAMES_ELSEWHERE
 from attnops.sharding import ATTENTION, Operand
-
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "api" / "call.md"
-BEGIN = "<!-- begin: written by tools/call_reference.py -->"
-END = "<!-- end: written by tools/call_reference.py -->"
 
 _DTYPES = {
     "floats": "float", "stored": "float, int8 or fp8", "integers": "integer", "booleans": "boolean", "key": "key of jax.random",
@@ -54,19 +50,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
 
 def main() -> None:
     """Print the tables, or write them into the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"put the tables into docs/api/{PAGE.name}")
-    if not parser.parse_args().write:
-        print(tables())
-        return
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def updated(page: str) -> str:
-    """The page with the tables between its markers."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
+    PAGE.main(__doc__ or "")
 
 
 def tables() -> str:
@@ -74,15 +58,15 @@ def tables() -> str:
     return "\n\n".join(
         [
             "## Arrays",
-            _table(("Argument", "Shape", "Dtype", "Gradient", "Meaning"), _arrays()),
+            table(("Argument", "Shape", "Dtype", "Gradient", "Meaning"), _arrays()),
             "## Masks and scores",
-            _table(("Argument", "Meaning"), [(_name(name), _meaning(name)) for name in ("mask", "score")]),
+            table(("Argument", "Meaning"), [(_name(name), _meaning(name)) for name in ("mask", "score")]),
             "## Options",
             "They are static: a change compiles again. A declaration file has a field for each.",
-            _table(("Argument", "Type", "Default", "Meaning"), _options()),
+            table(("Argument", "Type", "Default", "Meaning"), _options()),
             "## Names in other libraries",
             "What an argument of another library is here. The error for an unknown argument says the same.",
-            _table(("There", "Here"), [(f"`{name}`", text) for name, text in sorted(NAMES_ELSEWHERE.items())]),
+            table(("There", "Here"), [(f"`{name}`", text) for name, text in sorted(NAMES_ELSEWHERE.items())]),
         ]
     )
 
@@ -132,10 +116,7 @@ def known() -> set[str]:
     return {"query", "key", "value", *CallArguments.__annotations__}
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
+PAGE = WrittenPage("api/call.md", "call_reference", tables)
 
 if __name__ == "__main__":
     main()

@@ -5,20 +5,17 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+import sys
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from written_page import DOCS, WrittenPage
 
 import attnops
 import attnops.masks
 import attnops.scores
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "gallery.md"
-PICTURES = PAGE.parent / "pictures" / "gallery"
-BEGIN = "<!-- begin: written by tools/gallery.py -->"
-END = "<!-- end: written by tools/gallery.py -->"
+PICTURES = DOCS / "pictures" / "gallery"
 
 
 class Entry(NamedTuple):
@@ -80,23 +77,12 @@ SCORES = (
 
 
 def main() -> None:
-    """Write the page and the pictures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="write docs/gallery.md and its pictures")
-    if not parser.parse_args().write:
-        print(tables())
-        return
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    for name, svg in pictures().items():
-        (PICTURES / f"{name}.svg").write_text(svg, encoding="utf-8")
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def updated(page: str) -> str:
-    """The page with the entries between its markers."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
+    """Print the page's part, or write it and the pictures."""
+    if "--write" in sys.argv[1:]:
+        PICTURES.mkdir(parents=True, exist_ok=True)
+        for name, svg in pictures().items():
+            (PICTURES / f"{name}.svg").write_text(svg, encoding="utf-8")
+    PAGE.main(__doc__ or "")
 
 
 def pictures() -> dict[str, str]:
@@ -124,6 +110,8 @@ def tables() -> str:
         ]
     return "\n\n".join(parts)
 
+
+PAGE = WrittenPage("gallery.md", "gallery", tables)
 
 if __name__ == "__main__":
     main()

@@ -6,17 +6,13 @@ page against models/plain_families.json, which tools/plain_families.py makes.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
+
+from written_page import WrittenPage, table
 
 from attnops.models.families import ALIASES, COMPOSITES, FAMILIES, PARTS
 from attnops.models.plain_families import PLAIN
-
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "model-types.md"
-BEGIN = "<!-- begin: written by tools/model_types.py -->"
-END = "<!-- end: written by tools/model_types.py -->"
 
 _REASONS = (
     ("has no model class", "It has a config, but no model of its own"),
@@ -40,19 +36,7 @@ _REASONS = (
 
 def main() -> None:
     """Print the tables, or write them into the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"put the tables into docs/{PAGE.name}")
-    if not parser.parse_args().write:
-        print(tables())
-        return
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def updated(page: str) -> str:
-    """The page with the tables between its markers."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
+    PAGE.main(__doc__ or "")
 
 
 def tables() -> str:
@@ -82,7 +66,7 @@ def _families(rows: Mapping[str, Any]) -> str:
     groups: dict[str, list[str]] = {}
     for name, row in rows.items():
         groups.setdefault(_layers(row), []).append(name)
-    return _table(("Layers", "`model_type`"), [(rule, _names(names)) for rule, names in sorted(groups.items())])
+    return table(("Layers", "`model_type`"), [(rule, _names(names)) for rule, names in sorted(groups.items())])
 
 
 def _layers(row: Mapping[str, Any]) -> str:
@@ -115,27 +99,21 @@ def _composites() -> str:
     for name, whole in sorted(COMPOSITES.items()):
         parts = ", ".join(f"{part}: `{family}`" for part, family in whole.parts.items())
         groups.setdefault(parts, []).append(name)
-    return _table(("Parts", "`model_type`"), [(parts, _names(names)) for parts, names in sorted(groups.items())])
+    return table(("Parts", "`model_type`"), [(parts, _names(names)) for parts, names in sorted(groups.items())])
 
 
 def _unread(rows: Mapping[str, str]) -> str:
     groups: dict[str, list[str]] = {text: [] for _, text in _REASONS}
     for name, why in rows.items():
         groups[next(text for begins, text in _REASONS if why.startswith(begins))].append(name)
-    return _table(
-        ("Why", "Types"), [(f"{why} ({len(names)})", _names(names)) for why, names in groups.items() if names]
-    )
+    return table(("Why", "Types"), [(f"{why} ({len(names)})", _names(names)) for why, names in groups.items() if names])
 
 
 def _names(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
-    return "\n".join(
-        [f"| {head[0]} | {head[1]} |", "|---|---|", *(f"| {first} | {second} |" for first, second in rows)]
-    )
-
+PAGE = WrittenPage("model-types.md", "model_types", tables)
 
 if __name__ == "__main__":
     main()

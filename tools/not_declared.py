@@ -6,9 +6,9 @@ checks.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
+
+from written_page import WrittenPage, table
 
 from attnops.masks.serial import DYNAMIC_KINDS
 from attnops.models.keys import REFUSED
@@ -17,26 +17,10 @@ from attnops.planning import FEATURES, PlannedOperation
 from attnops.planning.capability import ALL_FEATURES
 from attnops.registry import OperationRegistry
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "not-declared.md"
-BEGIN = "<!-- begin: written by tools/not_declared.py -->"
-END = "<!-- end: written by tools/not_declared.py -->"
-
 
 def main() -> None:
     """Print the tables, or write them into the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"put the tables into docs/{PAGE.name}")
-    if not parser.parse_args().write:
-        print(tables())
-        return
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def updated(page: str) -> str:
-    """The page with the tables between its markers."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
+    PAGE.main(__doc__ or "")
 
 
 def tables() -> str:
@@ -46,16 +30,16 @@ def tables() -> str:
             "## On no implementation",
             "Rules of `forward_native`, plain XLA, which runs what the platforms' kernels refuse. What it refuses is refused "
             "everywhere.",
-            _table(("Operation", "Field", "Code", "Instead"), _rules()),
+            table(("Operation", "Field", "Code", "Instead"), _rules()),
             "## By an operation as a whole",
             "Features of a call that no implementation of an operation takes. The call is refused; `vanilla` takes all of them.",
-            _table(("Operation", "Features"), _features()),
+            table(("Operation", "Features"), _features()),
             "## In a file",
             "A declaration file has no arrays. These masks are passed in the call: "
             + ", ".join(f"`{kind}`" for kind in sorted(DYNAMIC_KINDS))
             + ". A file can say where the call's segment ids go: [images and prefixes](masks.md#images-and-prefixes).",
             "## Of a model's config",
-            _table(("Key", "Why"), ((f"`{key}`", why) for key, (_, why) in REFUSED.items())),
+            table(("Key", "Why"), ((f"`{key}`", why) for key, (_, why) in REFUSED.items())),
             f"Of {len(PLAIN['unread'])} types of models nothing is read; [Model types](model-types.md#not-read) says why.",
         ]
     )
@@ -88,10 +72,7 @@ def _features() -> Iterator[tuple[str, str]]:
         yield ", ".join(names), features
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in lines)
-
+PAGE = WrittenPage("not-declared.md", "not_declared", tables)
 
 if __name__ == "__main__":
     main()

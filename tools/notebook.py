@@ -32,11 +32,6 @@ def main() -> None:
     PAGE.write_text(notebook(), encoding="utf-8")
 
 
-def updated(_: str) -> str:
-    """The notebook, whatever it was before."""
-    return notebook()
-
-
 def notebook() -> str:
     """The notebook as JSON."""
     cells: list[dict[str, Any]] = []

@@ -6,34 +6,18 @@ page against the declarations, so run `--write` after changing a capability.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
+
+from written_page import WrittenPage, table
 
 from attnops.planning import FEATURES, METHODS, Capability, PlannedOperation
 from attnops.planning.capability import Tolerance
 from attnops.registry import OperationRegistry
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
-BEGIN = "<!-- begin: written by tools/support_table.py -->"
-END = "<!-- end: written by tools/support_table.py -->"
-
 
 def main() -> None:
     """Print the tables, or write them into the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"put the tables into docs/{PAGE.name}")
-    if not parser.parse_args().write:
-        print(tables())
-        return
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def updated(page: str) -> str:
-    """The page with the tables between its markers."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
+    PAGE.main(__doc__ or "")
 
 
 def tables() -> str:
@@ -93,7 +77,7 @@ def _recurrences(operations: dict[str, type[PlannedOperation]]) -> str:
             for wanted in (False, True)
         )
         names.setdefault((required, optional), []).append(f"`{name}`")
-    return _table(("Operation", "Arrays", "Optional"), ((", ".join(of), *arrays) for arrays, of in names.items()))
+    return table(("Operation", "Arrays", "Optional"), ((", ".join(of), *arrays) for arrays, of in names.items()))
 
 
 def _platforms(operations: dict[str, type[PlannedOperation]]) -> str:
@@ -101,7 +85,7 @@ def _platforms(operations: dict[str, type[PlannedOperation]]) -> str:
     for name, operation in operations.items():
         methods = tuple(f"`{method}`" for method in operation.running_methods().values())
         names.setdefault(methods, []).append(f"`{name}`")
-    return _table(("Operation", *METHODS), ((", ".join(of), *methods) for methods, of in names.items()))
+    return table(("Operation", *METHODS), ((", ".join(of), *methods) for methods, of in names.items()))
 
 
 def _features(implementations: list[tuple[str, Capability]]) -> str:
@@ -112,7 +96,7 @@ def _features(implementations: list[tuple[str, Capability]]) -> str:
         for feature, meaning in FEATURES.items()
         if any(feature in c.consumes for _, c in implementations)
     )
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _rules(implementations: list[tuple[str, Capability]]) -> str:
@@ -121,7 +105,7 @@ def _rules(implementations: list[tuple[str, Capability]]) -> str:
         for rule in capability.rules:
             codes.setdefault((name, rule.field, rule.hint), []).append(f"`{rule.code}`")
     rows = ((f"`{name}`", ", ".join(of), f"`{field}`", hint) for (name, field, hint), of in codes.items())
-    return _table(("Implementation", "Code", "Field", "Hint"), rows)
+    return table(("Implementation", "Code", "Field", "Hint"), rows)
 
 
 def _tolerances(implementations: list[tuple[str, Capability]]) -> str:
@@ -134,14 +118,10 @@ def _tolerances(implementations: list[tuple[str, Capability]]) -> str:
     rows = (
         (f"`{name}`", *(both(c.tolerance.get(dtype)) for dtype in dtypes)) for name, c in implementations if c.tolerance
     )
-    return _table(("Implementation: forward, backward", *dtypes), rows)
+    return table(("Implementation: forward, backward", *dtypes), rows)
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    titles = tuple(head)
-    lines = [titles, ("---",) * len(titles), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in lines)
-
+PAGE = WrittenPage("support.md", "support_table", tables)
 
 if __name__ == "__main__":
     main()
