@@ -224,7 +224,7 @@ COMPOSITES: dict[str, Composite] = {
     "llava": _composite("llama", "clip_vision_model"),
     "llava_next": _composite("llama", "clip_vision_model"),
     "minimax_m3_vl": _composite("minimax_m3_vl_text"),
-    "mistral3": _composite("mistral"),
+    "mistral3": _composite("mistral", "pixtral"),
     "paligemma": _composite("gemma", "siglip_vision_model", spans={GLOBAL: "all", LOCAL: "all"}),
     "pix2struct": _composite("pix2struct_text_model", "pix2struct_vision_model"),
     "qwen3_5": _composite("qwen3_5_text"),

@@ -114,6 +114,10 @@ def _heads(config: ModelConfig) -> tuple[int, int]:
     heads, width = whole(config, "num_attention_heads"), whole(config, "hidden_size")
     if width % heads:
         raise config.error(f"hidden_size={width} is not a multiple of num_attention_heads={heads}.")
+    if config.fields.get("head_dim") not in (None, width // heads):
+        raise config.error(
+            f"head_dim={shown(config.fields['head_dim'])}, but hidden_size={width} of {heads} heads gives {width // heads}."
+        )
     return heads, width
 
 

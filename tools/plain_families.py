@@ -218,6 +218,8 @@ def _row(model_type: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
                     cases.append((said, found))
         if changed:
             read.add(key)
+    if defaults.get("head_dim") is not None and "qk_rope_head_dim" not in defaults:
+        read.add("head_dim")  # though no other value may be possible beside the width
     return _fitted(model_type, config, read, cases)
 
 

@@ -41,9 +41,8 @@ def test_the_record_has_every_family_and_what_its_keys_change() -> None:
     for name, family in PLAIN_FAMILIES.items():
         own = {meant: key for key, meant in family.names.items()}
         said = [case["config"] for case in RECORD["cases"] if case["config"]["model_type"] == name]
-        for key in changing & family.defaults.keys() - (
-            {"head_dim"} if "qk_rope_head_dim" in family.defaults else set()
-        ):
+        fixed = {"head_dim"} if {"qk_rope_head_dim", "image_size"} & family.defaults.keys() else set()
+        for key in changing & family.defaults.keys() - fixed:
             values = {json.dumps(config.get(own.get(key, key))) for config in said}
             assert len(values) > 1, (name, key)
 
@@ -121,6 +120,11 @@ def test_tokens_beside_the_patches() -> None:
     config |= {"num_hidden_layers": 12, "num_attention_heads": 6, "hidden_size": 384}
     assert ModelDeclaration.from_config(config).layer(0).declaration.call.q_len == 16 * 16 + 1 + 4
     assert ModelDeclaration.from_config(config).layer(0).kind == "grid 16x16 + 5"
+    pixtral = {"model_type": "pixtral", "image_size": 64, "patch_size": 16, "hidden_size": 64, "num_attention_heads": 4}
+    pixtral |= {"num_hidden_layers": 2, "head_dim": 16}
+    assert ModelDeclaration.from_config(pixtral).layer(0).declaration.call.q_len == 16
+    with pytest.raises(ConfigError, match="head_dim=8"):
+        ModelDeclaration.from_config(pixtral | {"head_dim": 8})
     with pytest.raises(ConfigError, match="num_register_tokens"):
         ModelDeclaration.from_config(config | {"num_register_tokens": -1})
 
