@@ -107,7 +107,10 @@ def test_lowers_for_cuda(name: str) -> None:
     mesh = AbstractMesh(
         (1,), ("fsdp",), axis_types=(AxisType.Auto,), abstract_device=abstract_device("NVIDIA H100 80GB HBM3", 1, "gpu")
     )
-    operation = OperationRegistry.create("flash_attn2", OperationMetadata(mesh=mesh, fallback="error"))
+    configs = {"flash_attn2": {"kernel": "triton"}}
+    operation = OperationRegistry.create(
+        "flash_attn2", OperationMetadata(mesh=mesh, fallback="error", operation_configs=configs)
+    )
     q, k = (jax.ShapeDtypeStruct((BATCH, 256, heads, 64), jnp.bfloat16) for heads in (HEADS, 2))
 
     def total(q: Any, k: Any, v: Any, a: Any) -> Any:

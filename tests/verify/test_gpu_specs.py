@@ -116,7 +116,7 @@ def test_without_the_plugin_there_is_an_abstract_mesh(monkeypatch: pytest.Monkey
     x = jax.ShapeDtypeStruct((4, 256, 8, 64), "bfloat16")
     plan = attend.plan(x, x, x)
     assert (plan.problem.platform, plan.problem.device_kind) == ("cuda", "NVIDIA H200")
-    assert plan.implementation == "flash_attn2.forward_cuda"
+    assert plan.implementation in ("flash_attn2.forward_cuda", "flash_attn2.forward_hopper")
     assert spec_of_kind(plan.problem.device_kind) is gpu_specs()["h200"]
     with pytest.raises(ShardingError, match="has 9 devices and h200:2x4 has 8"):
         target.mesh({"fsdp": 9})
