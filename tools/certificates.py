@@ -31,6 +31,9 @@ that it is called. This page is made by `tools/certificates.py` from the results
 - refused: the call raises an exception.
 - -: the function has no argument for it, or its documentation gives it another meaning. Which, is below the tables.
 
+The runs are quick ones: each feature alone, and ten cases in which features meet; of ejkernel each feature alone.
+`attnops certify TARGET` without `--quick` tries 200 such cases.
+
 A row that sees no key is judged where the library documents what it is; elsewhere anything but NaN counts as right. Everything
 ran on a CPU; kernels of TPUs and GPUs in Pallas' interpreter.
 """
