@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 import signal
 import sys
 import warnings
@@ -163,7 +164,7 @@ def _calls(model_type: str, said: dict[str, Any]) -> list[dict[str, Any]]:
     except Unread:
         raise
     except Exception as error:
-        told = " ".join(str(error).split())[:120]
+        told = re.sub(r" from '/[^']*'?", "", " ".join(str(error).split()))[:120]  # no paths of this machine
         raise Unread(f"a small model can't be built or run here: {type(error).__name__}: {told}") from error
     if not calls:
         raise Unread("its code doesn't call attention through transformers' interface")
