@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from image_masks_probe import CONFIGS, SPANS
@@ -20,6 +22,7 @@ from attnops.masks import SEGMENT_IDS, span_ids
 from attnops.models.families import ALIASES, COMPOSITES, FAMILIES
 from attnops.models.plain_families import PLAIN, PLAIN_FAMILIES
 from attnops.verify import reference_attention
+from attnops.verify.reference import reference_gradients
 
 ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / "tests" / "data" / "plain_truth.json").read_text())
@@ -237,6 +240,44 @@ def test_a_declared_place_of_segment_ids() -> None:
         Attention("vanilla", mask=mask)(x[0], x[0], x[0], q_segment_ids=ids[0], layout="thd")
     with pytest.raises(InputError, match="pass q_segment_ids"):
         Attention("vanilla", mask=mask)(x, x, x)
+
+
+@pytest.mark.parametrize("strategy", ["none", "gather", "ring", "ulysses"])
+@pytest.mark.parametrize(
+    ("operation", "config"), [("vanilla", {}), ("splash", {"interpret": True}), ("flash_attn2", {"interpret": True})]
+)
+def test_a_place_of_segment_ids_with_kernels_meshes_and_gradients(
+    operation: str, config: dict[str, Any], strategy: str
+) -> None:
+    """Against the float64 reference, whose mask is written by hand."""
+    tokens, window = 256, 100
+    spans = np.full((2, tokens), -1)
+    spans[0, 20:150], spans[1, 200:230] = 0, 3
+    at = np.arange(tokens)
+    same = (spans[:, :, None] == spans[:, None, :]) & (spans[:, :, None] >= 0)
+    seen = ((at[None] <= at[:, None])[None] | same) & (at[None] > at[:, None] - window)[None]
+    query, key, value, cotangent = np.random.default_rng(0).standard_normal((4, 2, tokens, 4, 64)).astype(np.float32)
+    fields: dict[str, Any] = {"operation_configs": {operation: config} if config else {}}
+    if strategy != "none":
+        fields |= {"mesh": jax.make_mesh((2, 4), ("fsdp", "sp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)}
+        fields |= {"sequence_parallel": strategy}
+    mask = (Causal() | SEGMENT_IDS) & SlidingWindow(left=window - 1, right=None)
+    attend = Attention(operation, mask=mask, **fields)
+
+    def outputs(*arrays: Any) -> Any:
+        return attend(*arrays, q_segment_ids=span_ids(spans)).attention_outputs
+
+    found, back = jax.vjp(jax.jit(outputs), query, key, value)
+    assert attend.plans[0].implementation.endswith(".forward_native") == (not config)
+    arguments: dict[str, Any] = {"scale": 64**-0.5, "mask": seen[:, None]}
+    wanted = reference_attention(query, key, value, **arguments)
+    gradients = reference_gradients(query, key, value, cotangent, **arguments)
+    for got, right in zip(
+        (found, *back(jnp.asarray(cotangent))),
+        (wanted.output, *(gradients[name] for name in ("query", "key", "value"))),
+        strict=True,
+    ):
+        assert np.abs(np.asarray(got) - right).max() < 1e-4
 
 
 @pytest.mark.parametrize("spans", [np.zeros(4, np.int32), np.zeros((1, 4), np.float32)])
