@@ -16,7 +16,7 @@ from .patterns import a_shape, bigbird, dilated_blocks, local_blocks, longformer
 from .registration import register_mask
 from .schema import mask_json_schema
 from .serial import mask_from_dict
-from .slots import SEGMENT_IDS, DynamicMask, Slot
+from .slots import SEGMENT_IDS, DynamicMask, Slot, has_place
 from .spans import span_ids
 from .static import Causal, Chunked, OffsetMask, Prefix, SlidingWindow, window_tokens
 
@@ -45,6 +45,7 @@ __all__ = [
     "a_shape",
     "bigbird",
     "dilated_blocks",
+    "has_place",
     "local_blocks",
     "longformer",
     "mask_from_dict",

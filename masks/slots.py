@@ -13,7 +13,7 @@ from .algebra import Full, Mask, Not
 from .bounds import Blocks
 from .int_arrays import int_array
 
-__all__ = ["SEGMENT_IDS", "DynamicMask", "Slot"]
+__all__ = ["SEGMENT_IDS", "DynamicMask", "Slot", "has_place"]
 
 _classes: dict[str, type[DynamicMask]] = {}
 
@@ -160,6 +160,11 @@ class Slot(_Unknown):
 
     def cut(self, q_slice: slice, kv_slice: slice) -> NoReturn:
         self.test(None, None, None)
+
+
+def has_place(mask: Any) -> bool:
+    """Whether this is a mask with the place of a call's segment ids."""
+    return isinstance(mask, Mask) and any(leaf == SEGMENT_IDS for leaf in mask.leaves() if leaf.is_slot)
 
 
 SEGMENT_IDS = Slot("segment_ids")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict
 
 from ...errors import InputError, InputTypeError, a_type, nearest, shown
-from ...masks import Mask
+from ...masks import Mask, has_place
 from ...planning.cache.kv_cache import KVCache
 from ...planning.call_arguments import CALL_ARGUMENTS, CallArray
 from ...planning.paged.paged_problem import STEP_MODES
@@ -126,6 +126,10 @@ def step_of(call: StepArguments, default_causal: bool, query: Any) -> tuple[Step
         for name, value in arguments.items()
         if name in captured or (name in CALL_ARGUMENTS and name != "mode")
     }
+    if has_place(shared.get("mask")):
+        raise InputError(
+            "the mask has a place for segment ids, which a step over pages doesn't take; pass spans= instead."
+        )
     arrays, options = split_arguments(query, None, None, shared | {"layout": "thd"})
     if options.mask_is_array or arrays.mask_leaves:
         raise InputTypeError(

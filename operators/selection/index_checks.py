@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError, InputError, InputTypeError, is_whole, shown
-from ...masks import Mask
+from ...masks import Mask, has_place
 from ...planning.selection.index_operands import INDEX
 from ..call.arguments import join_mask, split_arguments
 from ..call.arrays import Arrays
@@ -43,6 +43,8 @@ def selected_count(given: Any, declared: int | None) -> int:
 def static_options(call: Mapping[str, Any], default_causal: bool) -> tuple[Mask, float | None]:
     """(the mask, the declared scale) of a call's keywords. Errors: InputTypeError for a mask with arrays; those of a call."""
     names = ("mask", "causal", "sliding_window", "softmax_scale")
+    if has_place(call.get("mask")):
+        raise InputError("the mask has a place for segment ids; wanted a Mask of Causal and SlidingWindow.")
     arrays, options = split_arguments(None, None, None, {name: call[name] for name in names if name in call})
     if options.mask_is_array or arrays.mask_leaves:
         raise InputTypeError("mask holds arrays; wanted a Mask of Causal and SlidingWindow.")
