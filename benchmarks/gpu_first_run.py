@@ -42,8 +42,8 @@ from attnops import (
     SlidingWindow,
 )
 from attnops.devices import gpu_variant
-from attnops.operators.hopper.hopper_rules import JAX_NEEDED
 from attnops.operators.kernels.local_mask import Dropout, dropout_seed
+from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 from attnops.verify import reference_attention, reference_gradients
 from attnops.verify.closeness import row_error, row_sizes, term_sizes
 

@@ -198,7 +198,7 @@ NOTES = _kinds(
     # -- flash
     ("flash.unknown_gpu", "platform", "sizes for {device} fit any GPU from sm_86 on; known GPUs are {known:list}"),
     ("flash.steps", "block_kv", "a forward tile of {keys} keys is processed {how}", "info"),
-    ("hopper.columns", "head_dim", "head dims {dims} are computed as {padded}, from copies with zeros", "info"),
+    ("mosaic.columns", "head_dim", "head dims {dims} are computed as {padded}, from copies with zeros", "info"),
     # -- arrays that come elsewhere
     ("moved.unknown", "mesh", "{array} comes {given}; how that compares with {wanted} on the plan's mesh isn't known"),
     ("moved.nothing", "mesh",

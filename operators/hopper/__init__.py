@@ -1,4 +1,4 @@
-"""The forward pass of flash attention for Hopper, in Pallas' Mosaic GPU flavour; its gradients are the GPU kernels' own."""
+"""Flash attention for Hopper, in Pallas' Mosaic GPU flavour."""
 
 from .hopper_kernels import HOPPER, HopperKernels
 

@@ -2,127 +2,42 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
-from ...errors import ConfigError
-from ...planning import AttentionProblem, OperationConfig, PassSizes, Placement, declares
-from ...planning.notes import note
-from ..call.local import LocalCall, LocalOutput
-from ..choices.mask_blocks import block_remarks
-from ..flash.flash_candidates import flash_tuned_fields
-from ..flash.flash_kernels import FlashKernels
-from .hopper_rules import HOPPER_FEATURES, HOPPER_RULES, is_hopper
-from .hopper_sizes import (
-    HOPPER_FIELDS,
-    WARPS,
-    candidates_near,
-    columns,
-    fields_of,
-    resolve_hopper,
-    shared_of,
-    tiles_of,
-)
-from .run_hopper import run_hopper
+from ...planning import declares
+from ..mosaic.mosaic_kernels import MosaicKernels
+from ..mosaic.mosaic_rules import MOSAIC_FEATURES
+from ..mosaic.mosaic_sizes import Sizing
+from .hopper_rules import HOPPER_RULES
+from .hopper_sizes import HopperSizing
+
+if TYPE_CHECKING:
+    from ..mosaic.kernel.mosaic_attention import PartialMosaic
 
 __all__ = ["HOPPER", "HopperKernels"]
 
-_WARPS = 4  # of a warpgroup
 
-
-class HopperKernels(FlashKernels):
-    """attnops' kernels for Hopper, written in Mosaic GPU."""
+class HopperKernels(MosaicKernels):
+    """attnops' kernels for Hopper."""
 
     devices = "Hopper"
+    generation: ClassVar[str] = "hopper"
+    architecture: ClassVar[str] = "hopper"
+    interpreted_as: ClassVar[str] = "mosaic"
+    sizing: ClassVar[Sizing] = HopperSizing()
     capability = declares(
-        consumes=HOPPER_FEATURES,
+        consumes=MOSAIC_FEATURES,
         rules=HOPPER_RULES,
         # In the interpreter on CPU.
         tolerance={"bfloat16": (2e-2, 4e-2), "float16": (3e-3, 6e-3)},
     )
 
-    def serves(self, problem: Any) -> bool:
-        """Hopper; and any device whose config asks for this kernel to be interpreted."""
-        asked = self.interpreted(problem.config) and self.read(problem.config).kernel == "mosaic"
-        return asked or (is_hopper(problem) and not self.interpreted(problem.config))
+    @staticmethod
+    def partial() -> type[PartialMosaic]:
+        """See MosaicKernels."""
+        from .kernel.hopper_attention import PartialHopper
 
-    def __call__(self, call: LocalCall) -> LocalOutput:
-        """Run the kernels, forward and backward."""
-        output, lse = run_hopper(call, self.read(call.config))
-        return LocalOutput(output, None, lse if call.return_lse else None)
-
-    def resolve(self, problem: AttentionProblem, placement: Placement) -> OperationConfig:
-        """Every size, by the head dim, the mask and the local lengths."""
-        return resolve_hopper(problem, placement, self.read(problem.config))
-
-    def passes(self, config: OperationConfig, backward: bool) -> tuple[PassSizes, ...]:
-        """One kernel forward, two backward."""
-        return tuple(
-            PassSizes(which, sizes.block_q, sizes.block_kv, _kernel(which), loading=_WARPS)
-            for which, sizes in tiles_of(self.read(config))._asdict().items()
-            if (which != "forward") == backward
-        )
-
-    def memory(
-        self, problem: AttentionProblem, placement: Placement, config: OperationConfig
-    ) -> Mapping[str, Mapping[str, int]]:
-        """Shared memory of a block of threads, by what it holds."""
-        del placement
-        return {
-            _kernel(which): shared_of(which, problem, sizes)
-            for which, sizes in tiles_of(self.read(config))._asdict().items()
-            if which == "forward" or problem.mode == "__train__"
-        }
-
-    def tuned_fields(self, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
-        """The unset sizes."""
-        unset = flash_tuned_fields(problem, placement, self.read(problem.config))
-        return tuple(name for name in unset if name not in (*WARPS, "kv_splits"))
-
-    def candidates(self, problem: AttentionProblem, placement: Placement) -> Mapping[str, tuple[dict[str, Any], ...]]:
-        """Sizes around the default choice that fit into shared memory."""
-        config, free = self.read(problem.config), self.tuned_fields(problem, placement)
-        chosen = tiles_of(self.read(self.resolve(problem, placement)))
-        near: dict[str, list[dict[str, Any]]] = {}
-        for which, sizes in chosen._asdict().items():
-            found: dict[tuple[Any, ...], dict[str, Any]] = {}
-            for one in candidates_near(which, sizes):
-                fields = {name: size for name, size in fields_of(which, one).items() if name in free}
-                try:
-                    resolve_hopper(problem, placement, config.with_fields(fields))
-                except ConfigError:
-                    continue
-                found.setdefault(tuple(fields.items()), fields)
-            near[which] = list(found.values()) if set(HOPPER_FIELDS[which]) & set(free) else []
-        # The kernels of the gradients don't depend on each other's sizes: one is varied at a time.
-        backward = [near[which][0] for which in ("dkv", "dq") if near[which]]
-        first = {name: size for fields in backward for name, size in fields.items()}
-        varied = itertools.chain(*itertools.zip_longest(near["dkv"][1:], near["dq"][1:]))
-        made = {
-            "forward": tuple(near["forward"]),
-            "backward": (first, *(first | fields for fields in varied if fields is not None)) if first else (),
-        }
-        return {part: some for part, some in made.items() if some}
-
-    def shipped_choice(self, problem: AttentionProblem, placement: Placement) -> tuple[str, Mapping[str, Any]] | None:
-        """None is shipped."""
-        del problem, placement
-        return None
-
-    def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
-        """A mask's blocks, and columns that are added."""
-        sizes, heads = self.read(config), placement.local.q_heads
-        notes = block_remarks(problem, placement, sizes.block_q or 1, sizes.block_kv or 1, heads)
-        dims, padded = (problem.head_dim, problem.value_dim), columns(problem)
-        if dims != padded:
-            notes = (*notes, note("hopper.columns", dims=dims, padded=padded))
-        return notes
-
-
-def _kernel(which: str) -> str:
-    """The name of a pass's kernel in a compiled program."""
-    return f"attnops_hopper_{which}"
+        return PartialHopper
 
 
 HOPPER = HopperKernels()

@@ -11,8 +11,6 @@ from ...devices import GpuVariant, gpu_specs, gpu_variant
 from ...page_layouts import LAYOUTS
 from ...planning import OperationConfig, Rule
 from ...planning.paged.paged_problem import PagedProblem
-from ..hopper.hopper_rules import JAX_NEEDED
-from ..hopper.kernel.hopper_sizes import DIM_STEP, padded_dim
 from ..kernels.pages.hopper.page_tiles import (
     KEYS,
     PAGES,
@@ -25,6 +23,8 @@ from ..kernels.pages.hopper.page_tiles import (
     shared_limit,
 )
 from ..kernels.pages.page_layout import page_shape
+from ..mosaic.kernel.mosaic_sizes import DIM_STEP, padded_dim
+from ..mosaic.mosaic_rules import JAX_NEEDED
 from ..paged_cache.paged_call import Attended, PagedCall
 from .own_keys import beyond_own_keys, on_own_keys
 

@@ -11,8 +11,8 @@ from ...planning import Implementation, OperationConfig, Reason, declares
 from ...planning.notes import note
 from ...planning.paged.paged_problem import PagedProblem
 from ...planning.paged.step_tuning import step_candidates, step_fields
-from ..hopper.hopper_rules import is_hopper
 from ..kernels.pages.tpu import reasons_against
+from ..mosaic.mosaic_rules import is_architecture
 from ..paged_cache.paged_call import Attended, PagedCall, on_xla
 from .hopper_kernel import (
     HOPPER_PAGE_RULES,
@@ -140,7 +140,9 @@ class PagesOnHopper(PagedImplementation):
 
     def serves(self, problem: Any) -> bool:
         """Hopper; and any device whose config asks for this kernel to be interpreted."""
-        return self.interpreted(problem.config) or (is_hopper(problem) and not PAGES_ON_TPU.interpreted(problem.config))
+        return self.interpreted(problem.config) or (
+            is_architecture(problem, "hopper") and not PAGES_ON_TPU.interpreted(problem.config)
+        )
 
     def interpreted(self, config: OperationConfig) -> bool:
         """Whether the config asks for this kernel to be interpreted."""

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from attnops import RefusedError
-from attnops.operators.hopper.hopper_rules import JAX_NEEDED
+from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 
 from . import cases, harness
 

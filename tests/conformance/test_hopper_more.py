@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from attnops import Causal, SlidingWindow
-from attnops.operators.hopper.hopper_rules import JAX_NEEDED
 from attnops.operators.kernels.local_mask import Dropout, dropout_seed
+from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 
 from . import cases, harness
 

@@ -20,9 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from attnops import Causal
 from attnops.operators.hopper.kernel import backward, block, forward, hopper_attention, tensor_cores
-from attnops.operators.hopper.kernel.hopper_sizes import HopperSizes, HopperTiles
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.operands import Operands, split_static
+from attnops.operators.mosaic.kernel import block as mosaic_block
+from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes, MosaicTiles
 from attnops.verify import reference_attention, reference_gradients
 
 Q_LEN, KV_LEN, OFFSET = 192, 224, 32
@@ -33,7 +34,7 @@ class Kernel(NamedTuple):
     """A kernel under test. start: the barrier of what each warpgroup loads for itself. loaded: the barriers of tiles, and these
     tiles."""
 
-    sizes: HopperSizes
+    sizes: MosaicSizes
     start: str
     loaded: dict[str, tuple[str, ...]]
     dims: tuple[int, int] = (64, 64)
@@ -42,10 +43,10 @@ class Kernel(NamedTuple):
 BY_KEYS = {"key": ("key_tiles",), "value": ("value_tiles",)}
 BY_ROWS = {"rows": ("query_tiles", "d_output_tiles", "lse_tiles", "delta_tiles")}
 KERNELS = {
-    "forward": Kernel(HopperSizes(128, 64, STAGES), "query_full", BY_KEYS),
-    "dq": Kernel(HopperSizes(128, 64, STAGES), "rows_full", BY_KEYS),
-    "dkv": Kernel(HopperSizes(64, 128, STAGES), "keys_full", BY_ROWS),
-    "divided": Kernel(HopperSizes(64, 64, STAGES), "keys_full", BY_ROWS, (256, 64)),
+    "forward": Kernel(MosaicSizes(128, 64, STAGES), "query_full", BY_KEYS),
+    "dq": Kernel(MosaicSizes(128, 64, STAGES), "rows_full", BY_KEYS),
+    "dkv": Kernel(MosaicSizes(64, 128, STAGES), "keys_full", BY_ROWS),
+    "divided": Kernel(MosaicSizes(64, 64, STAGES), "keys_full", BY_ROWS, (256, 64)),
 }
 
 
@@ -252,7 +253,7 @@ def divided(kernel: Kernel) -> bool:
 def right(which: str, kernel: Kernel) -> bool:
     """Whether the kernel's numbers are right."""
     dim, value_dim = kernel.dims
-    tiles = HopperTiles(kernel.sizes, kernel.sizes, kernel.sizes)
+    tiles = MosaicTiles(kernel.sizes, kernel.sizes, kernel.sizes)
     part = hopper_attention.PartialHopper("bthd", dim**-0.5, None, "cuda", True, None, tiles=tiles)
     rng = np.random.default_rng(0)
     shapes = (Q_LEN, dim), (KV_LEN, dim), (KV_LEN, value_dim), (Q_LEN, value_dim)
@@ -279,7 +280,7 @@ def right(which: str, kernel: Kernel) -> bool:
 def main(which: str, name: str, times: str = "1") -> None:
     """Plant a mistake, run, compare."""
     kernel = KERNELS[which]
-    for module in (block, forward, backward):
+    for module in (mosaic_block, block, forward, backward):
         module.plgpu = PLANTED  # type: ignore[attr-defined]
     plain = block.HopperBlock.__call__
 

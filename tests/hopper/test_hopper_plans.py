@@ -21,9 +21,10 @@ from attnops import (
     register_mask_function,
 )
 from attnops.compat import abstract_device
-from attnops.operators.hopper import hopper_rules
-from attnops.operators.hopper.hopper_sizes import shared_of, tiles_of
-from attnops.operators.hopper.kernel.hopper_sizes import HopperSizes, shared_bytes
+from attnops.operators.hopper.kernel.hopper_sizes import shared_bytes
+from attnops.operators.mosaic import mosaic_rules
+from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes
+from attnops.operators.mosaic.mosaic_sizes import tiles_of
 from attnops.planning.decide import _decide
 from attnops.planning.notes import has_note
 
@@ -64,7 +65,7 @@ def _codes(plan: Any) -> set[str]:
 @pytest.fixture
 def new_jax(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans as with a jax that has what the kernel needs; plans are cached."""
-    monkeypatch.setattr(hopper_rules, "JAX_NEEDED", (0, 0))
+    monkeypatch.setattr(mosaic_rules, "JAX_NEEDED", (0, 0))
     _decide.cache_clear()
     yield
     _decide.cache_clear()
@@ -160,7 +161,7 @@ def test_chosen_sizes_fit(dims: tuple[int, int], lengths: tuple[int, int], mode:
         {"attnops_hopper_dkv", "attnops_hopper_dq"} if mode == "train" else set()
     )
     for which, one in sizes._asdict().items():
-        parts = shared_of(which, plan.problem, one)
+        parts = plan.runs.sizing.shared_of(which, plan.problem, one)
         assert sum(parts.values()) <= SHARED
         assert counted.get(f"attnops_hopper_{which}", parts) == parts
         assert one.block_q in (64, 128)
@@ -170,19 +171,19 @@ def test_chosen_sizes_fit(dims: tuple[int, int], lengths: tuple[int, int], mode:
 def test_shared_memory_by_hand() -> None:
     """Of 16-bit numbers: 128 rows of a query and two stages of 128 keys and values; 128 keys and values, and two stages of 64
     queries and gradients; and so on."""
-    counted = shared_bytes("forward", HopperSizes(128, 128, 2), 128, 128)
+    counted = shared_bytes("forward", MosaicSizes(128, 128, 2), 128, 128)
     assert (counted["query"], counted["key"], counted["value"]) == (32768, 65536, 65536)
     assert (counted["output"], counted["lse"], counted["columns"]) == (0, 1024, 1024)
-    assert shared_bytes("forward", HopperSizes(128, 64, 2), 192, 128)["output"] == 32768
-    counted = shared_bytes("dkv", HopperSizes(64, 128, 2), 128, 64)
+    assert shared_bytes("forward", MosaicSizes(128, 64, 2), 192, 128)["output"] == 32768
+    counted = shared_bytes("dkv", MosaicSizes(64, 128, 2), 128, 64)
     assert (counted["query"], counted["d_output"]) == (32768, 16384)
     assert (counted["key"], counted["value"], counted["lse"], counted["columns"]) == (32768, 16384, 2048, 1024)
-    counted = shared_bytes("dq", HopperSizes(128, 64, 3), 128, 64)
+    counted = shared_bytes("dq", MosaicSizes(128, 64, 3), 128, 64)
     assert (counted["query"], counted["d_output"], counted["key"], counted["value"]) == (32768, 16384, 49152, 24576)
     # As Mosaic says, which refuses them.
-    assert sum(shared_bytes("forward", HopperSizes(128, 128, 3), 128, 128).values()) == 233584
-    assert sum(shared_bytes("dkv", HopperSizes(64, 128, 6), 128, 128).values()) == 267376
-    assert sum(shared_bytes("dq", HopperSizes(128, 64, 6), 128, 128).values()) == 263376
+    assert sum(shared_bytes("forward", MosaicSizes(128, 128, 3), 128, 128).values()) == 233584
+    assert sum(shared_bytes("dkv", MosaicSizes(64, 128, 6), 128, 128).values()) == 267376
+    assert sum(shared_bytes("dq", MosaicSizes(128, 64, 6), 128, 128).values()) == 263376
 
 
 @pytest.mark.usefixtures("new_jax")
@@ -191,7 +192,7 @@ def test_shared_memory_by_hand() -> None:
 )
 def test_columns_are_noted_where_there_are_more(dims: tuple[int, int], padded: str | None) -> None:
     plan = _plan(dims=dims, heads=(64, 64), config={"kernel": "mosaic"})
-    noted = [note for note in plan.notes if has_note([note], "hopper.columns")]
+    noted = [note for note in plan.notes if has_note([note], "mosaic.columns")]
     assert bool(noted) == (padded is not None or dims[1] == 20)
     assert padded is None or padded in noted[0]
 
@@ -208,9 +209,9 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 def test_rows_of_a_tile_for_keys_by_what_takes_registers() -> None:
     dims, ids = (64, 64), jax.ShapeDtypeStruct((2, 2048), "int32")
     packed = {"q_segment_ids": ids, "kv_segment_ids": ids}
-    assert tiles_of(_plan(dims=dims).config).dkv == HopperSizes(128, 128, 2)
-    assert tiles_of(_plan(dims=dims, call=packed).config).dkv == HopperSizes(64, 128, 3)
-    assert tiles_of(_plan(dims=dims, call={"logits_soft_cap": 3.0}).config).dkv == HopperSizes(64, 128, 3)
+    assert tiles_of(_plan(dims=dims).config).dkv == MosaicSizes(128, 128, 2)
+    assert tiles_of(_plan(dims=dims, call=packed).config).dkv == MosaicSizes(64, 128, 3)
+    assert tiles_of(_plan(dims=dims, call={"logits_soft_cap": 3.0}).config).dkv == MosaicSizes(64, 128, 3)
 
 
 @pytest.mark.usefixtures("new_jax")
@@ -236,7 +237,7 @@ def test_what_a_search_tries() -> None:
         assert len({tuple(way.items()) for way in some}) == len(some) > 3
         assert all(set(way) <= set(free) for way in some), part
     for way in ways["forward"]:
-        sizes = HopperSizes(way["block_q"], way["block_kv"], way["num_stages"])
+        sizes = MosaicSizes(way["block_q"], way["block_kv"], way["num_stages"])
         assert sum(shared_bytes("forward", sizes, 128, 128).values()) <= SHARED
     tiles = [tiles_of(plan.config.with_fields(way)) for way in ways["backward"]]
     assert len({one.dkv for one in tiles}) > 2

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from attnops.operators.hopper.hopper_rules import JAX_NEEDED
+from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 
 if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: its interpreter doesn't look for races", allow_module_level=True)

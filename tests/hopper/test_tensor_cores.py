@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops.operators.hopper.hopper_rules import JAX_NEEDED
+from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 
 if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__} can't interpret a kernel of Mosaic GPU", allow_module_level=True)

@@ -16,7 +16,6 @@ from paged_batches import PagedCase
 
 from attnops import KVCache, OperationMetadata, OperationRegistry
 from attnops.compat import abstract_device
-from attnops.operators.hopper.hopper_rules import JAX_NEEDED
 from attnops.operators.kernels.pages.hopper.page_tiles import (
     PageTiles,
     StepShape,
@@ -29,6 +28,7 @@ from attnops.operators.kernels.pages.hopper.page_tiles import (
 from attnops.operators.kernels.pages.hopper.page_units import FIELDS, chunk_tiles, sequence_tiles, units_of
 from attnops.operators.kernels.pages.paged_mask import PagedOptions
 from attnops.operators.kernels.pages.paged_step import Batch
+from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 from attnops.operators.paged import hopper_kernel
 from attnops.operators.paged.hopper_kernel import several_rows, step_shape, step_tiles
 from attnops.page_layouts import LAYOUTS

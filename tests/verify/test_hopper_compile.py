@@ -29,8 +29,8 @@ from attnops import (
     register_score_function,
 )
 from attnops.masks import Blocks
-from attnops.operators.hopper.hopper_rules import JAX_NEEDED
-from attnops.operators.hopper.hopper_sizes import tiles_of
+from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
+from attnops.operators.mosaic.mosaic_sizes import tiles_of
 from attnops.verify.call import verify_call
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse
 from attnops.verify.gpu.gpu_mesh import described_gpus, has_cuda_plugin

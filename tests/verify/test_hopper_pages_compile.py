@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.operators.hopper.hopper_rules import JAX_NEEDED
 from attnops.operators.kernels.pages.hopper.page_tiles import HopperStep
+from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 from attnops.operators.paged.declared_step import declared_step
 from attnops.operators.paged.hopper_kernel import step_tiles
 from attnops.registry.declaration import Declaration

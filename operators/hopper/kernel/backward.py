@@ -22,7 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...flash.kernel.weigh import weigh
 from ...kernels.scores import without_padded_rows
-from .block import Copies, HopperBlock, along_columns, along_rows, zeros
+from ...mosaic.kernel.block import Copies, along_columns, along_rows
+from .block import HopperBlock, zeros
 from .hopper_sizes import ROWS, divided, key_warpgroups
 from .tensor_cores import tensor_cores
 from .tile import BY_COLUMN, BY_ROW, HopperTile
@@ -83,13 +84,13 @@ class HopperQueryGradient(HopperBlock):
         """See HopperBlock."""
         sizes, (dim, value_dim) = self.sizes, self.dims
         return {
-            "query_tile": self.tiles(dtype, sizes.consumers, ROWS, dim),
-            "d_output_tile": self.tiles(dtype, sizes.consumers, ROWS, value_dim),
+            "query_tile": self.tiles(dtype, self.consumers, ROWS, dim),
+            "d_output_tile": self.tiles(dtype, self.consumers, ROWS, value_dim),
             "key_tiles": self.tiles(dtype, sizes.stages, sizes.block_kv, dim),
             "value_tiles": self.tiles(dtype, sizes.stages, sizes.block_kv, value_dim),
-            "columns": plgpu.SMEM((sizes.consumers, sizes.block_kv), jnp.int32),
-            "rows_full": plgpu.Barrier(num_arrivals=len(_ROWS), num_barriers=sizes.consumers),
-            **self.barriers({"key": 1, "value": 1}),
+            "columns": plgpu.SMEM((self.consumers, sizes.block_kv), jnp.int32),
+            "rows_full": plgpu.Barrier(num_arrivals=len(_ROWS), num_barriers=self.consumers),
+            **self.barriers({"key": 1, "value": 1}, self.consumers),
         }
 
 
@@ -213,7 +214,7 @@ class HopperKeyGradients(HopperBlock):
             **{f"{name}_tiles": plgpu.SMEM((sizes.stages, sizes.block_q), jnp.float32) for name in _ROWS.values()},
             "columns": plgpu.SMEM((self.consumers, sizes.block_q), jnp.int32),
             "keys_full": plgpu.Barrier(num_arrivals=2, num_barriers=parts),
-            **self.barriers({"rows": 2 * len(_ROWS)}),
+            **self.barriers({"rows": 2 * len(_ROWS)}, self.consumers),
         }
         if self.divided:
             made["keys_free"] = plgpu.Barrier(num_arrivals=2)

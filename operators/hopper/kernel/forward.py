@@ -17,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...flash.kernel.weigh import weigh
 from ...kernels.lse import LN2, LOG2E
-from .block import HopperBlock, along_rows, filled, zeros
+from ...mosaic.kernel.block import along_rows
+from .block import HopperBlock, filled, zeros
 from .hopper_sizes import ROWS
 from .tensor_cores import tensor_cores
 from .tile import HopperTile
@@ -82,16 +83,16 @@ class HopperForward(HopperBlock):
         """See HopperBlock."""
         sizes, (dim, value_dim) = self.sizes, self.dims
         made = {
-            "query_tile": self.tiles(dtype, sizes.consumers, ROWS, dim),
+            "query_tile": self.tiles(dtype, self.consumers, ROWS, dim),
             "key_tiles": self.tiles(dtype, sizes.stages, sizes.block_kv, dim),
             "value_tiles": self.tiles(dtype, sizes.stages, sizes.block_kv, value_dim),
-            "columns": plgpu.SMEM((sizes.consumers, sizes.block_kv), jnp.int32),
-            "lse_rows": plgpu.SMEM((sizes.consumers, ROWS), jnp.float32),
-            "query_full": plgpu.Barrier(num_barriers=sizes.consumers),
-            **self.barriers({"key": 1, "value": 1}),
+            "columns": plgpu.SMEM((self.consumers, sizes.block_kv), jnp.int32),
+            "lse_rows": plgpu.SMEM((self.consumers, ROWS), jnp.float32),
+            "query_full": plgpu.Barrier(num_barriers=self.consumers),
+            **self.barriers({"key": 1, "value": 1}, self.consumers),
         }
         if value_dim != dim:
-            made["output_tile"] = self.tiles(dtype, sizes.consumers, ROWS, value_dim)
+            made["output_tile"] = self.tiles(dtype, self.consumers, ROWS, value_dim)
         return made
 
     def _start(self, refs: dict[str, Any], head: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from ...mosaic.kernel.mosaic_sizes import BARRIER, FLOAT, MosaicSizes, padded_dim, placed
 
-__all__ = [
-    "DIM_STEP",
-    "KEYS",
-    "ROWS",
-    "HopperSizes",
-    "HopperTiles",
-    "divided",
-    "key_warpgroups",
-    "padded_dim",
-    "shared_bytes",
-]
+__all__ = ["KEYS", "ROWS", "divided", "key_warpgroups", "shared_bytes"]
 
 ROWS = 64  # of a warpgroup: those of a wgmma
 KEYS = (
@@ -22,38 +12,8 @@ KEYS = (
     128,
     256,
 )  # of a tile: a product with values goes through 64 keys at once, one for logits has at most 256 columns
-DIM_STEP = 32  # 64 bytes of 16-bit numbers; of 64 columns and more, shared memory swizzles rows of 128 bytes
-_ALIGNMENT = 1024
 _REDUCTIONS = 2048  # what Mosaic takes for the sum and the maximum of a row
-_BARRIER, _FLOAT = 8, 4
 _MOST_SUMS = 256  # columns of gradients that a warpgroup can hold beside its tiles
-
-
-class HopperSizes(NamedTuple):
-    """block_q, block_kv: rows and keys of a tile. stages: tiles that shared memory holds, of those that a block goes through:
-    keys and values, or queries and the output's gradients."""
-
-    block_q: int
-    block_kv: int
-    stages: int
-
-    @property
-    def consumers(self) -> int:
-        """Warpgroups that compute, if each has rows of its own; one more loads."""
-        return self.block_q // ROWS
-
-
-class HopperTiles(NamedTuple):
-    """The sizes of the forward pass, of the gradients of key and value, and of that of the query."""
-
-    forward: HopperSizes
-    dkv: HopperSizes
-    dq: HopperSizes
-
-
-def padded_dim(dim: int) -> int:
-    """The columns of a tile for a head dim."""
-    return -(-dim // DIM_STEP) * DIM_STEP
 
 
 def divided(dim: int, value_dim: int) -> bool:
@@ -61,12 +21,12 @@ def divided(dim: int, value_dim: int) -> bool:
     return padded_dim(dim) + padded_dim(value_dim) > _MOST_SUMS
 
 
-def key_warpgroups(sizes: HopperSizes, dim: int, value_dim: int) -> int:
+def key_warpgroups(sizes: MosaicSizes, dim: int, value_dim: int) -> int:
     """Warpgroups that compute the gradients of key and value."""
     return 2 if divided(dim, value_dim) else sizes.block_kv // ROWS
 
 
-def shared_bytes(which: str, sizes: HopperSizes, dim: int, value_dim: int) -> dict[str, int]:
+def shared_bytes(which: str, sizes: MosaicSizes, dim: int, value_dim: int) -> dict[str, int]:
     """Bytes of shared memory of a block of threads, by what they hold. which: 'forward', 'dkv' or 'dq'. Numbers have 16 bits; an
     output takes the place of an input of as many columns."""
     dim, value_dim = padded_dim(dim), padded_dim(value_dim)
@@ -75,20 +35,15 @@ def shared_bytes(which: str, sizes: HopperSizes, dim: int, value_dim: int) -> di
         held["d_output"] = 2 * sizes.block_q * value_dim
     for name in ("query", "d_output") if which == "dkv" else ("key", "value"):
         held[name] *= sizes.stages
-    groups = key_warpgroups(sizes, dim, value_dim) if which == "dkv" else sizes.consumers
-    held["columns"] = _placed(_FLOAT * groups * (sizes.block_q if which == "dkv" else sizes.block_kv))
+    groups = key_warpgroups(sizes, dim, value_dim) if which == "dkv" else sizes.block_q // ROWS
+    held["columns"] = placed(FLOAT * groups * (sizes.block_q if which == "dkv" else sizes.block_kv))
     if which == "dkv":
-        held["lse"] = 2 * _placed(_FLOAT * sizes.stages * sizes.block_q)
+        held["lse"] = 2 * placed(FLOAT * sizes.stages * sizes.block_q)
         barriers = sizes.block_kv // ROWS + 2 * sizes.stages + divided(dim, value_dim)
     else:
-        held["lse"] = _placed(_FLOAT * sizes.block_q) if which == "forward" else 0
+        held["lse"] = placed(FLOAT * sizes.block_q) if which == "forward" else 0
         barriers = groups + 4 * sizes.stages
     if which == "forward":
         held["output"] = 2 * sizes.block_q * value_dim if value_dim != dim else 0
         held["reductions"] = _REDUCTIONS
-    return held | {"barriers": _BARRIER * barriers}
-
-
-def _placed(size: int) -> int:
-    """The bytes that an array takes: each begins where 1024 divides."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return held | {"barriers": BARRIER * barriers}

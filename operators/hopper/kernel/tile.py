@@ -1,149 +1,23 @@
-"""The tile of a warpgroup: its mask, and the arrays that go along its rows and keys.
-
-A tile is [rows, keys], or [keys, rows] where the gradients of key and value are summed. Numbers of rows and keys have the tile's
-whole shape: the layouts of a warpgroup's registers know no tile of one row. The compiler computes each of them once.
-"""
+"""The tile of a warpgroup on Hopper: 64 rows, or 64 keys, as wgmma leaves its sums in registers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....masks import Mask, Not
-from ...kernels.local_mask import Dropout
-from ...kernels.tile_mask import TileLogits, TileMask
-from .hopper_sizes import ROWS, HopperSizes
+from ...mosaic.kernel.tile import MosaicTile
+from .hopper_sizes import ROWS
 
 __all__ = ["BY_COLUMN", "BY_ROW", "TILE", "HopperTile"]
 
-TILE = plgpu.Layout.WGMMA  # how a tile's numbers lie in the registers of a warpgroup
+TILE = plgpu.Layout.WGMMA
 BY_ROW = TILE.reduce(1)  # one number a row
 BY_COLUMN = TILE.reduce(0)  # one number a column
 
 
-class _Negated(Mask):
-    """Visible where the mask is not. Mosaic GPU has no negation of booleans."""
+class HopperTile(MosaicTile):
+    """A warpgroup's tile."""
 
-    kind = "negated"
-
-    def __init__(self, mask: Mask) -> None:
-        self.mask = mask
-
-    def children(self) -> tuple[Mask, ...]:
-        return (self.mask,)
-
-    def with_children(self, children: Sequence[Mask]) -> Mask:
-        return _Negated(children[0])
-
-    def test(self, rows: Any, positions: Any, cols: Any) -> Any:
-        return self.mask.test(rows, positions, cols) ^ True
-
-
-def _with_negations(mask: Mask) -> Mask:
-    if not mask.children():
-        return mask
-    children = [_with_negations(child) for child in mask.children()]
-    return _Negated(children[0]) if isinstance(mask, Not) else mask.with_children(children)
-
-
-class HopperTile(TileMask):
-    """A warpgroup's tile of a batch row and query head. first_row, first_key: where it begins on this device. sizes: of the tiles
-    of its block. columns: a reference to 0, 1, ... in shared memory. by_keys: [64 keys, block_q rows] instead of
-    [64 rows, block_kv keys]."""
-
-    def __init__(
-        self,
-        logits: TileLogits,
-        refs: dict[str, Any],
-        place: tuple[Any, Any],
-        first_row: Any,
-        first_key: Any,
-        sizes: HopperSizes,
-        columns: Any,
-        *,
-        by_keys: bool = False,
-    ) -> None:
-        batch, self.head = place
-        super().__init__(logits.static_args, refs, batch)
-        self.logits, self.block_kv, self.columns = logits, sizes.block_kv, columns
-        self.first = {"q": first_row, "kv": first_key}
-        self.axis = {"q": int(by_keys), "kv": int(not by_keys)}
-        self.shape = (ROWS, sizes.block_q if by_keys else sizes.block_kv)
-
-    def visible(self) -> list[jax.Array]:
-        """The tests that a visible key passes, each of the tile's shape."""
-        keys = self._numbers("kv")
-        seen = self._tests(_with_negations(self.static_args.mask), self._numbers("q"), self._global_keys(keys))
-        if self.static_args.kv_len % self.block_kv:
-            seen.append(keys < self.static_args.kv_len)
-        return seen
-
-    def keep(self) -> jax.Array | None:
-        """Which weights dropout keeps; None without dropout."""
-        if "dropout" not in self.refs:
-            return None
-        rows, keys = self._global_rows(self._numbers("q")), self._global_keys(self._numbers("kv"))
-        return Dropout.keep_mask(*self._dropout_key(self.head), rows, keys, self.static_args.dropout)
-
-    def row_and_head(self) -> tuple[Any, Any]:
-        """The batch row and the query head in the whole problem."""
-        return self.global_row_and_head(self.batch, self.head)
-
-    def positions(self) -> tuple[Any, Any]:
-        """Positions of queries and keys, each of the tile's shape."""
-        leaf = self.positions_leaf()
-        if leaf is not None:
-            return self._along(f"leaf{leaf}", "q"), self._along(f"leaf{leaf + 1}", "kv")
-        return self.position(self._global_rows(self._numbers("q"))), self._global_keys(self._numbers("kv"))
-
-    def dense(self, name: str) -> jax.Array:
-        """The tile of an array [batch, heads, q, kv], any of them 1; by keys [batch, heads, kv, q]."""
-        ref, dims = self.refs[name], ("kv", "q") if self.axis["q"] else ("q", "kv")
-        place = tuple(at if n > 1 else 0 for at, n in zip((self.batch, self.head), ref.shape[:2], strict=True))
-        first, second = (n > 1 for n in ref.shape[2:])
-        if first and second:
-            cut = ref.at[(*place, *(pl.ds(self.first[dim], n) for dim, n in zip(dims, self.shape, strict=True)))]
-            numbers: jax.Array = plgpu.load(cut, layout=TILE, optimized=False)  # type: ignore[call-arg] # of jax 0.10
-            return numbers
-        if first or second:
-            line = ref.at[(*place, slice(None), 0)] if first else ref.at[(*place, 0)]
-            return self._spread(line, (), dims[int(second)])
-        return jnp.broadcast_to(ref[(*place, 0, 0)], self.shape)
-
-    def _dense(self, name: str, *where: Any) -> jax.Array:
-        """See TileMask."""
-        return self.dense(name)
-
-    def _numbers(self, dim: str) -> jax.Array:
-        """Those of the rows or of the keys, on this device."""
-        if not self.axis[dim]:
-            return plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=TILE) + self.first[dim]
-        # Computed ones would be kept in registers throughout a loop.
-        numbers = plgpu.load(self.columns, layout=BY_COLUMN) + self.first[dim]  # type: ignore[call-arg] # of jax 0.10
-        return lax.broadcast_in_dim(numbers, self.shape, (1,))
-
-    def _along(self, name: str, dim: str, *where: Any) -> jax.Array:
-        """See TileMask."""
-        ref = self.refs[name]
-        return self._spread(ref, (self.batch if ref.shape[0] > 1 else 0,), dim)
-
-    def _words(self, ref: Any, *where: Any) -> tuple[list[jax.Array], Any]:
-        """See TileMask."""
-        place = tuple(at if n > 1 else 0 for at, n in zip((self.batch, self.head), ref.shape[:2], strict=True))
-        tile = lax.div(self.first["kv"], jnp.int32(self.block_kv))
-        words = [self._spread(ref, (*place, tile, word), "q") for word in range(ref.shape[3])]
-        return words, tile * self.block_kv
-
-    def _spread(self, ref: Any, place: tuple[Any, ...], dim: str) -> jax.Array:
-        """Numbers of an array's last axis, along the tile's rows or keys."""
-        axis = self.axis[dim]
-        cut = ref.at[(*place, pl.ds(self.first[dim], self.shape[axis]))]
-        along = BY_COLUMN if axis else BY_ROW
-        numbers: jax.Array = plgpu.load(cut, layout=along, optimized=False)  # type: ignore[call-arg] # of jax 0.10
-        return lax.broadcast_in_dim(numbers, self.shape, (axis,))
+    lines: ClassVar[int] = ROWS
+    in_registers: ClassVar[Any] = TILE

@@ -16,7 +16,9 @@ from .....compat import varying_as
 from .....errors import InputError
 from .....masks import Full
 from .....page_layouts import LAYOUTS
-from ....hopper.kernel.hopper_sizes import ROWS, padded_dim
+from ....hopper.kernel.hopper_sizes import ROWS
+from ....mosaic.kernel.block import BLOCKS, WARPGROUPS
+from ....mosaic.kernel.mosaic_sizes import padded_dim
 from ...lse import merge_stacked
 from ...operands import StaticArgs
 from ...tile_mask import TileLogits
@@ -26,7 +28,7 @@ from ..paged import places
 from ..paged_checks import check_numbers, check_operands, int32, options_of, refuse_gradient
 from ..paged_mask import PagedOptions
 from ..paged_step import Batch, PagedOperands, batch_of
-from .page_forward import BLOCKS, WARPGROUPS, PagesForward
+from .page_forward import PagesForward
 from .page_tiles import NAMES, HopperStep, PageTiles, head_tiles, heads_of_tile, rows_stored, tokens_of_tile
 from .page_units import RowTiles, chunk_tiles, row_bounds, sequence_tiles, units_of
 

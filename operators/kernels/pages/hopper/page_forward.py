@@ -22,17 +22,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....page_layouts import PageLayout
 from ....flash.kernel.weigh import weigh
-from ....hopper.kernel.hopper_sizes import DIM_STEP, ROWS
+from ....hopper.kernel.hopper_sizes import ROWS
 from ....hopper.kernel.tensor_cores import tensor_cores
 from ....hopper.kernel.tile import BY_ROW, TILE
+from ....mosaic.kernel.block import BLOCKS, WARPGROUPS
+from ....mosaic.kernel.mosaic_sizes import DIM_STEP
 from ...lse import LN2, LOG2E
 from ...tile_mask import TileLogits
 from .page_tiles import PageTiles
 from .page_units import FIELDS
 
-__all__ = ["BLOCKS", "WARPGROUPS", "PagesForward"]
+__all__ = ["PagesForward"]
 
-BLOCKS, WARPGROUPS = "block", "warpgroup"  # names of the grid's and the threads' axes
 # Registers per thread of the warpgroup that loads and of two that compute: what one gives up is all that others can take. With
 # one that computes they stay as compiled.
 _REGISTERS = (40, 232)

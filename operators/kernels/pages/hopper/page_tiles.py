@@ -6,7 +6,8 @@ import math
 from typing import NamedTuple
 
 from .....devices import gpu_specs, gpu_variant
-from ....hopper.kernel.hopper_sizes import DIM_STEP, ROWS, padded_dim
+from ....hopper.kernel.hopper_sizes import ROWS
+from ....mosaic.kernel.mosaic_sizes import DIM_STEP, padded_dim
 
 __all__ = [
     "KEYS",

@@ -1,4 +1,4 @@
-"""A pass of a Hopper kernel over arrays: passed to it by name, with the places that it needs."""
+"""A pass of a kernel over arrays: passed to it by name, with the places that it needs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ....compat import varying_as
 from ...kernels.derivatives import once
 from ...kernels.varying import vary, varying
-from .block import BLOCKS, WARPGROUPS, HopperBlock
+from .block import BLOCKS, WARPGROUPS, MosaicBlock
 
 __all__ = ["launch"]
 
 
 def launch(
-    kernel: HopperBlock,
+    kernel: MosaicBlock,
     name: str,
     title: str,
     inputs: dict[str, jax.Array],
@@ -36,7 +36,7 @@ def launch(
         out_type=tuple(varying_as(arrays[0], *shape_and_dtype) for shape_and_dtype in outputs.values()),
         grid=(inputs["query"].shape[0] * kernel.heads * kernel.blocks,),
         grid_names=(BLOCKS,),
-        num_threads=kernel.consumers + 1,
+        num_threads=kernel.warpgroups,
         thread_name=WARPGROUPS,
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),

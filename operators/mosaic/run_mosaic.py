@@ -1,22 +1,27 @@
-"""A LocalCall through the Hopper kernels."""
+"""A LocalCall through kernels in Mosaic GPU."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import jax
 
 from ..call.local import LocalCall
 from ..flash.flash_config import FlashAttention2Config
 from ..sequence.ring_call import attend_call
-from .hopper_sizes import tiles_of
+from .mosaic_sizes import tiles_of
 
-__all__ = ["run_hopper"]
+if TYPE_CHECKING:
+    from .kernel.mosaic_attention import PartialMosaic
+
+__all__ = ["run_mosaic"]
 
 
-def run_hopper(call: LocalCall, config: FlashAttention2Config) -> tuple[jax.Array, jax.Array]:
+def run_mosaic(
+    call: LocalCall, config: FlashAttention2Config, kernels: type[PartialMosaic]
+) -> tuple[jax.Array, jax.Array]:
     """(output in the call's layout, lse)."""
-    from .kernel.hopper_attention import PartialHopper  # imports Pallas, so only where the kernels run
-
-    kernel = PartialHopper(
+    kernel = kernels(
         call.layout,
         float(call.softmax_scale),
         call.logits_soft_cap,

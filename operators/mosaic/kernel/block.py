@@ -1,0 +1,142 @@
+"""What kernels in Mosaic GPU share: a block of threads whose warpgroups have roles, and tiles that TMA loads.
+
+All roles go through the same tiles in the same order, from the same table. A place in shared memory has two barriers: one says
+that TMA has filled it, the other that all who read it have done so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...flash.kernel.tile_schedule import TileSchedule
+from ...kernels.tile_mask import TileLogits
+from .mosaic_sizes import DIM_STEP, MosaicSizes
+
+__all__ = ["BLOCKS", "WARPGROUPS", "Copies", "MosaicBlock", "along_columns", "along_rows"]
+
+BLOCKS, WARPGROUPS = "block", "warpgroup"  # names of the grid's and the threads' axes
+Copies = list[tuple[Any, str]]  # (what is loaded, the name of the tiles that it is loaded into)
+
+
+@dataclass(frozen=True)
+class MosaicBlock:
+    """One block of threads. Blocks are numbered (batch, block of rows or of keys, head), the head fastest. heads: of that grid;
+    group: query heads of a kv head; blocks: how many of rows, or of keys."""
+
+    sizes: MosaicSizes
+    logits: TileLogits
+    table: TileSchedule
+    layout: str
+    heads: int
+    group: int
+    blocks: int
+    dims: tuple[int, int]  # of keys and of values, padded
+    interpret: bool
+    # Under a causal mask the last rows have the most keys, and the first keys the most rows: these blocks start first.
+    last_first: ClassVar[bool] = True
+
+    def __call__(self, refs: dict[str, Any]) -> None:
+        """What each warpgroup does."""
+        raise NotImplementedError
+
+    @property
+    def warpgroups(self) -> int:
+        """Of a block of threads."""
+        raise NotImplementedError
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """Places in shared memory, and barriers, by name."""
+        raise NotImplementedError
+
+    def place(self) -> tuple[Any, Any, Any]:
+        """(batch row, head, block of rows or keys)."""
+        block = lax.axis_index(BLOCKS)
+        head, rest = lax.rem(block, self.heads), lax.div(block, self.heads)
+        number = lax.rem(rest, self.blocks)
+        return lax.div(rest, self.blocks), head, self.blocks - 1 - number if self.last_first else number
+
+    # -- who loads ---------------------------------------------------------------------------------------------------
+
+    def load_keys(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
+        """The tiles of keys and values that a block of rows sees."""
+        batch, head, block = place
+
+        def copies(tile: Any) -> dict[str, Copies]:
+            first, kv_head = tile * self.sizes.block_kv, lax.div(head, self.group)
+            rows = {
+                name: self.rows(refs[name], batch, kv_head, first, self.sizes.block_kv) for name in ("key", "value")
+            }
+            return {name: [(some, f"{name}_tiles")] for name, some in rows.items()}
+
+        self.drain(refs, self.fill(refs, (batch, head, block), copies, jnp.int32(0)), ("key", "value"))
+
+    def fill(
+        self, refs: dict[str, Any], row: tuple[Any, Any, Any], copies: Callable[[Any], dict[str, Copies]], count: Any
+    ) -> Any:
+        """Every tile of a row of the table into the next place, once that is free. copies: of a tile, by the name of their
+        barriers. count: the tiles before; returns them with these."""
+        stages = self.sizes.stages
+
+        def load(tile: Any, count: Any, masked: bool) -> Any:
+            del masked
+            slot = lax.rem(count, stages)
+            for name, some in copies(tile).items():
+
+                @pl.when(count >= stages)
+                def _wait(name: str = name) -> None:
+                    plgpu.barrier_wait(refs[f"{name}_free"].at[slot])
+
+                for source, target in some:
+                    plgpu.copy_gmem_to_smem(source, refs[target].at[slot], refs[f"{name}_full"].at[slot])
+            return count + 1
+
+        return self.table.fold_tiles(refs["schedule"], *row, 0, 1, load, count)
+
+    def drain(self, refs: dict[str, Any], count: Any, names: tuple[str, ...]) -> None:
+        """A block ends only when its places have been read."""
+        stages = self.sizes.stages
+
+        @pl.loop(jnp.maximum(count - stages, 0), count)
+        def _drain(number: Any) -> None:
+            for name in names:
+                plgpu.barrier_wait(refs[f"{name}_free"].at[lax.rem(number, stages)])
+
+    def rows(self, ref: Any, batch: Any, head: Any, first: Any, count: int) -> Any:
+        """Rows of a head in an array of the call's layout."""
+        rows = pl.ds(first, count)
+        return ref.at[(batch, rows, head) if self.layout == "bthd" else (batch, head, rows)]
+
+    # -- places and barriers -----------------------------------------------------------------------------------------
+
+    def tiles(self, dtype: Any, *shape: int) -> Any:
+        """Places for tiles of 16-bit numbers."""
+        step = DIM_STEP if shape[-1] % (2 * DIM_STEP) else 2 * DIM_STEP
+        swizzled = plgpu.TilingTransform((8, step)), plgpu.SwizzleTransform(2 * step)
+        return plgpu.SMEM(shape, dtype, transforms=swizzled)
+
+    def barriers(self, copies: dict[str, int], readers: int, **free: Any) -> dict[str, Any]:
+        """Those of tiles by name; copies: how many fill a place. readers: who say that it is free. free: more of these
+        barriers."""
+        stages, made = self.sizes.stages, dict[str, Any]()
+        for name, arrivals in copies.items():
+            made[f"{name}_full"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+            made[f"{name}_free"] = plgpu.Barrier(num_arrivals=readers, num_barriers=stages, **free)
+        return made
+
+
+def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A number for each row, along it."""
+    return lax.broadcast_in_dim(x, shape, (0,))
+
+
+def along_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A number for each column, along it."""
+    return lax.broadcast_in_dim(x, shape, (1,))

@@ -1,0 +1,38 @@
+"""The sizes of kernels in Mosaic GPU, and columns of their tiles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["BARRIER", "DIM_STEP", "FLOAT", "MosaicSizes", "MosaicTiles", "padded_dim", "placed"]
+
+DIM_STEP = 32  # 64 bytes of 16-bit numbers; of 64 columns and more, shared memory swizzles rows of 128 bytes
+BARRIER, FLOAT = 8, 4  # bytes
+_ALIGNMENT = 1024
+
+
+class MosaicSizes(NamedTuple):
+    """block_q, block_kv: rows and keys of a tile. stages: tiles that shared memory holds, of those that a block goes through:
+    keys and values, or queries and the output's gradients."""
+
+    block_q: int
+    block_kv: int
+    stages: int
+
+
+class MosaicTiles(NamedTuple):
+    """The sizes of the forward pass, of the gradients of key and value, and of that of the query."""
+
+    forward: MosaicSizes
+    dkv: MosaicSizes
+    dq: MosaicSizes
+
+
+def padded_dim(dim: int) -> int:
+    """The columns of a tile for a head dim."""
+    return -(-dim // DIM_STEP) * DIM_STEP
+
+
+def placed(size: int) -> int:
+    """The bytes that an array takes in shared memory: each begins where 1024 divides."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,124 @@
+"""A generation's kernels in Mosaic GPU as an implementation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ...errors import ConfigError
+from ...planning import AttentionProblem, OperationConfig, PassSizes, Placement
+from ...planning.notes import note
+from ..call.local import LocalCall, LocalOutput
+from ..choices.mask_blocks import block_remarks
+from ..flash.flash_candidates import flash_tuned_fields
+from ..flash.flash_kernels import FlashKernels
+from .mosaic_rules import is_architecture
+from .mosaic_sizes import MOSAIC_FIELDS, WARPS, Sizing, columns, fields_of, tiles_of
+from .run_mosaic import run_mosaic
+
+if TYPE_CHECKING:
+    from .kernel.mosaic_attention import PartialMosaic
+
+__all__ = ["MosaicKernels"]
+
+_WARPS = 4  # of a warpgroup
+
+
+class MosaicKernels(FlashKernels):
+    """attnops' kernels for a generation of GPUs, written in Mosaic GPU."""
+
+    generation: ClassVar[str]  # as in the names of its kernels
+    architecture: ClassVar[str]
+    sizing: ClassVar[Sizing]
+    # What a config says for this kernel to run in the interpreter, which knows no generation.
+    interpreted_as: ClassVar[str]
+    # Warps of a block that don't compute.
+    helping: ClassVar[int] = _WARPS
+
+    def serves(self, problem: Any) -> bool:
+        """The generation; and any device whose config asks for this kernel to be interpreted."""
+        if self.interpreted(problem.config):
+            return self.read(problem.config).kernel == self.interpreted_as
+        return is_architecture(problem, self.architecture)
+
+    @staticmethod
+    def partial() -> type[PartialMosaic]:
+        """The kernels; imports Pallas, so only where they run."""
+        raise NotImplementedError
+
+    def __call__(self, call: LocalCall) -> LocalOutput:
+        """Run the kernels, forward and backward."""
+        output, lse = run_mosaic(call, self.read(call.config), self.partial())
+        return LocalOutput(output, None, lse if call.return_lse else None)
+
+    def resolve(self, problem: AttentionProblem, placement: Placement) -> OperationConfig:
+        """Every size, by the head dim, the mask and the local lengths."""
+        return self.sizing.resolve(problem, placement, self.read(problem.config))
+
+    def passes(self, config: OperationConfig, backward: bool) -> tuple[PassSizes, ...]:
+        """One kernel forward, two backward."""
+        return tuple(
+            PassSizes(which, sizes.block_q, sizes.block_kv, self.kernel(which), loading=self.helping)
+            for which, sizes in tiles_of(self.read(config))._asdict().items()
+            if (which != "forward") == backward
+        )
+
+    def memory(
+        self, problem: AttentionProblem, placement: Placement, config: OperationConfig
+    ) -> Mapping[str, Mapping[str, int]]:
+        """Shared memory of a block of threads, by what it holds."""
+        del placement
+        return {
+            self.kernel(which): self.sizing.shared_of(which, problem, sizes)
+            for which, sizes in tiles_of(self.read(config))._asdict().items()
+            if which == "forward" or problem.mode == "__train__"
+        }
+
+    def tuned_fields(self, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
+        """The unset sizes."""
+        unset = flash_tuned_fields(problem, placement, self.read(problem.config))
+        return tuple(name for name in unset if name not in (*WARPS, "kv_splits"))
+
+    def candidates(self, problem: AttentionProblem, placement: Placement) -> Mapping[str, tuple[dict[str, Any], ...]]:
+        """Sizes around the default choice that fit into shared memory."""
+        config, free = self.read(problem.config), self.tuned_fields(problem, placement)
+        chosen = tiles_of(self.read(self.resolve(problem, placement)))
+        near: dict[str, list[dict[str, Any]]] = {}
+        for which, sizes in chosen._asdict().items():
+            found: dict[tuple[Any, ...], dict[str, Any]] = {}
+            for one in self.sizing.near(which, sizes):
+                fields = {name: size for name, size in fields_of(which, one).items() if name in free}
+                try:
+                    self.sizing.resolve(problem, placement, config.with_fields(fields))
+                except ConfigError:
+                    continue
+                found.setdefault(tuple(fields.items()), fields)
+            near[which] = list(found.values()) if set(MOSAIC_FIELDS[which]) & set(free) else []
+        # The kernels of the gradients don't depend on each other's sizes: one is varied at a time.
+        backward = [near[which][0] for which in ("dkv", "dq") if near[which]]
+        first = {name: size for fields in backward for name, size in fields.items()}
+        varied = itertools.chain(*itertools.zip_longest(near["dkv"][1:], near["dq"][1:]))
+        made = {
+            "forward": tuple(near["forward"]),
+            "backward": (first, *(first | fields for fields in varied if fields is not None)) if first else (),
+        }
+        return {part: some for part, some in made.items() if some}
+
+    def shipped_choice(self, problem: AttentionProblem, placement: Placement) -> tuple[str, Mapping[str, Any]] | None:
+        """None is shipped."""
+        del problem, placement
+        return None
+
+    def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
+        """A mask's blocks, and columns that are added."""
+        sizes, heads = self.read(config), placement.local.q_heads
+        notes = block_remarks(problem, placement, sizes.block_q or 1, sizes.block_kv or 1, heads)
+        dims, padded = (problem.head_dim, problem.value_dim), columns(problem)
+        if dims != padded:
+            notes = (*notes, note("mosaic.columns", dims=dims, padded=padded))
+        return notes
+
+    def kernel(self, which: str) -> str:
+        """The name of a pass's kernel in a compiled program."""
+        return f"attnops_{self.generation}_{which}"

@@ -1,0 +1,209 @@
+"""What the kernels in Mosaic GPU support, as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ...devices import gpu_variant
+from ...planning import STATIC_MASKS, AttentionProblem, OperationConfig, Rule
+from ...scores.steps import Diagonal, Lookup, Product
+from ..choices.dtype_rules import float32_softmax
+from ..choices.function_rules import MOSAIC_GPU, function_rules
+from ..flash.flash_config import FlashAttention2Config
+from .kernel.mosaic_sizes import padded_dim
+from .mosaic_sizes import WARPS
+
+__all__ = ["JAX_NEEDED", "MOSAIC_FEATURES", "Generation", "declared_field", "is_architecture", "mosaic_rules"]
+
+# What a kernel of Mosaic GPU needs is public from here on: a kernel's output types, layouts in the interpreter, checked races.
+JAX_NEEDED = (0, 12)
+MOSAIC_FEATURES = STATIC_MASKS | {
+    "blocks", "chosen_blocks", "segment_ids", "kv_lengths", "positions", "dense_mask", "dynamic_or", "dynamic_query_offset",
+    "bias", "logits_soft_cap", "score", "sinks", "dropout", "return_lse", "gqa", "value_dim",
+}  # fmt: skip
+_MAX_DIM = 256
+_FOLDED_ROWS = 64  # queries of a kv head that the kernel in Triton makes one tile of
+_SPLIT_KEYS = 512  # the fewest keys that it divides
+_PADDED = 4 / 3  # columns computed for each of a head's
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The kernels of a generation. name: in codes. rows: of a warpgroup; block: of a block of threads, by default. fields: the
+    sizes that can be declared, by field. sums: where a tile's sums are held."""
+
+    name: str
+    rows: int
+    block: int
+    fields: Mapping[str, tuple[int, ...]]
+    sums: str
+
+
+def is_architecture(problem: AttentionProblem, architecture: str) -> bool:
+    """Whether the device is a GPU of that architecture."""
+    gpu = gpu_variant(problem.device_kind)
+    return gpu is not None and gpu.architecture == architecture
+
+
+def declared_field(config: OperationConfig, name: str) -> Any:
+    """A field of the kernels' config; None of another config."""
+    return getattr(config, name) if isinstance(config, FlashAttention2Config) else None
+
+
+def _asked(config: OperationConfig) -> bool:
+    """Whether such a kernel is declared, so that only what it can't do is a reason against it."""
+    return declared_field(config, "kernel") not in (None, "triton")
+
+
+def _programs(problem: AttentionProblem, block: int) -> int:
+    """Blocks of threads of a device."""
+    return math.ceil(problem.batch * problem.q_heads * math.ceil(problem.q_len / block) / problem.devices)
+
+
+def _fills(problem: AttentionProblem, block: int) -> bool:
+    """Whether the queries alone fill the device, or there are too few keys to divide."""
+    gpu = gpu_variant(problem.device_kind)
+    return gpu is None or 2 * _programs(problem, block) > gpu.cores or problem.kv_len < _SPLIT_KEYS
+
+
+def _widened(problem: AttentionProblem) -> float:
+    dims = problem.head_dim, problem.value_dim
+    return sum(map(padded_dim, dims)) / sum(dims)
+
+
+def _gathered(problem: AttentionProblem) -> list[str]:
+    """The score's steps that read a number for each pair from a place that follows from both."""
+    names = frozenset() if problem.score is None else problem.score.step_names(problem.contiguous_positions)
+    return sorted(names & {Diagonal.name, Lookup.name, Product.name})
+
+
+def _size_rule(of: Generation, name: str) -> Rule:
+    sizes = of.fields[name]
+    return Rule(
+        f"{of.name}.{name}",
+        name,
+        lambda p, c: declared_field(c, name) in (None, *sizes),
+        f"{name}={{c.{name}}}: the kernel's tiles have {' or '.join(map(str, sizes))} of them",
+        f"Declare {name}={' or '.join(map(str, sizes))}, or leave it out.",
+    )
+
+
+def _warps_rule(of: Generation, name: str) -> Rule:
+    return Rule(
+        f"{of.name}.{name}",
+        name,
+        lambda p, c: declared_field(c, name) is None,
+        f"{name}={{c.{name}}} is declared: here the warps follow from the blocks",
+        f"Leave {name} out.",
+    )
+
+
+def mosaic_rules(of: Generation, warps: tuple[str, ...] = WARPS) -> tuple[Rule, ...]:
+    """What every generation's kernels ask of a call. warps: the fields of warps that they don't read."""
+    return (
+        Rule(
+            f"{of.name}.jax",
+            "kernel",
+            lambda p, c: jax.__version_info__ >= JAX_NEEDED,
+            f"jax {jax.__version__}: what a kernel of Mosaic GPU needs is public from {'.'.join(map(str, JAX_NEEDED))} on",
+            "Upgrade jax; until then the kernel in Triton runs.",
+        ),
+        Rule(
+            f"{of.name}.kernel",
+            "kernel",
+            lambda p, c: declared_field(c, "kernel") != "triton",
+            "kernel='triton' is declared",
+            "Leave kernel out.",
+        ),
+        Rule(
+            f"{of.name}.dtype",
+            "runtime_dtype",
+            lambda p, c: p.runtime_dtype in ("bfloat16", "float16"),
+            "runtime dtype {p.runtime_dtype}: the kernel's products are of 16-bit numbers",
+            "Declare runtime_dtype bfloat16 or float16.",
+        ),
+        float32_softmax(of.name, "the kernel's softmax is"),
+        Rule(
+            f"{of.name}.head_dim",
+            "head_dim",
+            lambda p, c: max(p.head_dim, p.value_dim) <= _MAX_DIM,
+            f"head_dim={{p.head_dim}}, value dim {{p.value_dim}}: a tile's sums are held in {of.sums}, up to a dim of {_MAX_DIM}",
+            "Use 'vanilla'.",
+        ),
+        Rule(
+            f"{of.name}.values_in_key",
+            "value",
+            lambda p, c: p.value_columns is None,
+            "values are the first {p.value_columns} numbers of their keys: the kernel would load them twice",
+            "Nothing to change: the kernel in Triton loads them once.",
+        ),
+        Rule(
+            f"{of.name}.padding",
+            "head_dim",
+            lambda p, c: _asked(c) or _widened(p) <= _PADDED,
+            lambda p, c: (
+                f"head_dim={p.head_dim}, value dim {p.value_dim}: the kernel would copy the arrays and compute "
+                f"{padded_dim(p.head_dim)} and {padded_dim(p.value_dim)} columns"
+            ),
+            "Nothing to change: the kernel in Triton computes fewer columns. kernel='mosaic' runs this one.",
+        ),
+        Rule(
+            f"{of.name}.few_queries",
+            "q_len",
+            lambda p, c: _asked(c) or p.q_len * (p.q_heads // p.kv_heads) > _FOLDED_ROWS,
+            lambda p, c: (
+                f"q_len={p.q_len}, {p.q_heads // p.kv_heads} query heads a kv head: the kernel in Triton makes them one tile, "
+                f"this one pads each head's to {of.rows} rows"
+            ),
+            "Nothing to change. kernel='mosaic' runs this one.",
+        ),
+        Rule(
+            f"{of.name}.few_blocks",
+            "q_len",
+            lambda p, c: _asked(c) or _fills(p, of.block),
+            lambda p, c: (
+                f"{_programs(p, of.block)} blocks of {of.block} queries on a device with "
+                f"{gpu_variant(p.device_kind).cores} multiprocessors: the kernel in Triton divides the keys too"  # type: ignore[union-attr]
+            ),
+            "Nothing to change. kernel='mosaic' runs this one.",
+        ),
+        *(_size_rule(of, name) for name in of.fields),
+        *(_warps_rule(of, name) for name in warps),
+        Rule(
+            f"{of.name}.fold",
+            "fold",
+            lambda p, c: not declared_field(c, "fold"),
+            "fold=True is declared: the kernel's tiles have the rows of one query head",
+            "Leave fold out.",
+        ),
+        Rule(
+            f"{of.name}.kv_splits",
+            "kv_splits",
+            lambda p, c: declared_field(c, "kv_splits") in (None, 1),
+            "kv_splits={c.kv_splits} is declared: the kernel doesn't divide the keys",
+            "Leave kv_splits out.",
+        ),
+        Rule(
+            f"{of.name}.score_gathered",
+            "score",
+            lambda p, c: not _gathered(p),
+            lambda p, c: (
+                f"the score {p.score} adds numbers by {', '.join(_gathered(p))}: Mosaic GPU loads tiles, not a number for each "
+                "pair of a query and a key"
+            ),
+            "Nothing to change: the kernel in Triton gathers them.",
+        ),
+        *function_rules(of.name, MOSAIC_GPU),
+        Rule(
+            f"{of.name}.interpret.check_vma",
+            "interpret",
+            lambda p, c: not (p.vma and declared_field(c, "interpret")),
+            "called inside a shard_map with check_vma=True, which Pallas' interpreter can't be traced under",
+            "Leave interpret out, or pass check_vma=False to that shard_map.",
+        ),
+    )
