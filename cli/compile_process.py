@@ -24,8 +24,9 @@ __all__ = ["verified_within"]
 COMMAND = (sys.executable, "-m", "attnops.cli.compile_process")
 
 
-def verified_within(options: VerifyOptions, target: str, seconds: float) -> Iterator[TargetReport]:
-    """The report of one target as it grows. A pass that takes more than so many seconds is given up, with those after it."""
+def verified_within(options: VerifyOptions, target: str, seconds: float | None) -> Iterator[TargetReport]:
+    """The report of one target as it grows, of a process of its own. A pass that takes more than so many seconds is given up,
+    with those after it; None: no pass is."""
     process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -51,6 +52,7 @@ def verified_within(options: VerifyOptions, target: str, seconds: float) -> Iter
             f"{target}: the compiler's process ended before it planned the call (status {process.returncode})."
         )
     if late.is_set():
+        assert seconds is not None
         yield report.abandoned(f"given up after {seconds:g} s (--timeout)")
     elif report.pending:
         yield report.abandoned(f"the compiler's process ended (status {process.returncode})")

@@ -11,7 +11,7 @@ from rich.text import Text
 from ..planning.notes import is_info
 from ..verify.outcome import Outcome
 from ..verify.report import TargetReport, refusals
-from ..verify.targets import target_of
+from ..verify.targets import gpu_capability, target_of
 from .compile_process import verified_within
 from .console import fields, text, title
 from .outcomes import STYLES, WORDS
@@ -31,16 +31,19 @@ def verify_targets(options: VerifyOptions) -> list[TargetReport]:
         if target != HERE:
             target_of(target)  # before anything is compiled for the others
     reports = []
-    for target in targets:
+    for number, target in enumerate(targets):
+        before = {gpu_capability(earlier) for earlier in targets[:number]} - {None}
+        alone = bool(before) and gpu_capability(target) not in (None, *before)
         with bar(f"compile for {'this machine' if target == HERE else target}") as progress:
-            for report in _growing(options, target):
+            for report in _growing(options, target, alone):
                 progress(*report.progress)
         reports.append(report)
     return reports
 
 
-def _growing(options: VerifyOptions, target: str) -> Iterator[TargetReport]:
-    if options.timeout is None or options.lowered:
+def _growing(options: VerifyOptions, target: str, alone: bool) -> Iterator[TargetReport]:
+    """alone: in a process of its own, as Mosaic GPU compiles for one architecture in a process."""
+    if options.lowered or (options.timeout is None and not alone):
         return verified(options, target)
     return verified_within(options, target, options.timeout)
 

@@ -10,7 +10,9 @@ from typing_extensions import TypeIs
 from .algebra import Full, Mask
 from .static import Causal, SlidingWindow
 
-__all__ = ["ANY_CAUSAL", "CausalWindow", "causal_window", "causal_window_of", "is_band", "key_bounds"]
+__all__ = [
+    "ANY_CAUSAL", "CausalWindow", "causal_window", "causal_window_of", "is_band", "key_bounds", "square_flags",
+]  # fmt: skip
 
 
 class CausalWindow(NamedTuple):
@@ -50,6 +52,17 @@ def causal_window_of(parts: Iterable[Mask], offset: int | None = None) -> Causal
         else:
             left, right = _tighter(min, left, part.left), _tighter(min, right, part.right)
     return CausalWindow(causal, left, right)
+
+
+def square_flags(mask: Mask, q_len: int, kv_len: int) -> tuple[bool, tuple[int, int] | None] | None:
+    """(is_causal, local_window_size) in the terms of jax.nn if these say all of the mask and leave no row without a key, else
+    None."""
+    if isinstance(mask, Full):
+        return False, None
+    seen = causal_window(mask, offset=0)
+    if q_len != kv_len or seen is None or not seen.causal:
+        return None
+    return True, None if seen.left is None else (seen.left, 0)
 
 
 def is_band(part: Mask) -> TypeIs[Causal | SlidingWindow]:

@@ -197,6 +197,12 @@ NOTES = _kinds(
      "use_experimental_scheduler=True reaches the forward pass of tokamax's kernel, not its backward"),
     # -- flash
     ("flash.unknown_gpu", "platform", "sizes for {device} fit any GPU from sm_86 on; known GPUs are {known:list}"),
+    ("flash.tokamax_untried", "kernel", "tokamax {version}: its kernels for GPUs were tried in {tried:list}"),
+    ("flash.tokamax_interpret", "interpret",
+     "interpret=True runs tokamax's function in XLA: none of its kernels for GPUs runs in Pallas' interpreter"),
+    ("flash.tokamax_mask", "mask",
+     "the mask goes to tokamax as an array of {q_len} x {kv_len}, {size:bytes} for each head or batch that has its own",
+     "info"),
     ("flash.steps", "block_kv", "a forward tile of {keys} keys is processed {how}", "info"),
     ("mosaic.columns", "head_dim", "head dims {dims} are computed as {padded}, from copies with zeros", "info"),
     # -- arrays that come elsewhere

@@ -80,6 +80,7 @@ _SCOPED = re.compile(
 )
 _VMEM_OF_CHIP = re.compile(r"Used ([\d.]+[KMG]?) of ([\d.]+[KMG]?) vmem", re.IGNORECASE)
 _SHARED = re.compile(r"Shared memory size limit exceeded: requested (\d+), available: (\d+)")
+_PTXAS = re.compile(r"'gpu\.binary' op ptxas.*for architecture|SM version specified by \.target", re.DOTALL)
 _CUDNN = re.compile(r"cuDNN not found")
 _HBM = re.compile(r"temporaries \(([\d.]+[KMG]?)\) exceeds available HBM \(([\d.]+[KMG]?)\)")
 _HBM_ANY = re.compile(r"Used ([\d.]+[KMG]?) of ([\d.]+[KMG]?) hbm", re.IGNORECASE)
@@ -118,6 +119,11 @@ def failure(error: Exception) -> Failure:
         )
     if match := _HBM.search(text) or _HBM_ANY.search(text):
         return too_much_hbm(_bytes(match[1]), _bytes(match[2]))
+    if _PTXAS.search(text):
+        return Failure(
+            "Mosaic GPU compiles for one architecture of GPUs in a process, and this one has compiled for another. Hint: compile "
+            "in a process of its own, as attnops verify does for each architecture"
+        )
     if _CUDNN.search(text):
         return Failure("cuDNN isn't installed, which this requires on a GPU. Hint: pip install nvidia-cudnn-cu13")
     first = next(iter(text.strip().splitlines()), "no word")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import jax
@@ -66,12 +67,17 @@ def kernels_of_program(compiled: Any, text: str, platform: str, kind: str) -> tu
     return kernels(text)
 
 
-def tracing_on(mesh: Any, platform: str) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def tracing_on(mesh: Any, platform: str) -> Iterator[None]:
     """The context in which to trace a program for GPUs: from jax 0.12 on Pallas asks the current mesh which GPUs it lowers
-    for."""
-    if platform != "cuda" or mesh is None:
-        return contextlib.nullcontext()
-    return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
+    for, and other libraries' kernels ask the default device."""
+    with contextlib.ExitStack() as stack:
+        if platform == "cuda" and isinstance(mesh, Mesh):
+            stack.enter_context(jax.set_mesh(mesh))
+            stack.enter_context(jax.default_device(mesh.devices.flat[0]))
+        elif platform == "cuda" and mesh is not None:
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        yield
 
 
 def lowered_for(traced: Any, platform: str) -> Any:

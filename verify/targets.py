@@ -20,7 +20,7 @@ from .gpu.gpu_mesh import described_gpus, has_cuda_plugin
 from .gpu.gpu_target import gpu_target, is_gpu_target
 from .topology import described_mesh
 
-__all__ = ["Target", "cpu_count", "device_names", "devices_named", "not_compiled", "target_of"]
+__all__ = ["Target", "cpu_count", "device_names", "devices_named", "gpu_capability", "not_compiled", "target_of"]
 
 _MAX_CPUS = 256
 _CPU = re.compile(r"cpu:([1-9]\d{0,2})")
@@ -60,6 +60,11 @@ class Target:
         device = abstract_device(self.kind, self.cores, self.platform)
         types = (AxisType.Auto,) * len(sizes)
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
+
+
+def gpu_capability(name: str) -> tuple[int, int] | None:
+    """The compute capability of a target's GPUs; None of other targets."""
+    return gpu_specs()[gpu_target(name).name].capability if is_gpu_target(name) else None
 
 
 def target_of(name: str) -> Target:

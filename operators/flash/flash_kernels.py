@@ -15,6 +15,7 @@ from .flash_config import FlashAttention2Config
 from .flash_rules import FLASH_FEATURES, FLASH_RULES, ON_ROCM
 from .flash_sizes import resolve_flash, sizes_of, steps_note, unknown_gpu
 from .run_flash import run_flash
+from .tokamax_kernels import TokamaxKernels
 
 __all__ = ["FLASH", "NO_ROCM", "FlashKernels"]
 
@@ -31,6 +32,10 @@ class FlashKernels(Implementation[FlashAttention2Config]):
         # In the interpreter on CPU.
         tolerance={"float32": (1e-5, 3e-5), "bfloat16": (2e-2, 4e-2), "float16": (3e-3, 6e-3)},
     )
+
+    def variant(self, config: OperationConfig) -> Implementation[Any]:
+        """tokamax's kernels, if the config names them."""
+        return _TOKAMAX if self.reads(config) and self.read(config).kernel == "tokamax" else self
 
     def __call__(self, call: LocalCall) -> LocalOutput:
         """Run the kernels, forward and backward."""
@@ -89,4 +94,4 @@ class _NoKernels(Implementation[OperationConfig]):
     capability = declares(consumes=FLASH_FEATURES, rules=(ON_ROCM,), tolerance={})
 
 
-FLASH, NO_ROCM = FlashKernels(), _NoKernels()
+FLASH, NO_ROCM, _TOKAMAX = FlashKernels(), _NoKernels(), TokamaxKernels()

@@ -116,8 +116,8 @@ def mosaic_rules(of: Generation, warps: tuple[str, ...] = WARPS) -> tuple[Rule, 
         Rule(
             f"{of.name}.kernel",
             "kernel",
-            lambda p, c: declared_field(c, "kernel") != "triton",
-            "kernel='triton' is declared",
+            lambda p, c: declared_field(c, "kernel") not in ("triton", "tokamax"),
+            "kernel={c.kernel!r} is declared",
             "Leave kernel out.",
         ),
         Rule(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ...masks import Causal, Full, Mask
-from ...masks.causal_window import causal_window
+from ...masks import Causal
+from ...masks.causal_window import square_flags
 from ...planning import STATIC_MASKS, AttentionProblem, Implementation, OperationConfig, Placement, Rule, declares
 from ..call.base import Operation
 from ..call.local import LocalCall, LocalOutput
 from ..choices.dtype_rules import float32_softmax
+from ..kernels.library_attention import library_mask
 from ..notes.precision_notes import default_precision_notes
 from .kernel.jax_sdpa import jax_sdpa
 from .score_bias import ONLY_ADDS, bias_note, with_score_as_bias
@@ -28,16 +29,6 @@ class SdpaConfig(OperationConfig):
     """sdpa has no options."""
 
     operation: Literal["sdpa"] = "sdpa"
-
-
-def _flags(mask: Mask, q_len: int, kv_len: int) -> tuple[bool, tuple[int, int] | None] | None:
-    """(is_causal, local_window_size) if these express the same square mask, else None."""
-    if isinstance(mask, Full):
-        return False, None
-    seen = causal_window(mask, offset=0)
-    if q_len != kv_len or seen is None or not seen.causal:
-        return None
-    return True, None if seen.left is None else (seen.left, 0)
 
 
 def _max_head_dim(p: AttentionProblem) -> int:
@@ -98,7 +89,7 @@ class CudnnAttention(_JaxAttention):
     def __call__(self, call: LocalCall) -> LocalOutput:
         """Attend."""
         local = call.placement.local
-        flags = _flags(call.mask.mask, local.q_len, local.kv_len) if call.q_shards == 1 else None
+        flags = square_flags(call.mask.mask, local.q_len, local.kv_len) if call.q_shards == 1 else None
         return _run(call, "cudnn", flags)
 
 
@@ -141,10 +132,8 @@ def _run(
         query,
         key,
         value,
+        library_mask(call.mask, call.bias, flags is not None),
         scale=call.softmax_scale,
-        mask=None if flags else call.mask.array(),
-        all_rows_see=call.mask.all_rows_see,
-        bias=call.bias,
         is_causal=is_causal,
         window=window,
         implementation=implementation,

@@ -347,6 +347,16 @@ def bias_of_minus_infinity(rng: np.random.Generator, s: Sizes) -> Case:
 
 
 @_case
+def bias_hides_all_that_is_causal(rng: np.random.Generator, s: Sizes) -> Case:
+    """The keys that a row's mask leaves have a bias of -inf, later keys don't."""
+    i, j = _grid(s.length, s.length)
+    added = np.where((j <= i) & (i % 5 == 2), -np.inf, rng.standard_normal((s.length, s.length))).astype(np.float32)[
+        None, None
+    ]
+    return Case("", frozenset({"bias", "causal"}), {"bias": added}, j <= i, {"bias": added})
+
+
+@_case
 def soft_cap(rng: np.random.Generator, s: Sizes) -> Case:
     i, j = _grid(s.length, s.length)
     call = {"logits_soft_cap": 1.5, "softmax_scale": 0.7}

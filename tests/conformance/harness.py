@@ -13,6 +13,7 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.authoring import Operation
+from attnops.operators.flash.kernel.tokamax_attention import installed_version
 from attnops.planning import METHODS
 from attnops.verify import reference_attention, reference_gradients
 from attnops.verify.closeness import lse_size, row_error, row_sizes, term_sizes
@@ -32,7 +33,9 @@ class Implementation(NamedTuple):
 
     @property
     def capability(self):
-        return OperationRegistry.get(self.operation).capability(self.method)
+        operation = OperationRegistry.get(self.operation)
+        config = None if self.config is None else operation.config(**self.config)
+        return operation.implementation(self.method, config).capability
 
     def make(self, dtype: str, mesh: Any = None, **changes: Any) -> Any:
         configs = {} if self.config is None else {self.operation: self.config}
@@ -105,8 +108,22 @@ KERNELS = {
         "splash", "forward_tpu", {"kernel": kernel, "interpret": True, "block_q": 128, "block_kv": 128}
     )
     for kernel in ("jax", "tokamax")
+} | {
+    "flash_attn2.forward_cuda tokamax": Implementation(
+        "flash_attn2", "forward_cuda", {"kernel": "tokamax", "interpret": True}
+    )
 }
 NEEDS_TOKAMAX = pytest.mark.skipif(find_spec("tokamax") is None, reason="pip install 'attnops[tokamax]'")
+NEEDS_TOKAMAX_GPU = pytest.mark.skipif(
+    (installed_version() or ()) < (0, 0, 17), reason="pip install 'attnops[tokamax]' with Python 3.12 or later"
+)
+
+
+def needed(which: str) -> list[pytest.MarkDecorator]:
+    """Marks that skip an implementation whose library isn't here."""
+    if not which.endswith(" tokamax"):
+        return []
+    return [NEEDS_TOKAMAX_GPU if which.startswith("flash") else NEEDS_TOKAMAX]
 
 
 def _discover() -> dict[str, Implementation]:

@@ -65,6 +65,7 @@ _FEW = (*IN_HALF, "segment_ids", "kv_lengths", "sinks", "soft_cap")
 FEW = {
     "splash.forward_tpu tokamax": _FEW,
     "splash.forward_tpu jax": _FEW,
+    "flash_attn2.forward_cuda tokamax": (*_FEW, "bias"),
     "splash.forward_tpu pipelined": (
         "segment_ids",
         "bias",
@@ -122,7 +123,7 @@ def _often(which: str, name: str, layout: str, dtype: str) -> bool:
 
 def _marks(which: str, name: str, layout: str, dtype: str) -> list[pytest.MarkDecorator]:
     slow = [] if _often(which, name, layout, dtype) else [pytest.mark.slow]
-    return [*slow, harness.NEEDS_TOKAMAX] if which.endswith(" tokamax") else slow
+    return [*slow, *harness.needed(which)]
 
 
 PRODUCT = [

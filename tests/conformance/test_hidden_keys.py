@@ -151,7 +151,7 @@ OFTEN = _often()
 
 def _marks(row: tuple[Any, ...]) -> list[pytest.MarkDecorator]:
     slow = [] if row in OFTEN else [pytest.mark.slow]
-    return [*slow, harness.NEEDS_TOKAMAX] if row[0].endswith(" tokamax") else slow
+    return [*slow, *harness.needed(row[0])]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ CASES = [
         *(which, name, dtype),
         marks=[
             *([] if (which, name, dtype) in OFTEN else [pytest.mark.slow]),
-            *([harness.NEEDS_TOKAMAX] if which.endswith(" tokamax") else []),
+            *harness.needed(which),
         ],
         id=f"{which}-{name}-{dtype}",
     )

@@ -6,12 +6,11 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from ...kernels.default_promotion import default_promotion, is_strict
 from ...kernels.derivatives import once_in_reverse
-from ...kernels.primitives import where
+from ...kernels.library_attention import LibraryMask
 
 __all__ = ["jax_sdpa"]
 
@@ -20,11 +19,9 @@ def jax_sdpa(
     query: Float[Array, "batch q heads dim"],
     key: Float[Array, "batch kv kv_heads dim"],
     value: Float[Array, "batch kv kv_heads dim"],
+    masked: LibraryMask,
     *,
     scale: float,
-    mask: Bool[Array, "#batch #heads #q #kv"] | np.ndarray | None,
-    all_rows_see: bool,
-    bias: Float[Array, "#batch #heads #q #kv"] | None,
     is_causal: bool,
     window: tuple[int, int] | None,
     implementation: Literal["xla", "cudnn"],
@@ -32,18 +29,14 @@ def jax_sdpa(
     """Attend with jax.nn.dot_product_attention.
 
     This corrects two differences: for a fully masked row it would give the mean of the values (0 here), and for a
-    bias of -inf along a whole row NaN (treated as masked here). all_rows_see: the mask leaves no row without a key.
+    bias of -inf along a whole row NaN (treated as masked here).
     """
-    dtype = query.dtype
+    dtype, mask, bias = query.dtype, masked.mask, masked.bias
     if implementation == "xla" and (dtype == jnp.float16 or (dtype == jnp.bfloat16 and is_strict())):
         # XLA:CPU has no float16 dot with a float32 result, and under strict promotion jax can't lower the gradient of its own
         # bfloat16 products. The cast up is exact.
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-    mask = None if mask is None else jnp.asarray(mask)
-    if bias is not None:
-        finite = bias != -jnp.inf
-        mask = finite if mask is None else mask & finite
-        bias = where(finite, bias, 0).astype(jnp.float32 if implementation == "xla" else dtype)
+    bias = None if bias is None else bias.astype(jnp.float32 if implementation == "xla" else dtype)
     heads = query.shape[2]
     if mask is not None and mask.shape[1] not in (1, heads):
         raise AssertionError(f"mask of {mask.shape[1]} heads for {heads}")
@@ -62,8 +55,4 @@ def jax_sdpa(
     else:
         with default_promotion():
             output = attend(arrays)
-    output = output.astype(dtype)
-    if mask is None or (all_rows_see and bias is None):
-        return output
-    visible = mask.any(axis=-1).swapaxes(1, 2)[..., None]  # [batch, q, heads, 1]
-    return where(visible, output, 0)
+    return masked.zero_dead_rows(output.astype(dtype))
