@@ -38,7 +38,9 @@ class FeatureVerdict:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What `attnops certify` found out. versions: of the packages involved."""
+    """What `attnops certify` found out. versions: of the packages involved. quick: each feature once. met: cases in which features
+    meet. family: of the convention.
+    """
 
     target: str
     convention: str
@@ -49,6 +51,9 @@ class Certificate:
     features: tuple[FeatureVerdict, ...]
     wrong_cases: tuple[WrongCase, ...]
     refusals: tuple[tuple[str, str], ...]  # (features that are refused together, the message)
+    quick: bool = False
+    met: int = 0
+    family: str = "attention"
 
     def count(self, verdict: str) -> int:
         """How many features have a verdict."""

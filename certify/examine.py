@@ -113,6 +113,7 @@ def certify(
     return Certificate(
         subject.name, convention.name, convention.about, seed, len(examination.results), versions or {}, table,
         tuple(examination.wrong_cases), tuple(examination.refusals.items()),
+        quick, len(examination.results) - len(first), convention.family,
     )  # fmt: skip
 
 

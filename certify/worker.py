@@ -18,7 +18,7 @@ from .source import Subject
 __all__ = ["Worker"]
 
 _COMMAND = (sys.executable, "-m", "attnops.certify.worker_process")
-_START = 120.0  # seconds that importing the target may take
+_START = 120.0  # seconds that importing the target may take, or as many as a case
 # Nearly all of the time goes into compiling small programs that run once.
 _FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
 
@@ -72,7 +72,7 @@ class Worker:
         )
         self.starts += 1
         convention = self.subject.convention.model_dump_json()
-        answer, late = self._ask([self.subject.name, convention, list(self.subject.define)], _START)
+        answer, late = self._ask([self.subject.name, convention, list(self.subject.define)], max(_START, self.seconds))
         if answer is None or "error" in answer:
             self._end()
             why = "the import takes too long" if late else (answer or {}).get("error", "the process ended")

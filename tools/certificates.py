@@ -31,8 +31,7 @@ that it is called. This page is made by `tools/certificates.py` from the results
 - refused: the call raises an exception.
 - -: the function has no argument for it, or its documentation gives it another meaning. Which, is below the tables.
 
-The runs are quick ones: each feature alone, and ten cases in which features meet; of ejkernel each feature alone.
-`attnops certify TARGET` without `--quick` tries 200 such cases.
+[What was run](#what-was-run) has the number of cases. Unless a run is called quick, each feature ran without and with a gradient.
 
 A row that sees no key is judged where the library documents what it is; elsewhere anything but NaN counts as right. Everything
 ran on a CPU; kernels of TPUs and GPUs in Pallas' interpreter.
@@ -83,7 +82,7 @@ def page() -> str:
     parts += wrong or ["None.\n"]
     parts.append("## What was run\n")
     parts.append("| Target | Called as documented in | Cases | Versions |\n| --- | --- | --- | --- |")
-    parts += [f"| `{c.target}` | {_cell(c.about)} | {c.cases}, seed {c.seed} | {_versions(c)} |" for c in every]
+    parts += [f"| `{c.target}` | {_cell(c.about)} | {_run(c)} | {_versions(c)} |" for c in every]
     parts.append("\n## Refused, and not expressible\n")
     parts += [line for one in every for line in _why(one)]
     return "\n".join(parts).rstrip() + "\n"
@@ -126,6 +125,11 @@ def _versions(certificate: Certificate) -> str:
     return ", ".join(f"{name} {number}" for name, number in certificate.versions.items())
 
 
+def _run(certificate: Certificate) -> str:
+    how = "quick, " if certificate.quick else ""
+    return f"{how}{certificate.cases}, features meet in {certificate.met}, seed {certificate.seed}"
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|") or "-"
 
@@ -146,7 +150,7 @@ def main() -> None:
     """Run, write or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", nargs="*", default=[], metavar="TARGET")
-    parser.add_argument("--cases", type=int, default=40, help="in which features meet")
+    parser.add_argument("--cases", type=int, default=200, help="in which features meet")
     parser.add_argument("--quick", action="store_true", help="each feature once, and ten cases in which they meet")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
