@@ -38,8 +38,8 @@ class FeatureVerdict:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What `attnops certify` found out. versions: of the packages involved. quick: each feature once. met: cases in which features
-    meet. family: of the convention.
+    """What `attnops certify` found out. versions: of the packages involved. quick: each feature once. met: cases in which
+    features meet. family: of the convention.
     """
 
     target: str
