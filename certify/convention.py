@@ -46,7 +46,9 @@ class Convention(BaseModel):
 
     name: str = ""
     about: str = ""  # where the meaning is documented
-    family: Literal["attention", "recurrence"] = "attention"
+    family: Literal["attention", "pages", "latent", "indexer", "paged_indexer", "selected", "recurrence", "slots"] = (
+        "attention"
+    )
     framework: Literal["jax", "torch"] = "jax"
     package: str = ""  # the distribution to install
     target: str = ""  # module:function of the library's own
@@ -96,6 +98,8 @@ class Convention(BaseModel):
     length_step: int = 1  # lengths and head dims are multiples of these, unless a feature asks for others
     dim_step: int = 1
     cannot: dict[str, str] = {}  # feature or factor -> why it isn't judged
+    # Of families other than attention: feature or factor -> a template or several, "" for what needs no argument.
+    arguments: dict[str, str | tuple[str, ...]] = {}
 
     @field_validator(*_ARGUMENTS, mode="before")
     @classmethod
@@ -136,7 +140,7 @@ def _read(text: str, name: str) -> Convention:
         raise ConfigError(f"{name}: {error}; wanted TOML.") from None
     extends = values.pop("extends", None)
     base: dict[str, Any] = {} if extends is None else convention_named(str(extends)).model_dump(exclude_unset=True)
-    for field in ("cannot",):
+    for field in ("cannot", "arguments"):
         values[field] = {**base.get(field, {}), **values.get(field, {})}
     try:
         return Convention(**(base | {"name": re.sub(r"\.toml$", "", Path(name).name)} | values))

@@ -45,7 +45,7 @@ class Examination:
 
     def cause(self, case: Any) -> int | None:
         """The place of the shrunk case whose features this case has too."""
-        features = frozenset(case.features)
+        features = frozenset(self.family.features_of(case))
         return next((n for n, causes in enumerate(self.causes) if any(cause <= features for cause in causes)), None)
 
     def _shrink(self, case: Any, result: Judgement) -> None:
@@ -102,10 +102,10 @@ def certify(
         meeting = [one for one in wanted if one not in refused and one not in bad]
         rows = family.paired(meeting, seed, pairs)
         for n, case in enumerate(rows):
-            progress(len(first) + n, len(first) + len(rows), f"{len(case.features)} features together")
+            progress(len(first) + n, len(first) + len(rows), f"{len(family.features_of(case))} features together")
             result = examination.judge(case)
             if result.verdict == "refused" and result.what not in examination.refusals.values():
-                examination.refusals[" + ".join(one.name for one in case.features)] = result.what
+                examination.refusals[" + ".join(one.name for one in family.features_of(case))] = result.what
     if plain.verdict == "refused":
         refused[family.plain] = plain.what
     table = tuple(_verdict(one, examination, unsaid, refused, wanted) for one in (family.plain, *family.features))
@@ -128,7 +128,7 @@ def _verdict(
         return FeatureVerdict(one.name, one.title, "not tried")
     counts: Counter[str] = Counter()
     for case, result in examination.results:
-        if one in case.features or (plain and not family.essential(case)):
+        if one in family.features_of(case) or (plain and not family.essential(case)):
             counts[result.verdict] += 1
     blamed = tuple(
         n

@@ -16,7 +16,7 @@ __all__ = ["AttentionFamily", "Family"]
 
 
 class Family(ABC):
-    """The cases of one subject. A case has `features`, and is hashable. plain: the row of a case without any."""
+    """The cases of one subject, which are hashable. plain: the row of a case without features."""
 
     plain: Feature
     features: tuple[Feature, ...]
@@ -24,6 +24,10 @@ class Family(ABC):
     @abstractmethod
     def inexpressible(self, one: Feature) -> str | None:
         """Why the subject can't be asked for a feature; None if it can."""
+
+    @abstractmethod
+    def features_of(self, case: Any) -> tuple[Feature, ...]:
+        """What a case has beside plain."""
 
     @abstractmethod
     def alone(self, features: Collection[Feature], seed: int, quick: bool) -> Iterator[tuple[Feature | None, Any]]:
@@ -68,6 +72,9 @@ class AttentionFamily(Family):
 
     def inexpressible(self, one: Feature) -> str | None:
         return inexpressible(one, self.convention)
+
+    def features_of(self, case: Case) -> tuple[Feature, ...]:
+        return case.features
 
     def alone(self, features: Collection[Feature], seed: int, quick: bool) -> Iterator[tuple[Feature | None, Any]]:
         return alone(self.convention, features, seed, quick=quick)

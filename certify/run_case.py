@@ -10,7 +10,7 @@ from .case import Case
 from .judge import Judgement, judged
 from .source import Lines, Subject, lines_of
 
-__all__ = ["CaseRunner"]
+__all__ = ["CaseRunner", "raised_in"]
 
 _FILE = "<case>"
 _CLEARED_EVERY = 100  # cases: jax keeps every compiled program
@@ -41,7 +41,7 @@ class CaseRunner:
             except FloatingPointError as error:
                 return Judgement("wrong", f"NaN under debug_nans: {first_line(error)}", -1.0)
             except Exception as error:  # the target's, of whatever class
-                if isinstance(error, NameError) and _raised_here(error):
+                if isinstance(error, NameError) and raised_in(error, _FILE):
                     raise self._unwritten(str(error)) from None
                 return Judgement("refused", f"{type(error).__name__}: {first_line(error)}")
             finally:
@@ -74,12 +74,12 @@ class CaseRunner:
         )
 
 
-def _raised_here(error: BaseException) -> bool:
-    """Whether a line of the case raised an error, and not the target."""
+def raised_in(error: BaseException, file: str) -> bool:
+    """Whether a line of the case, compiled as this file, raised an error, and not the target."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename == _FILE
+    return trace is not None and trace.tb_frame.f_code.co_filename == file
 
 
 def _reset(case: Case) -> None:

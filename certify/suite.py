@@ -7,13 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ConfigError, UnknownNameError, nearest, shown
-from .case import Case
-from .cases import alone, inexpressible, paired
 from .convention import Convention, convention_named
 from .examine import Examination
-from .family import AttentionFamily
+from .families import family_of, runner_of
 from .features import FEATURES, Feature
-from .run_case import CaseRunner
 from .source import Subject
 
 __all__ = ["chosen_features", "suite"]
@@ -59,25 +56,27 @@ def suite(
     declared = convention if isinstance(convention, Convention) else convention_named(convention)
     if not callable(function):
         raise ConfigError(f"suite got {shown(function)}; wanted a function.")
-    left_out = chosen_features(without) if without else ()
-    wanted = [one for one in chosen_features(features) if one not in left_out and inexpressible(one, declared) is None]
     name, define = _imported_as(function)
-    run = CaseRunner(Subject(name, declared, ()), function)
-    cases: dict[str, Case] = {}
-    for one, case in alone(declared, wanted, seed, quick=False):
+    subject = Subject(name, declared, define)
+    family = family_of(subject)
+    left_out = chosen_features(without, family.features) if without else ()
+    chosen = chosen_features(features, family.features)
+    wanted = [one for one in chosen if one not in left_out and family.inexpressible(one) is None]
+    run = runner_of(Subject(name, declared, ()), function)
+    cases: dict[str, Any] = {}
+    for one, case in family.alone(wanted, seed, False):
         of = "plain" if one is None else one.name
         cases[of if of not in cases else f"{of}-gradient"] = case
-    for n, case in enumerate(paired(declared, wanted, seed, pairs)):
+    for n, case in enumerate(family.paired(wanted, seed, pairs)):
         cases[f"together-{n + 1}"] = case
 
     @pytest.mark.parametrize("case", list(cases.values()), ids=list(cases))
-    def test(case: Case) -> None:
+    def test(case: Any) -> None:
         result = run(case)
         if result.verdict == "refused":
             pytest.skip(result.what)
         if result.verdict == "wrong":
-            subject = Subject(name, declared, define)
-            examination = Examination(subject, AttentionFamily(subject), run)
+            examination = Examination(subject, family, run)
             examination.record(case, result)
             smallest = examination.wrong_cases[0]
             pytest.fail(f"{smallest.what}: {', '.join(smallest.features)}\n\n{smallest.script}", pytrace=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,22 @@ import jax.numpy as jnp
 from ..authoring import Operation
 from ..distribution import VERSION
 from ..errors import ConfigError, UnknownNameError, nearest, shown
-from ..operators.recurrent import RecurrentOperation
+from ..operators.paged import PagedOperation
+from ..operators.recurrent import RecurrentOperation, SlotsOperation
+from ..operators.selection import Indexer, PagedIndexer, SelectedAttention
 from ..registry import OperationMetadata, OperationRegistry
 from .convention import Convention, built_in_conventions, convention_named
-from .family import AttentionFamily, Family
-from .recurrence import RecurrenceFamily
 from .source import Subject
 
-__all__ = ["family_of", "rivals", "subject_named", "versions_of"]
+__all__ = ["rivals", "subject_named", "versions_of"]
 
+_LATENT = "latent"
+# How attnops' operations are called, by what they are; the first that fits.
+_CONVENTIONS: tuple[tuple[type, str], ...] = (
+    (SlotsOperation, "attnops:slots"), (RecurrentOperation, "attnops:recurrence"), (PagedIndexer, "attnops:paged_indexer"),
+    (PagedOperation, "attnops:pages"), (Indexer, "attnops:indexer"), (SelectedAttention, "attnops:selected"),
+    (Operation, "attnops"),
+)  # fmt: skip
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -72,55 +79,96 @@ def _required(convention: Convention) -> None:
 
 def _operation(target: str) -> Subject:
     name, _, method = target.partition(".")
+    if name == _LATENT:
+        return _latent(target, method)
     if name not in OperationRegistry.names():
         known = (*OperationRegistry.names(), *rivals())
         raise UnknownNameError(
-            f"no target {shown(target)}; wanted an operation of attnops, module:function with --as, or one of "
+            f"no target {shown(target)}; wanted an operation of attnops, latent, module:function with --as, or one of "
             f"{', '.join(rivals())}.{nearest(target, known)}"
         )
     operation: Any = OperationRegistry.get(name)
-    if issubclass(operation, RecurrentOperation) and not method:
-        convention = Convention(
-            name="attnops", about="docs/how-to/recurrent.md", package="attnops", family="recurrence"
-        )
-        return Subject(target, convention, ("import attnops", f'f = attnops.OperationRegistry.create("{name}")'))
-    if not issubclass(operation, Operation):
+    convention = next((own for base, own in _CONVENTIONS if issubclass(operation, base)), None)
+    if convention is None:
         raise ConfigError(
-            f"{target} has no certificate: those of operations over pages and slots, of indexers and of a recurrence's kernel "
-            "aren't written; certify an operation on query, key and value, or a recurrent one."
+            f"{target} has no certificate: no convention of attnops says how {operation.__name__} is called."
         )
     changes: dict[str, Any] = {"fallback": "error"}
+    define = []
     if method:
         methods = operation.declared_methods()
         if method not in methods:
             raise UnknownNameError(
                 f"{name} has no {shown(method)}; wanted {', '.join(methods)}.{nearest(method, methods)}"
             )
-        changes |= _forcing(operation, method)
-        x = jax.ShapeDtypeStruct((1, 8, 2, 8), jnp.float32)
-        ran = OperationRegistry.create(name, OperationMetadata(**changes)).plan(x, x, x).method
-        if ran != method:
-            raise ConfigError(
-                f"{target} doesn't run here, {name} runs {ran}; certify {name} where there is such a device."
-            )
+        changes = _forcing(operation, method)  # a step that only writes may fall back
+        define = ["from attnops.certify.forced import only", f'f = only("{method}", f)']
+        if convention == "attnops":
+            changes |= {"fallback": "error"}
+            x = jax.ShapeDtypeStruct((1, 8, 2, 8), jnp.float32)
+            ran = OperationRegistry.create(name, OperationMetadata(**changes)).plan(x, x, x).method
+            if ran != method:
+                raise ConfigError(
+                    f"{target} doesn't run here, {name} runs {ran}; certify {name} where there is such a device."
+                )
+            define = []
     arguments = ", ".join(f"{field}={value!r}" for field, value in changes.items())
     create = f'f = attnops.OperationRegistry.create("{name}", attnops.OperationMetadata({arguments}))'
-    return Subject(target, convention_named("attnops"), ("import attnops", create))
+    return Subject(target, _with_layout(convention_named(convention), operation), ("import attnops", create, *define))
+
+
+def _with_layout(convention: Convention, operation: Any) -> Convention:
+    """The convention of an operation whose name stands for one layout of pages."""
+    layout = getattr(operation, "cache_layout", None)
+    if layout is None:
+        return convention
+    if layout == "latent":
+        raise ConfigError(
+            f"{operation.name} is paged over latents alone; wanted paged, whose feature latent is the same: "
+            "attnops certify paged --feature latent."
+        )
+    cannot = convention.cannot | {
+        "layout_of_pages": "the name stands for one layout",
+        "latent": "the name stands for one layout",
+    }
+    return convention.model_copy(update={"always": (*convention.always, f"@ layout='{layout}'"), "cannot": cannot})
+
+
+def _latent(target: str, inside: str) -> Subject:
+    """LatentAttention around an operation on query, key and value."""
+    inside = inside or "vanilla"
+    whole = [name for name in OperationRegistry.names() if issubclass(OperationRegistry.get(name), Operation)]
+    if inside not in whole:
+        raise UnknownNameError(
+            f"no operation {shown(inside)} inside latent attention; wanted {', '.join(whole)}; over pages it is a feature of "
+            f"paged.{nearest(inside, whole)}"
+        )
+    operation: Any = OperationRegistry.get(inside)
+    kernel = next((m for m in operation.declared_methods() if _forcing(operation, m).get("operation_configs")), None)
+    changes = {"fallback": "error"} | ({} if kernel is None else _forcing(operation, kernel))
+    arguments = ", ".join(f"{field}={value!r}" for field, value in changes.items())
+    define = (
+        f'f = functools.partial(attnops.LatentAttention, "{inside}", metadata=attnops.OperationMetadata({arguments}))'
+    )
+    return Subject(target, convention_named("attnops:latent"), ("import functools, attnops", define))
 
 
 def _forcing(operation: Any, method: str) -> dict[str, Any]:
     """Fields of the metadata with which a method runs here: a kernel in Pallas' interpreter."""
     config = operation.implementation(method, None).config
-    if config is not None and "interpret" in config.model_fields:
-        return {"operation_configs": {config.model_fields["operation"].default: {"interpret": True}}}
+    if config is not None and "interpret" in config.model_fields and method != "forward_native":
+        name = config.model_fields["operation"].default
+        of_kernel = method.removeprefix("forward_")
+        chosen = {"kernel": of_kernel} if of_kernel in _kernels(config) else {}
+        return {"operation_configs": {name: {"interpret": True} | chosen}}
     return {"backend": "cpu"} if method == "forward_native" else {}
 
 
-def family_of(subject: Subject) -> Family:
-    """The cases of a subject."""
-    if subject.convention.family == "recurrence":
-        return RecurrenceFamily(subject, OperationRegistry.get(subject.name))
-    return AttentionFamily(subject)
+def _kernels(config: Any) -> tuple[str, ...]:
+    """What a config's field `kernel` takes, if it has one."""
+    field = config.model_fields.get("kernel")
+    literals = () if field is None else (get_args(one) for one in (field.annotation, *get_args(field.annotation)))
+    return tuple(value for values in literals for value in values if isinstance(value, str))
 
 
 def versions_of(subject: Subject) -> dict[str, str]:

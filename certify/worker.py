@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,8 +25,18 @@ _START = 120.0  # seconds that importing the target may take, or as many as a ca
 _FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
 
 
+def _waited(pid: int) -> dict[str, float]:
+    """Seconds for which each thread of a process was ready and had no CPU; nothing where the system doesn't say."""
+    found = {}
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread that has ended
+            found[thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+    return found
+
+
 class Worker:
-    """Runs the cases of one subject, each within `seconds`. A context manager; the process starts with the first case.
+    """Runs the cases of one subject, each within `seconds`. A context manager; the process starts with the first case. Time in
+    which the process waits for a CPU isn't counted, so that a busy machine isn't a wrong case.
 
     Errors: AttnOpsError if the target can't be imported.
     """
@@ -80,17 +92,25 @@ class Worker:
 
     def _ask(self, request: Any, seconds: float) -> tuple[Any, bool]:
         """(the answer, None if there is none; whether time ran out)."""
-        process, late = self.process, threading.Event()
+        process, late, done = self.process, threading.Event(), threading.Event()
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
 
-        def end() -> None:
+        def watch() -> None:
+            started, before = time.monotonic(), _waited(process.pid)
+            left = seconds
+            while left > 0:
+                if done.wait(left):
+                    return
+                now = _waited(process.pid)
+                waited = max((spent - before.get(thread, 0.0) for thread, spent in now.items()), default=0.0)
+                left = seconds - (time.monotonic() - started - waited)
             late.set()
             process.kill()
 
-        timer = threading.Timer(seconds, end)
-        timer.start()
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
         try:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
@@ -99,7 +119,8 @@ class Worker:
         except (BrokenPipeError, json.JSONDecodeError):
             return None, late.is_set()
         finally:
-            timer.cancel()
+            done.set()
+            watcher.join()
 
     def _end(self) -> int:
         process, self.process = self.process, None

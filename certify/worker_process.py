@@ -5,16 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from ..errors import AttnOpsError, first_line
-from ..registry import OperationRegistry
-from .case import Case
 from .convention import Convention
-from .recurrence import RecurrenceCase
-from .run_case import CaseRunner
-from .run_recurrence import RecurrenceRunner
+from .families import case_of, runner_of
 from .source import Subject
 
 __all__ = ["main"]
@@ -31,12 +26,7 @@ def main() -> None:
 
     name, convention, define = json.loads(sys.stdin.readline())
     subject = Subject(name, Convention.model_validate_json(convention), tuple(define))
-    run: Any
-    case_of: Callable[..., Any]
-    if subject.convention.family == "recurrence":
-        run, case_of = RecurrenceRunner(subject, OperationRegistry.get(name)), RecurrenceCase
-    else:
-        run, case_of = CaseRunner(subject), Case
+    run = runner_of(subject)
     try:
         run.start()
     except Exception as error:  # the target's
@@ -45,7 +35,7 @@ def main() -> None:
     send({})
     for line in sys.stdin:
         try:
-            send(list(run(case_of(**json.loads(line)))))
+            send(list(run(case_of(subject, json.loads(line)))))
         except AttnOpsError as error:  # of the convention
             send({"error": str(error)})
 

@@ -8,13 +8,15 @@ from typing import NamedTuple
 from rich.text import Text
 
 from ..certify.badge import badge
+from ..certify.calls import KINDS
 from ..certify.certificate import Certificate
 from ..certify.convention import built_in_conventions
 from ..certify.examine import certify
+from ..certify.families import family_of
 from ..certify.features import FEATURES
 from ..certify.page import certificate_page, result_text
 from ..certify.suite import chosen_features
-from ..certify.targets import family_of, rivals, subject_named, versions_of
+from ..certify.targets import rivals, subject_named, versions_of
 from ..certify.worker import Worker
 from ..errors import ConfigError
 from .console import fields, table, text, title
@@ -103,8 +105,9 @@ def print_certificate(certificate: Certificate, written: list[Path]) -> None:
 def list_names() -> None:
     """Print the names that targets, --as and --feature take."""
     rows = [
-        ("targets", "operations of attnops, module:function with --as"), ("targets", ", ".join(rivals())),
+        ("targets", "operations of attnops, latent, module:function with --as"), ("targets", ", ".join(rivals())),
         ("--as", f"{', '.join(built_in_conventions())}, or a .toml file"),
         *(("--feature", f"{one.name}: {one.title}") for one in FEATURES),
+        *((f"of {family}", f"{one.name}: {one.title}") for family, kind in KINDS.items() for one in kind.features),
     ]  # fmt: skip
     text().print(fields(rows))

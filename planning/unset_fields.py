@@ -51,7 +51,12 @@ class UnsetFieldsModel(BaseModel, metaclass=_Explaining):
 
     # Populate by name too: when an instance is validated again, its fields have their names.
     model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always", populate_by_name=True
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        revalidate_instances="always",
+        populate_by_name=True,
+        defer_build=True,
     )
 
     @model_validator(mode="after")

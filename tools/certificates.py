@@ -14,12 +14,17 @@ import tomllib
 from pathlib import Path
 
 from attnops.certify import Certificate
-from attnops.certify.family import AttentionFamily
-from attnops.certify.features import FEATURES
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER, PAGE = ROOT / "docs" / "certificates", ROOT / "docs" / "certificates.md"
 SHORT = {"right": "right", "wrong": "**wrong**", "refused": "refused", "not expressible": "-", "not tried": ""}
+
+# The tables of attnops' own operations, by the family of their calls.
+FAMILIES = {
+    "attention": "attnops", "pages": "attnops: steps over pages", "latent": "attnops: latent attention",
+    "indexer": "attnops: indexers", "paged_indexer": "attnops: indexers over pages", "selected": "attnops: selected keys",
+    "recurrence": "attnops: recurrences", "slots": "attnops: recurrences over slots",
+}  # fmt: skip
 
 HEAD = """# Certificates
 
@@ -43,7 +48,7 @@ def certificates() -> list[Certificate]:
     found = [
         Certificate.from_dict(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(FOLDER.glob("*.json"))
     ]
-    return sorted(found, key=lambda one: (one.convention == "attnops", one.target))
+    return sorted(found, key=lambda one: (one.convention.startswith("attnops"), one.target))
 
 
 def file_name(target: str) -> str:
@@ -71,12 +76,13 @@ def page() -> str:
     """The page."""
     every, known = certificates(), issues()
     parts = [HEAD]
-    for title, some in (
-        ("Libraries", [one for one in every if one.convention != "attnops"]),
-        ("attnops", [one for one in every if one.convention == "attnops"]),
-    ):
-        parts.append(f"## {title}\n")
-        parts += _tables(some)
+    own = [one for one in every if one.convention.startswith("attnops")]
+    parts.append("## Libraries\n")
+    parts += _tables([one for one in every if one not in own])
+    for family, title in FAMILIES.items():
+        if some := [one for one in own if one.family == family]:
+            parts.append(f"## {title}\n")
+            parts += _tables(some)
     parts.append("## Wrong cases\n")
     wrong = [line for one in every for line in _wrong_cases(one, known)]
     parts += wrong or ["None.\n"]
@@ -96,10 +102,10 @@ def _tables(some: list[Certificate]) -> list[str]:
         lines.append(f"| Feature | {' | '.join(f'`{one.target}`' for one in columns)} |")
         lines.append(f"| --- |{' --- |' * len(columns)}")
         by_name = [{row.feature: row for row in one.features} for one in columns]
-        for feature in (AttentionFamily.plain, *FEATURES):
+        for feature in columns[0].features:
             cells = []
             for one, rows in zip(columns, by_name, strict=True):
-                row = rows[feature.name]
+                row = rows[feature.feature]
                 links = [f"[{n + 1}](certificates/{file_name(one.target)}-{n + 1}.py)" for n in row.wrong_cases]
                 cells.append(" ".join([SHORT[row.verdict], *links]))
             lines.append(f"| {feature.title} | {' | '.join(cells)} |")
@@ -155,7 +161,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     for target in arguments.run:
-        command = [sys.executable, "-m", "attnops", "certify", target, "--json", "--timeout", "900"]
+        command = [sys.executable, "-m", "attnops", "certify", target, "--json", "--timeout", "300"]
         command += ["--quick"] if arguments.quick else ["--cases", str(arguments.cases)]
         ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if not ran.stdout:

@@ -92,16 +92,16 @@ cap_ignored = _wrong("cap ignored")
 
 
 @jax.custom_vjp
-def _half_gradient(x):
+def half_gradient(x):
     return x
 
 
-_half_gradient.defvjp(lambda x: (x, None), lambda _, d: (d / 2,))
+half_gradient.defvjp(lambda x: (x, None), lambda _, d: (d / 2,))
 
 
 def wrong_gradient(q, k, v, **more):
     """The gradient of the key is half of what it should be."""
-    return attend(q, _half_gradient(k), v, **more)
+    return attend(q, half_gradient(k), v, **more)
 
 
 def aborts_with_bias(q, k, v, **more):

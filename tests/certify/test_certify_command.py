@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,6 +12,7 @@ import pytest
 from attnops.certify import Certificate, built_in_conventions, convention_named
 from attnops.certify.badge import badge
 from attnops.certify.cases import alone, inexpressible, paired
+from attnops.certify.families import family_of
 from attnops.certify.features import FEATURES
 from attnops.certify.page import certificate_page
 from attnops.certify.source import Subject, script
@@ -62,7 +64,8 @@ def test_a_wrong_function_ends_with_1_and_its_files_say_so(
         (["vanilla", "--feature", "windw"], "Did you mean 'window'?"),
         (["vanilla", "--as", "jax.nn"], "own convention"),
         (["vanilla.forward_tpu"], "forward_native"),
-        (["paged"], "paged"),
+        (["multi_latent_ragged_page_attention_v1"], "--feature latent"),
+        (["latent.spalsh"], "Did you mean 'splash'?"),
         (["splash.forward_rocm"], "forward_rocm"),
         (["x.:y", "--as", "jax.nn"], "module:function"),
         (["vanilla", "--html", "/no/such/folder/a.html"], "not a folder"),
@@ -103,7 +106,7 @@ def test_a_convention_that_makes_no_call_is_refused(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", built_in_conventions())
+@pytest.mark.parametrize("name", [n for n in built_in_conventions() if convention_named(n).family == "attention"])
 def test_every_case_of_every_convention_is_python(name: str) -> None:
     convention = convention_named(name)
     subject = Subject(name, convention, ("from library import f",))
@@ -115,6 +118,25 @@ def test_every_case_of_every_convention_is_python(name: str) -> None:
         compile(text, name, "exec")
         for placeholder in ("{terms}", "{arguments}", "{options}", "{left}", "{q}", "{bias}", "{segments}", "{heads}"):
             assert placeholder not in text
+
+
+TARGETS = ("paged", "unified_attention", "latent", "indexer", "paged_indexer", "selected", "kda", "ragged_mamba2")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_case_of_a_target_is_python(name: str) -> None:
+    subject = subject_named(name)
+    family = family_of(subject)
+    features = [one for one in family.features if family.inexpressible(one) is None]
+    cases = [case for _, case in family.alone(features, 0, False)] + family.paired(features, 0, 30)
+    assert len(cases) > 40
+    for case in cases:
+        text = family.script(case, "a case")
+        compile(text, name, "exec")
+        assert not re.search(r"\{(arguments|options|left|dim|tokens|k_new|layout)\}", text)
+        assert all(
+            len(family.features_of(smaller)) <= len(family.features_of(case)) for smaller in family.smaller(case)
+        )
 
 
 def test_rivals_have_a_package_and_a_function() -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from attnops import OperationRegistry
 from attnops.certify import Certificate, certify
-from attnops.certify.recurrence import RecurrenceFamily
-from attnops.certify.run_recurrence import RecurrenceRunner
-from attnops.certify.targets import family_of, subject_named
+from attnops.certify.families import family_of, runner_of
+from attnops.certify.features import Feature
+from attnops.certify.targets import subject_named
 
 REQUIRED = {
     "kda": {"decay", "beta", "initial_state", "segment_ids", "lengths"},
@@ -23,15 +23,17 @@ REQUIRED = {
 
 def _certified(name: str, **more: Any) -> Certificate:
     subject = subject_named(name)
-    family = family_of(subject)
-    assert isinstance(family, RecurrenceFamily)
-    return certify(subject, RecurrenceRunner(subject, OperationRegistry.get(name)), family=family, **more)
+    return certify(subject, runner_of(subject), family=family_of(subject), **more)
+
+
+def _features(name: str) -> tuple[Feature, ...]:
+    return family_of(subject_named(name)).features
 
 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_nothing_is_wrong(name: str) -> None:
     factors = ("decay", "beta", "bias", "initial_state", "segment_ids", "lengths", "gradient", "tokens")
-    features = [one for one in RecurrenceFamily.features if one.factor in factors and one.level != "chunks"]
+    features = [one for one in _features(name) if one.factor in factors and one.level != "chunks"]
     certificate = _certified(name, features=features, quick=True, pairs=2)
     found = {one.feature: one.verdict for one in certificate.features}
     assert {one for one, verdict in found.items() if verdict == "right"} == {
@@ -46,7 +48,7 @@ def test_an_operation_that_ignores_its_state_is_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         operation, "__call__", lambda self, *a, **more: call(self, *a, **{**more, "initial_state": None})
     )
-    features = [one for one in RecurrenceFamily.features if one.name in ("initial_state", "decay", "heads.gqa")]
+    features = [one for one in _features("simple_gla") if one.name in ("initial_state", "decay", "heads.gqa")]
     certificate = _certified("simple_gla", features=features)
     (case,) = certificate.wrong_cases
     assert case.features == ("initial_state",)
@@ -68,7 +70,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         operation, "__call__", lambda self, *a, **more: call(self, *a, **{**more, "value": half(more["value"])})
     )
-    features = [one for one in RecurrenceFamily.features if one.name == "gradient"]
+    features = [one for one in _features("simple_gla") if one.name == "gradient"]
     (case,) = _certified("simple_gla", features=features).wrong_cases
     assert case.features == ("gradient",)
     assert case.what.startswith("gradient of value is wrong")

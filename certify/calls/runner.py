@@ -1,0 +1,111 @@
+"""CallRunner: run a case of a kind in this process, and judge it against its float64 reference."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+
+from ...errors import ConfigError, first_line
+from ...verify.closeness import row_error
+from ..judge import TOLERANCES, Judgement
+from ..run_case import raised_in
+from ..source import Subject
+from .case import CallCase
+from .kind import Kind
+from .lines import lines_of
+
+__all__ = ["CallRunner"]
+
+_FILE = "<case>"
+_CLEARED_EVERY = 100  # cases: jax keeps every compiled program
+
+
+class CallRunner:
+    """Runs cases of one subject. `given`: what stands in for `f`, where the function is at hand and needn't be imported."""
+
+    def __init__(self, subject: Subject, kind: Kind, given: Any = None) -> None:
+        self.subject, self.kind, self.given = subject, kind, given
+        self.count = 0
+
+    def start(self) -> None:
+        """Import the target. Errors: those of the import."""
+        exec(
+            "\n".join(
+                ("import jax, jax.numpy as jnp, numpy as np", *self.subject.convention.imports, *self.subject.define)
+            ),
+            {},
+        )
+
+    def __call__(self, case: CallCase) -> Judgement:
+        """An exception of the target is a refusal; NaN that jax found at its request is not."""
+        import jax
+
+        self.count += 1
+        if self.count % _CLEARED_EVERY == 0:
+            jax.clear_caches()
+        lines, space = lines_of(self.kind.parts(case, self.subject), case, self.subject), dict[str, Any]()
+        exec("\n".join(lines.imports), space)
+        if self.given is not None:
+            space["f"] = self.given
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                exec(self._compiled((*lines.options, *lines.inputs, *lines.call)), space)
+            except FloatingPointError as error:
+                return Judgement("wrong", f"NaN under debug_nans: {first_line(error)}", -1.0)
+            except Exception as error:  # the target's, of whatever class
+                if isinstance(error, NameError) and raised_in(error, _FILE):
+                    raise self._unwritten(str(error)) from None
+                return Judgement("refused", f"{type(error).__name__}: {first_line(error)}")
+            finally:
+                jax.config.update("jax_enable_x64", False)
+                jax.config.update("jax_debug_nans", False)
+            shapes = [x.shape for x in space["got"]]
+            try:
+                exec("\n".join(lines.expected), space)
+            except (ValueError, IndexError):  # of what was given, whose shape isn't the one that is expected
+                return Judgement("wrong", f"results have shapes {', '.join(map(str, shapes))}", -1.0)
+        return self._judged(case, lines.names, space)
+
+    def _compiled(self, lines: tuple[str, ...]) -> Any:
+        try:
+            return compile("\n".join(lines), _FILE, "exec")
+        except SyntaxError as error:
+            raise self._unwritten(f"{error.msg} in {(error.text or '').strip()}") from None
+
+    def _unwritten(self, why: str) -> ConfigError:
+        convention = self.subject.convention
+        return ConfigError(
+            f"convention {convention.name}: {why}; docs/certify.md lists what a call of family {convention.family} may name."
+        )
+
+    def _judged(self, case: CallCase, names: tuple[str, ...], space: dict[str, Any]) -> Judgement:
+        forward, backward = TOLERANCES[case.level("dtype")]
+        found = []
+        for n, (name, got, want) in enumerate(zip(names, space["got"], space["want"], strict=True)):
+            if got.shape != want.shape:
+                return Judgement("wrong", f"{name} has shape {got.shape}; expected {want.shape}", -1.0)
+            same = ~np.isfinite(want) & np.where(
+                np.isnan(want), np.isnan(got), got == want
+            )  # an lse of no key, an unused slot
+            got, want = (np.where(same, 0, x) for x in (got, want))
+            if not np.isfinite(got).all():
+                return Judgement("wrong", f"{name} {self.kind.infinite}", -1.0)
+            tolerance = forward
+            if name.startswith("gradient of "):  # the terms of a derivative in a direction may cancel
+                of, tolerance = name.removeprefix("gradient of "), backward
+                sizes = np.maximum(np.abs(want), np.sqrt(((space["slopes"][of] * space["u"][of]) ** 2).sum()))
+            elif "sizes" in space:
+                sizes = np.asarray(space["sizes"][n])
+            else:  # a row is as large as its largest number, and no smaller than is usual
+                rows = np.abs(want).max(axis=-1, keepdims=True, initial=0.0)
+                sizes = np.maximum(rows, np.sqrt((want**2).mean()))
+            error = row_error(got, want, sizes, case.level("dtype"))
+            if error > tolerance:
+                return Judgement(
+                    "wrong", f"{name} is wrong by {error:.2g} of its size; rounding explains {tolerance:.2g}", error
+                )
+            found.append(Judgement("right", name, error))
+        return max(found, key=lambda one: one.error)
