@@ -52,9 +52,10 @@ def on_cpu(data: dict[str, Any]) -> Iterator[str]:
         yield from table(head, rows)
     if "decode" in data:
         yield (
-            "One token of each sequence, as a multiple of reading and writing the states once, in place. The delta rule reads a "
-            "state before it is written, the others after it: XLA makes a loop of each, and a core's cache holds what is read "
-            "again only in steps over slots, which take a block of heads at a time."
+            "One token of each sequence, as a multiple of reading and writing the states once, in place. A state is read, then "
+            "read again and written: XLA makes a loop of each, over all states, as it gives a loop that writes a part of an "
+            "array to one core. Steps over slots take a block of heads at a time, which a core's cache holds, and are compared "
+            "with one core."
         )
         over = data.get("slots", {})
         rows = [

@@ -108,8 +108,8 @@ def _one_token(
     document: jax.Array | None,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """`chunked` of one token: the state is read once where it is written, and once for the outputs or, by the delta rule, for key
-    and query together."""
+    """`chunked` of one token: the state is read once for the query and, by the delta rule, the key, and once where it is
+    written."""
     group, out_dtype = value.shape[1] // query.shape[1], query.dtype
     query, key = (jnp.repeat(x.astype(jnp.float32), group, 1) for x in (query, key))  # [batch, heads, 1, dim]
     value, kept = value.astype(jnp.float32), kept_of(log_decay.astype(jnp.float32))
@@ -122,12 +122,13 @@ def _one_token(
     before, of_rows = initial_state.astype(jnp.float32), Kept(*(jnp.swapaxes(x, 2, 3) for x in kept))
     product = functools.partial(jnp.einsum, "bhik,bhkv->bhiv", precision=lax.Precision.HIGHEST)
     if beta is None:
-        # Read after it is written: a state that is read for something else isn't written in place.
-        state = of_rows.of(before, jnp.swapaxes(key, 2, 3) * value)
-        return (scale * product(query, state)).astype(out_dtype), state
-    read = product(jnp.concatenate([key, query], 2) * kept.whole, before)
-    update = beta.astype(jnp.float32)[..., None] * (value - read[:, :, :1])
-    outputs = scale * (read[:, :, 1:] + jnp.sum(query * key, 3, keepdims=True) * update)
+        read = product(query * kept.whole, before)
+        # The value, as no decay is below 0: what depends on the read is written after it, so in place.
+        update = jnp.where(jnp.abs(read) < -kept.whole[..., :1], read, value)
+    else:
+        both = product(jnp.concatenate([query, key], 2) * kept.whole, before)
+        read, update = both[:, :, :1], beta.astype(jnp.float32)[..., None] * (value - both[:, :, 1:])
+    outputs = scale * (read + jnp.sum(query * key, 3, keepdims=True) * update)
     state = of_rows.of(before, jnp.swapaxes(key, 2, 3) * update)
     return outputs.astype(out_dtype), state
 
