@@ -6,6 +6,7 @@ from typing import Literal
 
 from ..planning import AttentionProblem
 from ..planning.notes import note
+from .blackwell import BLACKWELL
 from .call.base import Operation
 from .choices.mask_blocks import has_blocks
 from .flash import FLASH, NO_ROCM
@@ -31,6 +32,7 @@ class BlockSparse(Operation):
     name = "blocksparse"
     config = BlockSparseConfig
     forward_tpu = SPLASH
+    forward_blackwell = BLACKWELL
     forward_hopper = HOPPER
     forward_cuda = FLASH
     forward_rocm = NO_ROCM

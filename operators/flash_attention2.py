@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .blackwell import BLACKWELL
 from .call.base import Operation
 from .flash import FLASH, NO_ROCM, FlashAttention2Config
 from .hopper import HOPPER
@@ -17,6 +18,7 @@ class FlashAttention2(Operation):
     name = "flash_attn2"
     config = FlashAttention2Config
     forward_tpu = SPLASH
+    forward_blackwell = BLACKWELL
     forward_hopper = HOPPER
     forward_cuda = FLASH
     forward_rocm = NO_ROCM

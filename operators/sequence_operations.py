@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from .blackwell import BLACKWELL
 from .call.base import Operation
 from .flash import FLASH, NO_ROCM
 from .hopper import HOPPER
@@ -34,6 +35,7 @@ class RingAttention(Operation):
     sequence_parallel: ClassVar[str | None] = "ring"
     backend_operation: ClassVar[str | None] = "splash"
     forward_tpu = SPLASH
+    forward_blackwell = BLACKWELL
     forward_hopper = HOPPER
     forward_cuda = FLASH
     forward_rocm = NO_ROCM
@@ -48,6 +50,7 @@ class UlyssesAttention(Operation):
     sequence_parallel: ClassVar[str | None] = "ulysses"
     backend_operation: ClassVar[str | None] = "splash"
     forward_tpu = SPLASH
+    forward_blackwell = BLACKWELL
     forward_hopper = HOPPER
     forward_cuda = FLASH
     forward_rocm = NO_ROCM

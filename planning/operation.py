@@ -19,7 +19,7 @@ __all__ = ["METHODS", "PlannedOperation"]
 # A platform's own methods, best first; forward_native is the last choice on all of them.
 METHODS: dict[str, tuple[str, ...]] = {
     "tpu": ("forward_tpu",),
-    "cuda": ("forward_hopper", "forward_cuda", "forward_gpu"),
+    "cuda": ("forward_blackwell", "forward_hopper", "forward_cuda", "forward_gpu"),
     "rocm": ("forward_rocm", "forward_gpu"),
     "gpu": ("forward_gpu",),
     "cpu": ("forward_cpu",),

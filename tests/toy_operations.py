@@ -11,7 +11,9 @@ from attnops.operators import Operation
 from attnops.operators.vanilla import Vanilla
 from attnops.planning import ALL_FEATURES, OperationConfig, Rule, implementation
 
-PLATFORM_METHODS = ("forward_tpu", "forward_gpu", "forward_hopper", "forward_cuda", "forward_rocm", "forward_cpu")
+PLATFORM_METHODS = (
+    "forward_tpu", "forward_gpu", "forward_blackwell", "forward_hopper", "forward_cuda", "forward_rocm", "forward_cpu",
+)  # fmt: skip
 
 
 class ToyConfig(OperationConfig):

@@ -1,7 +1,7 @@
 """Operation: a name, a config class and forward methods; describe -> plan -> place -> run -> return.
 
 A subclass defines `forward_native`, which runs anywhere, and `forward_tpu`, `forward_gpu`, `forward_cuda`, `forward_hopper`,
-`forward_rocm`, `forward_cpu` only where there is something better. Each is declared with @implementation.
+`forward_blackwell`, `forward_rocm`, `forward_cpu` only where there is something better. Each is declared with @implementation.
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ _MIN = 16  # rows of a product on tensor cores
 class FlashAttention2Config(OperationConfig):
     """Block sizes, warps and stages of the GPU kernels. A field that is unset or None is chosen from shapes and device.
 
-    kernel: what attnops' kernels are written in, 'mosaic' (Hopper alone) or 'triton'; or 'tokamax', whose kernels run instead.
+    kernel: what attnops' kernels are written in, 'mosaic' (Hopper and Blackwell) or 'triton'; 'blackwell': those of Mosaic GPU
+    for Blackwell alone, which the interpreter runs too, where 'mosaic' stands for those for Hopper; or 'tokamax', whose kernels
+    run instead.
     block_q, block_kv: query rows and keys per tile of the forward pass, powers of two; they determine what a multiprocessor
     holds. num_warps: warps that share a tile, 1, 2, 4, 8 or 16. num_stages: tiles of keys being loaded from memory at once.
     *_dkv: for the gradients of key and value, *_dq: for that of the query. kv_splits: parts of the keys that the forward pass
@@ -31,7 +33,7 @@ class FlashAttention2Config(OperationConfig):
     """
 
     operation: Literal["flash_attn2"] = "flash_attn2"
-    kernel: Literal["mosaic", "tokamax", "triton"] | None = None
+    kernel: Literal["mosaic", "blackwell", "tokamax", "triton"] | None = None
     block_q: int | None = None
     block_kv: int | None = None
     num_warps: int | None = None

@@ -44,8 +44,8 @@ FLASH_RULES = (
     Rule(
         "flash.kernel",
         "kernel",
-        lambda p, c: not (isinstance(c, FlashAttention2Config) and c.kernel == "mosaic"),
-        "kernel='mosaic' is declared, and these kernels are written in Triton",
+        lambda p, c: not (isinstance(c, FlashAttention2Config) and c.kernel not in (None, "triton")),
+        "kernel='{c.kernel}' is declared, and these kernels are written in Triton",
         "Leave kernel out, or declare 'triton'.",
     ),
     *function_rules("flash", TRITON),

@@ -13,16 +13,17 @@ from ..call.local import LocalCall, LocalOutput
 from ..choices.mask_blocks import block_remarks
 from ..flash.flash_candidates import flash_tuned_fields
 from ..flash.flash_kernels import FlashKernels
+from .kernel.mosaic_sizes import MosaicSizes
 from .mosaic_rules import is_architecture
-from .mosaic_sizes import MOSAIC_FIELDS, WARPS, Sizing, columns, fields_of, tiles_of
+from .mosaic_sizes import MOSAIC_FIELDS, Sizing, columns, fields_of, tiles_of
 from .run_mosaic import run_mosaic
 
 if TYPE_CHECKING:
     from .kernel.mosaic_attention import PartialMosaic
 
-__all__ = ["MosaicKernels"]
+__all__ = ["WARPS_OF_GROUP", "MosaicKernels"]
 
-_WARPS = 4  # of a warpgroup
+WARPS_OF_GROUP = 4
 
 
 class MosaicKernels(FlashKernels):
@@ -34,7 +35,7 @@ class MosaicKernels(FlashKernels):
     # What a config says for this kernel to run in the interpreter, which knows no generation.
     interpreted_as: ClassVar[str]
     # Warps of a block that don't compute.
-    helping: ClassVar[int] = _WARPS
+    helping: ClassVar[int] = WARPS_OF_GROUP
 
     def serves(self, problem: Any) -> bool:
         """The generation; and any device whose config asks for this kernel to be interpreted."""
@@ -62,10 +63,10 @@ class MosaicKernels(FlashKernels):
         return self.sizing.resolve(problem, placement, self.read(problem.config))
 
     def passes(self, config: OperationConfig, backward: bool) -> tuple[PassSizes, ...]:
-        """One kernel forward, two backward."""
+        """One kernel forward; two backward, where there are some."""
         return tuple(
             PassSizes(which, sizes.block_q, sizes.block_kv, self.kernel(which), loading=self.helping)
-            for which, sizes in tiles_of(self.read(config))._asdict().items()
+            for which, sizes in self._tiles(config).items()
             if (which != "forward") == backward
         )
 
@@ -76,21 +77,20 @@ class MosaicKernels(FlashKernels):
         del placement
         return {
             self.kernel(which): self.sizing.shared_of(which, problem, sizes)
-            for which, sizes in tiles_of(self.read(config))._asdict().items()
+            for which, sizes in self._tiles(config).items()
             if which == "forward" or problem.mode == "__train__"
         }
 
     def tuned_fields(self, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
         """The unset sizes."""
         unset = flash_tuned_fields(problem, placement, self.read(problem.config))
-        return tuple(name for name in unset if name not in (*WARPS, "kv_splits"))
+        return tuple(name for name in unset if any(name in MOSAIC_FIELDS[which] for which in self.sizing.tiles))
 
     def candidates(self, problem: AttentionProblem, placement: Placement) -> Mapping[str, tuple[dict[str, Any], ...]]:
         """Sizes around the default choice that fit into shared memory."""
         config, free = self.read(problem.config), self.tuned_fields(problem, placement)
-        chosen = tiles_of(self.read(self.resolve(problem, placement)))
-        near: dict[str, list[dict[str, Any]]] = {}
-        for which, sizes in chosen._asdict().items():
+        near = {which: list[dict[str, Any]]() for which in MOSAIC_FIELDS}
+        for which, sizes in self._tiles(self.resolve(problem, placement)).items():
             found: dict[tuple[Any, ...], dict[str, Any]] = {}
             for one in self.sizing.near(which, sizes):
                 fields = {name: size for name, size in fields_of(which, one).items() if name in free}
@@ -116,13 +116,20 @@ class MosaicKernels(FlashKernels):
         return None
 
     def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
-        """A mask's blocks, and columns that are added."""
+        """A mask's blocks, columns that are added, and gradients without a kernel."""
         sizes, heads = self.read(config), placement.local.q_heads
         notes = block_remarks(problem, placement, sizes.block_q or 1, sizes.block_kv or 1, heads)
         dims, padded = (problem.head_dim, problem.value_dim), columns(problem)
         if dims != padded:
             notes = (*notes, note("mosaic.columns", dims=dims, padded=padded))
+        if problem.mode == "__train__" and not self.passes(config, backward=True):
+            notes = (*notes, note("mosaic.gradients"))
         return notes
+
+    def _tiles(self, config: OperationConfig) -> dict[str, MosaicSizes]:
+        """The sizes of a filled config, by the passes that have kernels."""
+        sizes = tiles_of(self.read(config))._asdict()
+        return {which: sizes[which] for which in self.sizing.tiles}
 
     def kernel(self, which: str) -> str:
         """The name of a pass's kernel in a compiled program."""

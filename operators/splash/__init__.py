@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ...planning import OperationConfig
+from ..blackwell import BLACKWELL
 from ..call.base import Operation
 from ..flash import FLASH, NO_ROCM
 from ..hopper import HOPPER
@@ -21,6 +22,7 @@ class Splash(Operation):
     name = "splash"
     config: ClassVar[type[OperationConfig]] = SplashConfig
     forward_tpu = SPLASH
+    forward_blackwell = BLACKWELL
     forward_hopper = HOPPER
     forward_cuda = FLASH
     forward_rocm = NO_ROCM

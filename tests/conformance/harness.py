@@ -68,7 +68,7 @@ PIPELINED = {
         },
     )
 }
-# Two tiles for a length of 80, in one place after the other. test_hopper.py runs it, where jax's interpreter can.
+# Two tiles for a length of 80, in one place after the other. test_mosaic.py runs it, where jax's interpreter can.
 HOPPER = Implementation(
     "flash_attn2",
     "forward_hopper",
@@ -82,9 +82,16 @@ HOPPER = Implementation(
         **dict.fromkeys(("num_stages", "num_stages_dkv", "num_stages_dq"), 1),
     },
 )
-# What can't run here, or only in part: test_refusals.py and test_hopper.py ask these what they declare.
+BLACKWELL = Implementation(
+    "flash_attn2",
+    "forward_blackwell",
+    {"interpret": True, "kernel": "blackwell", "block_q": 256, "block_kv": 64, "num_stages": 1},
+)
+MOSAIC = {"hopper": HOPPER, "blackwell": BLACKWELL}
+# What can't run here, or only in part: test_refusals.py and test_mosaic.py ask these what they declare.
 DECLARED_ONLY = {
     "flash_attn2.forward_hopper": HOPPER,
+    "flash_attn2.forward_blackwell": BLACKWELL,
     "sdpa.forward_cuda": Implementation("sdpa", "forward_cuda", backend="cuda"),
     "selected.forward_native": Implementation(
         "selected", "forward_native"

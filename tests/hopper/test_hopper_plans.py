@@ -83,7 +83,8 @@ def test_an_older_jax_is_the_reason_for_triton(operation: str) -> None:
 @pytest.mark.parametrize("kind", [A100, B200])
 def test_other_gpus_do_not_ask_it(kind: str) -> None:
     plan = _plan(kind)
-    assert (plan.method, plan.rejected) == ("forward_cuda", ())
+    assert plan.method == "forward_cuda"
+    assert not any(one.implementation.endswith("hopper") for one in plan.rejected)
 
 
 REFUSED = {

@@ -96,8 +96,8 @@ def test_a_file_is_short_and_says_what_it_is(name: str) -> None:
 
 # Where implementations are written. What is known of one stands there, and nobody else asks for its name or its config's class.
 IMPLEMENTATIONS = (
-    "operators/splash/", "operators/flash/", "operators/mosaic/", "operators/hopper/", "operators/paged/", "operators/vanilla/",
-    "operators/sdpa/",
+    "operators/splash/", "operators/flash/", "operators/mosaic/", "operators/hopper/", "operators/blackwell/", "operators/paged/",
+    "operators/vanilla/", "operators/sdpa/",
 )  # fmt: skip
 
 ASKING = ("operators/", "planning/", "verify/", "advising/", "cli/")

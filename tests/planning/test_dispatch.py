@@ -19,12 +19,12 @@ from attnops.sharding import virtual_mesh
 # A platform's own methods, best first: cuda and rocm are both gpus, and theirs go first.
 OWN = {
     "tpu": ["forward_tpu"],
-    "cuda": ["forward_hopper", "forward_cuda", "forward_gpu"],
+    "cuda": ["forward_blackwell", "forward_hopper", "forward_cuda", "forward_gpu"],
     "rocm": ["forward_rocm", "forward_gpu"],
     "gpu": ["forward_gpu"],
     "cpu": ["forward_cpu"],
 }
-SUBSETS = [set(s) for n in range(7) for s in itertools.combinations(toy.PLATFORM_METHODS, n)]
+SUBSETS = [set(s) for n in range(8) for s in itertools.combinations(toy.PLATFORM_METHODS, n)]
 
 
 # Made up; jax 0.9 tells a described device's platform by its kind alone.
@@ -83,7 +83,7 @@ def test_native_by_dispatch_is_no_fallback():
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [("NVIDIA H200", "forward_hopper"), ("AMD Instinct MI300X", "forward_rocm"), ("GPU ?", "forward_gpu")],
+    [("NVIDIA H200", "forward_blackwell"), ("AMD Instinct MI300X", "forward_rocm"), ("GPU ?", "forward_gpu")],
 )
 def test_a_gpu_in_an_abstract_mesh_is_told_by_its_name(kind, method):
     """jax calls every vendor's device 'gpu' there, and abstract meshes are what there is under jit."""

@@ -53,7 +53,7 @@ class MosaicBlock:
         raise NotImplementedError
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
-        """Places in shared memory, and barriers, by name."""
+        """Places in memory, and barriers, by name; those that share a place by their names with a blank between."""
         raise NotImplementedError
 
     def place(self) -> tuple[Any, Any, Any]:

@@ -28,11 +28,19 @@ def launch(
     arrays = once([vary(x, axes) for x in arrays], title)
     scratch = kernel.scratch(inputs["query"].dtype)
     names = (*inputs, *outputs, *scratch)
+
+    def body(*refs: Any) -> None:
+        by_name: dict[str, Any] = {}
+        for name, ref in zip(names, refs, strict=True):
+            several = name.split()  # those that share a place
+            by_name |= dict(zip(several, ref if len(several) > 1 else (ref,), strict=True))
+        kernel(by_name)
+
     interpreted: dict[str, Any] = {}
     if kernel.interpret:
         interpreted["interpret"] = plgpu.InterpretGPUParams(detect_races=True)  # type: ignore[attr-defined] # not in jax 0.10
     run = plgpu.kernel(
-        lambda *refs: kernel(dict(zip(names, refs, strict=True))),
+        body,
         out_type=tuple(varying_as(arrays[0], *shape_and_dtype) for shape_and_dtype in outputs.values()),
         grid=(inputs["query"].shape[0] * kernel.heads * kernel.blocks,),
         grid_names=(BLOCKS,),

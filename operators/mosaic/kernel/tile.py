@@ -50,8 +50,8 @@ def _with_negations(mask: Mask) -> Mask:
 
 class MosaicTile(TileMask):
     """A warpgroup's tile of a batch row and query head. first_row, first_key: where it begins on this device. sizes: of the tiles
-    of its block. columns: a reference to 0, 1, ... in shared memory. by_keys: [lines, block_q rows] instead of
-    [lines, block_kv keys]."""
+    of its block. columns: a reference to 0, 1, ... in shared memory; None where the compiler knows the numbers of a thread's
+    columns. by_keys: [lines, block_q rows] instead of [lines, block_kv keys]. keys: those of a part of a tile."""
 
     lines: ClassVar[int]  # rows of a warpgroup, or its keys
     in_registers: ClassVar[Any]  # how the tile's numbers lie in the registers of a warpgroup
@@ -67,13 +67,14 @@ class MosaicTile(TileMask):
         columns: Any,
         *,
         by_keys: bool = False,
+        keys: int | None = None,
     ) -> None:
         batch, self.head = place
         super().__init__(logits.static_args, refs, batch)
         self.logits, self.block_kv, self.columns = logits, sizes.block_kv, columns
         self.first = {"q": first_row, "kv": first_key}
         self.axis = {"q": int(by_keys), "kv": int(not by_keys)}
-        self.shape = (self.lines, sizes.block_q if by_keys else sizes.block_kv)
+        self.shape = (self.lines, sizes.block_q if by_keys else keys or sizes.block_kv)
 
     def visible(self) -> list[jax.Array]:
         """The tests that a visible key passes, each of the tile's shape."""
@@ -121,8 +122,9 @@ class MosaicTile(TileMask):
 
     def _numbers(self, dim: str) -> jax.Array:
         """Those of the rows or of the keys, on this device."""
-        if not self.axis[dim]:
-            return plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.in_registers) + self.first[dim]
+        axis = self.axis[dim]
+        if axis == 0 or self.columns is None:
+            return plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=self.in_registers) + self.first[dim]
         # Computed ones would be kept in registers throughout a loop.
         numbers = plgpu.load(self.columns, layout=self.in_registers.reduce(0)) + self.first[dim]  # type: ignore[call-arg] # of jax 0.10
         return lax.broadcast_in_dim(numbers, self.shape, (1,))

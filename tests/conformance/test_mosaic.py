@@ -1,4 +1,4 @@
-"""The Hopper kernel: each case agrees with the reference in Pallas' interpreter, which looks for races, or is refused."""
+"""The kernels in Mosaic GPU: each case agrees with the reference in Pallas' interpreter, which looks for races, or is refused."""
 
 from __future__ import annotations
 
@@ -24,24 +24,28 @@ CELLS = [
 
 @pytest.mark.skipif(not RUNS, reason=f"jax {jax.__version__}: the interpreter of {JAX_NEEDED} looks for races")
 @pytest.mark.parametrize(("name", "layout", "dtype"), CELLS)
-def test_agrees_or_refuses(name: str, layout: str, dtype: str) -> None:
-    case = cases.build(name, layout, SIZES)
-    attend, tensors = harness.HOPPER.make(dtype), harness.draw(case, dtype)
+@pytest.mark.parametrize("generation", harness.MOSAIC)
+def test_agrees_or_refuses(generation: str, name: str, layout: str, dtype: str) -> None:
+    case, kernel = cases.build(name, layout, SIZES), harness.MOSAIC[generation]
+    attend, tensors = kernel.make(dtype), harness.draw(case, dtype)
     qkv = harness.handed_over(case, tensors, dtype, layout)
     plan = attend.plan(*qkv, layout=layout, **case.call)
-    refusal = {f"feature.{feature}" for feature in case.features - harness.HOPPER.capability.consumes}
+    refusal = {f"feature.{feature}" for feature in case.features - kernel.capability.consumes}
     codes = {
-        r.code for rejected in plan.rejected for r in rejected.reasons if rejected.implementation.endswith("_hopper")
+        r.code
+        for rejected in plan.rejected
+        for r in rejected.reasons
+        if rejected.implementation.endswith(f"_{generation}")
     }
-    refusal |= {"hopper.values_in_key"} if plan.problem.values_in_key else set()
-    refusal |= {"hopper.score_gathered"} if name == "relative_bias" else set()
+    refusal |= {f"{generation}.values_in_key"} if plan.problem.values_in_key else set()
+    refusal |= {f"{generation}.score_gathered"} if name == "relative_bias" else set()
     assert codes == refusal
     if refusal:
         assert plan.implementation is None
         with pytest.raises(RefusedError):
             attend(*qkv, layout=layout, **case.call)
         return
-    assert plan.method == "forward_hopper"
-    published = harness.HOPPER.capability.tolerance[dtype]
+    assert plan.method == f"forward_{generation}"
+    published = kernel.capability.tolerance[dtype]
     want = harness.expect(case, tensors)
     harness.agree(harness.run(attend, case, tensors, dtype, layout), want, published.forward, published.backward)

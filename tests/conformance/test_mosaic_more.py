@@ -1,4 +1,4 @@
-"""The Hopper kernels in Pallas' interpreter, which looks for races: head dims, sizes of tiles, features together, hidden keys."""
+"""The kernels in Mosaic GPU in Pallas' interpreter: head dims, sizes of tiles, features together, hidden keys."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: the interpreter of {JAX_NEEDED} looks for races", allow_module_level=True)
 
 SIZES = cases.Sizes(batch=1, heads=2, kv_heads=1, length=80)
-TILES = harness.HOPPER.config or {}
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("generation", harness.MOSAIC)]
 
 
-def _check(case: cases.Case, dim: int = cases.DIM, hidden: slice | None = None, **config: Any) -> None:
-    dtype, layout = "bfloat16", "bthd"
-    attend = harness.HOPPER._replace(config=TILES | config).make(dtype)
+def _check(generation: str, case: cases.Case, dim: int = cases.DIM, hidden: slice | None = None, **config: Any) -> None:
+    dtype, layout, kernel = "bfloat16", "bthd", harness.MOSAIC[generation]
+    attend = kernel._replace(config=(kernel.config or {}) | config).make(dtype)
     tensors = harness.draw(case, dtype, dim)
     want = harness.expect(case, tensors, dim)
     if hidden is not None:
@@ -33,31 +32,46 @@ def _check(case: cases.Case, dim: int = cases.DIM, hidden: slice | None = None, 
         key[:, hidden], value[:, hidden] = np.nan, np.inf
         tensors = tensors._replace(key=key, value=value)
     plan = attend.plan(*harness.handed_over(case, tensors, dtype, layout), layout=layout, **case.call)
-    assert plan.method == "forward_hopper", plan.rejected
-    published = harness.HOPPER.capability.tolerance[dtype]
+    assert plan.method == f"forward_{generation}", plan.rejected
+    published = kernel.capability.tolerance[dtype]
     harness.agree(harness.run(attend, case, tensors, dtype, layout), want, published.forward, published.backward)
 
 
 @pytest.mark.parametrize(
     "dims", [(32, 32), (64, 64), (128, 128), (96, 128), (80, 48), (192, 128), (64, 256), (256, 256)], ids=str
 )
-def test_head_dims(dims: tuple[int, int]) -> None:
+def test_head_dims(generation: str, dims: tuple[int, int]) -> None:
     case = cases.build("causal_window", "bthd", SIZES)
     case.heads = case.kv_heads = 1
     case.value_dim = dims[1]
-    _check(case, dims[0])
+    alone = {"block_q": 128} if generation == "blackwell" and dims[1] > 128 else {}  # what tensor memory holds
+    _check(generation, case, dims[0], **alone)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+TILES = {
+    "hopper": (
         {"block_q": 64, "block_q_dq": 64, "block_kv_dkv": 128, "block_q_dkv": 128},
         {"block_kv": 128, "block_kv_dq": 128, "block_kv_dkv": 128, "num_stages": 2, "num_stages_dkv": 3},
-    ],
-)
+    ),
+    "blackwell": ({"block_q": 128, "num_stages": 2}, {"block_kv": 128, "num_stages": 2}),
+}
+
+
+@pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("name", ["causal_window", "segment_ids", "chosen_blocks"])
-def test_tiles(name: str, config: dict[str, Any]) -> None:
-    _check(cases.build(name, "bthd", replace(SIZES, length=200)), **config)
+def test_tiles(generation: str, name: str, which: int) -> None:
+    _check(generation, cases.build(name, "bthd", replace(SIZES, length=200)), **TILES[generation][which])
+
+
+@pytest.mark.parametrize("rows", [128, 256])
+def test_weights_in_the_place_of_their_logits(generation: str, rows: int) -> None:
+    """Where tensor memory has no more room: 128 keys, and values of 128 numbers for 256 rows, of 256 for 128."""
+    if generation != "blackwell":
+        pytest.skip("logits are in registers")
+    case = cases.build("causal_window", "bthd", replace(SIZES, length=300))
+    case.heads = case.kv_heads = 1
+    case.value_dim = 32768 // rows
+    _check(generation, case, 64, block_q=rows, block_kv=128)
 
 
 def _together(sizes: cases.Sizes) -> cases.Case:
@@ -78,12 +92,12 @@ def _together(sizes: cases.Sizes) -> cases.Case:
     )  # fmt: skip
 
 
-def test_features_together() -> None:
-    _check(_together(replace(SIZES, length=150)))
+def test_features_together(generation: str) -> None:
+    _check(generation, _together(replace(SIZES, length=150)))
 
 
 @pytest.mark.parametrize("name", ["causal_window", "gqa"])
-def test_dropout_is_the_same_everywhere(name: str) -> None:
+def test_dropout_is_the_same_everywhere(generation: str, name: str) -> None:
     """A weight that another path keeps, or drops, changes its row by far more than the tolerance."""
     case, probability = cases.build(name, "bthd", SIZES), 0.3
     key = jax.random.key(3)
@@ -92,19 +106,19 @@ def test_dropout_is_the_same_everywhere(name: str) -> None:
     assert abs(keep.mean() - 0.7) < 0.02
     case.call |= {"dropout_prob": probability, "deterministic": False, "dropout_rng": key}
     case.reference |= {"keep": keep, "keep_probability": 1 - probability}
-    _check(case)
+    _check(generation, case)
 
 
-def test_bias_and_score_together() -> None:
+def test_bias_and_score_together(generation: str) -> None:
     """A bias by head and key, one by query, and a score with a number for each row."""
     case, rng = cases.build("forgetting", "bthd", SIZES), np.random.default_rng(5)
     bias = rng.standard_normal((1, case.heads, 1, case.kv_len)).astype(np.float32)
     case.call |= {"bias": bias, "logits_soft_cap": 3.0}
     case.reference |= {"bias": bias, "soft_cap": 3.0}
     case.differentiate = (*case.differentiate, "bias")
-    _check(case)
+    _check(generation, case)
 
 
-def test_hidden_keys_may_hold_anything() -> None:
+def test_hidden_keys_may_hold_anything(generation: str) -> None:
     case = _together(SIZES)
-    _check(case, hidden=slice(SIZES.length - 9, None))
+    _check(generation, case, hidden=slice(SIZES.length - 9, None))

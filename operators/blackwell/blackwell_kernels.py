@@ -1,0 +1,44 @@
+"""The Blackwell kernels as an implementation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from ...planning import declares
+from ..mosaic.mosaic_kernels import WARPS_OF_GROUP, MosaicKernels
+from ..mosaic.mosaic_rules import MOSAIC_FEATURES
+from ..mosaic.mosaic_sizes import Sizing
+from .blackwell_rules import BLACKWELL_RULES
+from .blackwell_sizes import BlackwellSizing
+
+if TYPE_CHECKING:
+    from ..mosaic.kernel.mosaic_attention import PartialMosaic
+
+__all__ = ["BLACKWELL", "BlackwellKernels"]
+
+
+class BlackwellKernels(MosaicKernels):
+    """attnops' kernels for Blackwell."""
+
+    devices = "Blackwell"
+    generation: ClassVar[str] = "blackwell"
+    architecture: ClassVar[str] = "blackwell"
+    interpreted_as: ClassVar[str] = "blackwell"
+    helping: ClassVar[int] = 2 * WARPS_OF_GROUP  # one group corrects sums; one loads and issues products
+    sizing: ClassVar[Sizing] = BlackwellSizing()
+    capability = declares(
+        consumes=MOSAIC_FEATURES,
+        rules=BLACKWELL_RULES,
+        # In the interpreter on CPU.
+        tolerance={"bfloat16": (2e-2, 4e-2), "float16": (3e-3, 6e-3)},
+    )
+
+    @staticmethod
+    def partial() -> type[PartialMosaic]:
+        """See MosaicKernels."""
+        from .kernel.blackwell_attention import PartialBlackwell
+
+        return PartialBlackwell
+
+
+BLACKWELL = BlackwellKernels()

@@ -1,0 +1,345 @@
+"""The forward pass: online softmax over the tiles of keys that a block of rows sees, with logits and sums in tensor memory.
+
+One or two warpgroups compute softmaxes, each of 128 rows of its own, and read the logits' products from tensor memory and write
+the weights there. Another corrects the sums when a row's maximum has grown, and writes the output. Of the last one, a warp loads
+by TMA and another issues the products: the softmax of one tile runs beside the products of another.
+
+Where tensor memory is too small for logits and weights, the weights of a tile lie where its logits were, and the next tile's
+logits are written there once their product has ended.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...flash.kernel.weigh import weigh
+from ...kernels.lse import LN2, LOG2E
+from ...mosaic.kernel.block import WARPGROUPS, MosaicBlock, along_rows
+from .blackwell_sizes import PART, ROWS, apart, places
+from .tile import BY_ROW, OUTPUT, TILE, BlackwellTile
+
+__all__ = ["BlackwellForward"]
+
+_LOAD, _MULTIPLY = 0, 1  # warps
+# Registers per thread of warpgroups for softmaxes, for the sums, and for loads and products, by the number of the first. A block
+# begins with an equal share of the multiprocessor's registers in units of 8; what some give up is all that others can take.
+_REGISTERS = {1: (240, 184, 80), 2: (192, 88, 40)}
+_CHUNK = 32  # columns of sums that are corrected at once
+
+
+@dataclass(frozen=True)
+class BlackwellForward(MosaicBlock):
+    """`block_q` rows of a query head."""
+
+    chunk: ClassVar[int] = _CHUNK
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups for softmaxes, with 128 rows each."""
+        return self.sizes.block_q // ROWS
+
+    @property
+    def warpgroups(self) -> int:
+        """See MosaicBlock."""
+        return self.groups + 2
+
+    @property
+    def places(self) -> int:
+        """Places for the logits of a warpgroup's rows."""
+        return places(self.sizes)
+
+    @property
+    def apart(self) -> bool:
+        """Whether weights don't lie where their logits were."""
+        return apart(self.sizes, self.dims[1])
+
+    def __call__(self, refs: dict[str, Any]) -> None:
+        warpgroup, place = lax.axis_index(WARPGROUPS), self.place()
+        soft, corrects, helps = _REGISTERS[self.groups]
+        for group in range(self.groups):
+
+            @pl.when(warpgroup == group)
+            def _softmax(group: int = group) -> None:
+                plgpu.set_max_registers(soft, action="increase")
+                self.softmax(refs, place, group)
+
+        @pl.when(warpgroup == self.groups)
+        def _correct() -> None:
+            plgpu.set_max_registers(corrects, action="decrease" if self.groups > 1 else "increase")
+            self.correct(refs, place)
+
+        @pl.when(warpgroup == self.groups + 1)
+        def _help() -> None:
+            plgpu.set_max_registers(helps, action="decrease")
+
+            @plgpu.warp_map
+            def _warps(warp: Any) -> None:
+                pl.when(warp == _LOAD)(lambda: self.load(refs, place))
+                pl.when(warp == _MULTIPLY)(lambda: self.multiply(refs, self.count(refs, place)))
+
+    def count(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> Any:
+        """The number of the block's tiles."""
+        batch, head, q_block = place
+        return self.table.count(refs["schedule"], batch, head, q_block)
+
+    # -- the warps that load and multiply ----------------------------------------------------------------------------
+
+    def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
+        """The queries, and the tiles of keys and values."""
+        batch, head, q_block = place
+        for group in range(self.groups):
+            first = q_block * self.sizes.block_q + group * ROWS
+            rows = self.rows(refs["query"], batch, head, first, ROWS)
+            plgpu.copy_gmem_to_smem(rows, refs["query_tile"].at[group], refs["query_full"].at[group])
+        self.load_keys(refs, place)
+
+    def multiply(self, refs: dict[str, Any], count: Any) -> None:
+        """Issue the products of all tiles."""
+
+        def logits(tile: Any, group: int) -> None:
+            slot, last = lax.rem(tile, self.sizes.stages), group == self.groups - 1
+            if group == 0:
+                plgpu.barrier_wait(refs["key_full"].at[slot])
+            keys = refs["key_tiles"].at[slot].transpose((1, 0))
+            at = self.at(tile, group)
+            if not self.apart:
+                pl.when(tile >= self.places)(lambda: plgpu.barrier_wait(refs["weights_free"].at[at]))
+            self.of_place(
+                tile,
+                lambda where: plgpu.tcgen05_mma(
+                    refs[f"logits{group}{where}"], refs["query_tile"].at[group], keys, refs["logits_full"].at[at],
+                    accumulate=False,
+                ),
+            )  # fmt: skip
+            if last:
+                plgpu.tcgen05_commit_arrive(refs["key_free"].at[slot])
+
+        def values(tile: Any, group: int) -> None:
+            slot, last = lax.rem(tile, self.sizes.stages), group == self.groups - 1
+            plgpu.barrier_wait(refs["weights_full"].at[self.at(tile, group)])
+            if group == 0:
+                plgpu.barrier_wait(refs["value_full"].at[slot])
+            self.of_place(
+                tile,
+                lambda where: plgpu.tcgen05_mma(
+                    refs[f"sums{group}"], refs[f"weights{group}{where}"], refs["value_tiles"].at[slot],
+                    refs["sums_full"].at[group], accumulate=tile > 0,
+                ),
+            )  # fmt: skip
+            if last:
+                plgpu.tcgen05_commit_arrive(refs["value_free"].at[slot])
+            at = self.at(tile, group)  # the last tiles' are waited for by nobody
+            pl.when(tile + self.places < count)(lambda: plgpu.tcgen05_commit_arrive(refs["weights_free"].at[at]))
+
+        def next_logits(tile: Any, group: int) -> None:
+            pl.when(tile + 1 < count)(lambda: logits(tile + 1, group))
+
+        @pl.when(count > 0)
+        def _first() -> None:
+            for group in range(self.groups):
+                plgpu.barrier_wait(refs["query_full"].at[group])
+                logits(jnp.int32(0), group)
+
+        @pl.loop(0, count)
+        def _tile(tile: Any) -> None:
+            for group in range(self.groups):
+                steps = (values, next_logits) if self.places == 1 else (next_logits, values)
+                for step in steps:
+                    step(tile, group)
+
+        @pl.when(count == 0)
+        def _none() -> None:
+            for group in range(self.groups):
+                plgpu.barrier_wait(refs["query_full"].at[group])
+
+    def at(self, tile: Any, group: int) -> Any:
+        """The number of the barrier of a tile's place."""
+        return group if self.places == 1 else group * self.places + lax.rem(tile, self.places)
+
+    def of_place(self, tile: Any, run: Callable[[int], None]) -> None:
+        """run(number) for the place of a tile: tensor memory isn't indexed by traced numbers."""
+        for number in range(self.places):
+            if self.places == 1:
+                run(number)
+            else:
+                pl.when(lax.rem(tile, self.places) == number)(functools.partial(run, number))
+
+    # -- those that compute ------------------------------------------------------------------------------------------
+
+    def softmax(self, refs: dict[str, Any], place: tuple[Any, Any, Any], group: int) -> None:
+        """The weights of a warpgroup's rows, and their lse."""
+        batch, head, q_block = place
+        sizes, first_row = self.sizes, q_block * self.sizes.block_q + group * ROWS
+        dtype = refs["query_tile"].dtype
+        parts = range(0, sizes.block_kv, PART)
+
+        def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
+            count, peak, total = carry
+            at = self.at(count, group)
+            plgpu.barrier_wait(refs["logits_full"].at[at])
+            raw = self._read(refs, count, group)
+            first_key = kv_block * sizes.block_kv
+            tiles, xs, factor = [], [], 1.0
+            for first, one in zip(parts, raw, strict=True):
+                tile = BlackwellTile(
+                    self.logits, refs, (batch, head), first_row, first_key + first, sizes, None, keys=PART
+                )
+                x, factor, _ = weigh(tile, one, masked)
+                tiles.append(tile)
+                xs.append(x)
+            highest = xs[0].max(axis=1)
+            for x in xs[1:]:
+                highest = jnp.maximum(highest, x.max(axis=1))
+            new_peak = jnp.maximum(peak, highest * factor)
+            # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
+            hidden = masked or "bias" in refs or self.logits.static_args.score is not None
+            shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak) if hidden else new_peak
+            shrink = jnp.exp2(peak - shift)
+            refs["shrink"].at[at][...] = shrink
+            plgpu.barrier_arrive(refs["shrink_full"].at[at])
+            total = total * shrink
+            written = []
+            for tile, x in zip(tiles, xs, strict=True):
+                weights = jnp.exp2(x * factor - along_rows(shift, x.shape))
+                total = total + weights.sum(axis=1)
+                written.append(tile.dropped(weights, tile.keep()).astype(dtype))
+            if self.apart:
+                pl.when(count >= self.places)(lambda: plgpu.barrier_wait(refs["weights_free"].at[at]))
+            self._write(refs, count, group, written)
+            plgpu.barrier_arrive(refs["weights_full"].at[at])
+            return count + 1, new_peak, total
+
+        carry = (jnp.int32(0), *self._start(refs, head))
+        _, peak, total = self.table.fold_tiles(refs["schedule"], batch, head, q_block, 0, 1, visit, carry)
+        visible = total > 0
+        safe = jnp.where(visible, total, 1.0)
+        refs["totals"].at[group][...] = total
+        refs["lse_rows"].at[group][...] = jnp.where(visible, (peak + jnp.log(safe) * LOG2E) * LN2, -jnp.inf)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs["totals_full"].at[group])
+        plgpu.copy_smem_to_gmem(refs["lse_rows"].at[group], refs["lse"].at[batch, head, pl.ds(first_row, ROWS)])
+        plgpu.wait_smem_to_gmem(0)
+
+    def _read(self, refs: dict[str, Any], count: Any, group: int) -> list[jax.Array]:
+        """The products of a tile, part by part."""
+        parts = range(0, self.sizes.block_kv, PART)
+
+        def read(where: int) -> list[jax.Array]:
+            ref = refs[f"logits{group}{where}"]
+            made = [plgpu.async_load_tmem(ref.at[:, pl.ds(first, PART)], layout=TILE) for first in parts]
+            plgpu.wait_load_tmem()
+            return made
+
+        if self.places == 1:
+            return read(0)
+        made: list[jax.Array] = lax.cond(lax.rem(count, 2) == 0, lambda: read(0), lambda: read(1))
+        return made
+
+    def _write(self, refs: dict[str, Any], count: Any, group: int, parts: list[jax.Array]) -> None:
+        """The weights of a tile."""
+
+        def write(where: int) -> None:
+            ref = refs[f"weights{group}{where}"]
+            for number, part in enumerate(parts):
+                plgpu.async_store_tmem(ref.at[:, pl.ds(number * PART, PART)], part)
+            plgpu.commit_tmem()
+
+        self.of_place(count, write)
+
+    def _start(self, refs: dict[str, Any], head: Any) -> tuple[jax.Array, jax.Array]:
+        """(peak, total) of rows that have seen no key: a sink is a key without a value."""
+        if "sinks" not in refs:
+            return _filled(-jnp.inf), _filled(0.0)
+        sink = refs["sinks"][head] * LOG2E
+        return _filled(sink), _filled(jnp.where(sink == -jnp.inf, 0.0, 1.0))
+
+    def correct(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
+        """Shrink the sums where a row's maximum has grown; after the last tile write the output."""
+        batch, head, q_block = place
+        count = self.count(refs, place)
+
+        @pl.loop(0, count)
+        def _tile(tile: Any) -> None:
+            for group in range(self.groups):
+                at = self.at(tile, group)
+                plgpu.barrier_wait(refs["shrink_full"].at[at])
+
+                @pl.when(tile > 0)
+                def _shrink(group: int = group, at: Any = at) -> None:
+                    shrink = plgpu.load(refs["shrink"].at[at], layout=BY_ROW, optimized=False)  # type: ignore[call-arg]
+                    plgpu.barrier_wait(refs["sums_full"].at[group])
+                    for first in range(0, self.dims[1], self.chunk):
+                        ref = refs[f"sums{group}"].at[:, pl.ds(first, self.chunk)]
+                        sums = plgpu.async_load_tmem(ref, layout=TILE)
+                        plgpu.wait_load_tmem()
+                        plgpu.async_store_tmem(ref, sums * along_rows(shrink, sums.shape))
+                    plgpu.commit_tmem()
+
+                plgpu.barrier_arrive(refs["weights_full"].at[at])
+
+        for group in range(self.groups):
+            first_row = q_block * self.sizes.block_q + group * ROWS
+            plgpu.barrier_wait(refs["totals_full"].at[group])
+            total = plgpu.load(refs["totals"].at[group], layout=OUTPUT.reduce(1), optimized=False)  # type: ignore[call-arg]
+            # Without tiles there are no sums, whatever the total: a sink's.
+            seen = (total > 0) & (count > 0)
+            share = jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)
+            pl.when(count > 0)(functools.partial(plgpu.barrier_wait, refs["sums_full"].at[group]))
+            step = min(2 * self.chunk, self.dims[1])
+            output = refs.get("output_tile", refs["query_tile"]).at[group]
+            for first in range(0, self.dims[1], step):
+                columns = pl.ds(first, step)
+                sums = plgpu.async_load_tmem(refs[f"sums{group}"].at[:, columns], layout=OUTPUT)
+                shares = along_rows(share, sums.shape)
+                output.at[:, columns][...] = jnp.where(shares > 0, sums * shares, 0.0).astype(output.dtype)
+            plgpu.wait_load_tmem()
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(output, self.rows(refs["output"], batch, head, first_row, ROWS))
+        plgpu.wait_smem_to_gmem(0)
+
+    # -- places and barriers -----------------------------------------------------------------------------------------
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """See MosaicBlock."""
+        sizes, (dim, value_dim), groups, number = self.sizes, self.dims, self.groups, self.groups * self.places
+        query = self.tiles(dtype, groups, ROWS, dim)
+        made: dict[str, Any] = {"query_tile": query}
+        if value_dim != dim:
+            made = {"query_tile output_tile": plgpu.RefUnion(query, self.tiles(dtype, groups, ROWS, value_dim))}
+        made |= {
+            "key_tiles": self.tiles(dtype, sizes.stages, sizes.block_kv, dim),
+            "value_tiles": self.tiles(dtype, sizes.stages, sizes.block_kv, value_dim),
+            "shrink": plgpu.SMEM((number, ROWS), jnp.float32),
+            "totals": plgpu.SMEM((groups, ROWS), jnp.float32),
+            "lse_rows": plgpu.SMEM((groups, ROWS), jnp.float32),
+            "query_full": plgpu.Barrier(num_barriers=groups),
+            "logits_full": plgpu.Barrier(num_barriers=number, orders_tensor_core=True),
+            "weights_full": plgpu.Barrier(num_arrivals=2, num_barriers=number, orders_tensor_core=True),
+            "weights_free": plgpu.Barrier(num_barriers=number, orders_tensor_core=True),
+            "sums_full": plgpu.Barrier(num_barriers=groups, orders_tensor_core=True),
+            "shrink_full": plgpu.Barrier(num_barriers=number),
+            "totals_full": plgpu.Barrier(num_barriers=groups),
+            **self.barriers({"key": 1, "value": 1}, 1, orders_tensor_core=True),
+        }
+        for group in range(groups):
+            made[f"sums{group}"] = plgpu.TMEM((ROWS, value_dim), jnp.float32)
+            for place in range(self.places):
+                names, shape = (f"logits{group}{place}", f"weights{group}{place}"), (ROWS, sizes.block_kv)
+                both = plgpu.TMEM(shape, jnp.float32), plgpu.TMEM(shape, dtype, packed=True)
+                made |= dict(zip(names, both, strict=True)) if self.apart else {" ".join(names): plgpu.RefUnion(*both)}
+        return made
+
+
+def _filled(x: Any) -> jax.Array:
+    """A number for each row."""
+    rows: jax.Array = plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), BY_ROW)
+    return rows

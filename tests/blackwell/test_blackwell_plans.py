@@ -1,0 +1,203 @@
+"""When a plan chooses the Blackwell kernel, with which sizes, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+from attnops import (
+    T5,
+    Causal,
+    ConfigError,
+    MaskFunction,
+    OperationMetadata,
+    OperationRegistry,
+    RelativeBias,
+    register_mask_function,
+)
+from attnops.compat import abstract_device
+from attnops.operators.blackwell.kernel.blackwell_sizes import apart, shared_bytes, tensor_columns
+from attnops.operators.mosaic import mosaic_rules
+from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes
+from attnops.operators.mosaic.mosaic_sizes import tiles_of
+from attnops.planning.decide import _decide
+from attnops.planning.notes import has_note
+
+B200, GB200, H100 = "NVIDIA B200", "NVIDIA GB200", "NVIDIA H100 80GB HBM3"
+SHARED, COLUMNS = 232448, 512  # bytes that a block of threads may request, and columns of tensor memory
+JAX = "blackwell.jax"
+
+
+def _plan(
+    kind: str = B200,
+    operation: str = "flash_attn2",
+    *,
+    dims: tuple[int, int] = (128, 128),
+    lengths: tuple[int, int] = (4096, 4096),
+    heads: tuple[int, int] = (32, 8),
+    config: dict[str, Any] | None = None,
+    dtype: str = "bfloat16",
+    call: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Any:
+    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(kind, 1, "gpu"))
+    metadata = OperationMetadata(
+        mesh=mesh, operation_configs={"flash_attn2": config or {}}, tuning="off", runtime_dtype=dtype, **fields
+    )
+    (q_len, kv_len), (q_heads, kv_heads) = lengths, heads
+    q = jax.ShapeDtypeStruct((2, q_len, q_heads, dims[0]), dtype)
+    k, v = (jax.ShapeDtypeStruct((2, kv_len, kv_heads, dim), dtype) for dim in dims)
+    given = {"mask": Causal(), "query_offset": kv_len - q_len, "mode": "prefill"} | (call or {})
+    return OperationRegistry.create(operation, metadata).plan(q, k, v, **given)
+
+
+def _codes(plan: Any) -> set[str]:
+    """Why the Blackwell kernel doesn't run, apart from this jax."""
+    reasons = (one.reasons for one in plan.rejected if one.implementation.endswith(".forward_blackwell"))
+    return {reason.code for some in reasons for reason in some} - {JAX}
+
+
+@pytest.fixture
+def new_jax(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans as with a jax that has what the kernel needs; plans are cached."""
+    monkeypatch.setattr(mosaic_rules, "JAX_NEEDED", (0, 0))
+    _decide.cache_clear()
+    yield
+    _decide.cache_clear()
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="this jax has what the kernel needs")
+def test_an_older_jax_is_the_reason_for_triton() -> None:
+    plan = _plan()
+    assert (plan.kind, plan.method) == ("platform", "forward_cuda")
+    ((name, reasons),) = plan.rejected
+    assert (name, [reason.code for reason in reasons]) == ("flash_attn2.forward_blackwell", [JAX])
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_hopper_does_not_ask_it() -> None:
+    assert not any(one.implementation.endswith("blackwell") for one in _plan(H100).rejected)
+    assert _plan(H100, config={"kernel": "blackwell"}).method != "forward_hopper"
+
+
+REFUSED = {
+    "blackwell.train": {"call": {"mode": "train"}},
+    "blackwell.kernel": {"config": {"kernel": "triton"}},
+    "blackwell.dtype": {"dtype": "float32"},
+    "blackwell.softmax_dtype": {"runtime_softmax_dtype": "bfloat16"},
+    "blackwell.head_dim": {"dims": (320, 128)},
+    "blackwell.padding": {"dims": (20, 20)},
+    "blackwell.few_queries": {"lengths": (16, 100)},
+    "blackwell.few_blocks": {"lengths": (256, 8192), "heads": (8, 4)},
+    "blackwell.block_q": {"config": {"block_q": 64}},
+    "blackwell.block_kv": {"config": {"block_kv": 256}},
+    "blackwell.num_warps": {"config": {"num_warps": 8}},
+    "blackwell.fold": {"config": {"fold": True}},
+    "blackwell.kv_splits": {"config": {"kv_splits": 2}},
+    "feature.return_weights": {"call": {"return_weights": True}},
+    "blackwell.score_gathered": {"call": {"score": "t5"}},
+    "blackwell.mask_function_operation": {"call": {"mask": "sine"}},
+}
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("code", REFUSED)
+def test_triton_runs_what_it_refuses(code: str) -> None:
+    given = dict(REFUSED[code])
+    call = dict(given.pop("call", {}))
+    if "score" in call:
+        call["score"] = RelativeBias(buckets=T5())
+        call["table"] = jax.ShapeDtypeStruct((32, 32), "float32")
+    if "mask" in call:
+        register_mask_function("blackwell.sine", override=True)(lambda x, j: jnp.sin(x.astype(jnp.float32)) < j)
+        call["mask"] = MaskFunction("blackwell.sine")
+    plan = _plan(call=call, **given)
+    assert plan.method != "forward_blackwell"
+    assert code in _codes(plan)
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(
+    "code", ["blackwell.train", "blackwell.padding", "blackwell.few_queries", "blackwell.few_blocks"]
+)
+def test_what_triton_only_does_better_can_be_declared(code: str) -> None:
+    given = dict(REFUSED[code])
+    for kernel in ("mosaic", "blackwell"):
+        plan = _plan(**given, config={"kernel": kernel})
+        assert plan.method == "forward_blackwell"
+        assert has_note(plan.notes, "mosaic.gradients") == (code == "blackwell.train")
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("kind", [B200, GB200])
+@pytest.mark.parametrize("operation", ["flash_attn2", "splash", "blocksparse", "ring", "ulysses"])
+def test_every_operation_of_the_gpu_kernels_chooses_it(operation: str, kind: str) -> None:
+    plan = _plan(kind, operation=operation)
+    assert (plan.kind, plan.method, plan.rejected) == ("platform", "forward_blackwell", ())
+    passes = [(size.kernel, size.loading) for part in (False, True) for size in plan.runs.passes(plan.config, part)]
+    assert passes == [("attnops_blackwell_forward", 8)]
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(
+    "dims",
+    [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (128, 64), (96, 96), (32, 32), (80, 80)],
+)
+@pytest.mark.parametrize("lengths", [(2048, 2048), (2048, 40), (100, 5000)])
+def test_chosen_sizes_fit(dims: tuple[int, int], lengths: tuple[int, int]) -> None:
+    plan = _plan(dims=dims, lengths=lengths, heads=(64, 64))
+    assert plan.method == "forward_blackwell", plan.rejected
+    sizes = tiles_of(plan.config).forward
+    assert sizes.block_q == (128 if dims[1] > 192 or lengths[0] <= 128 else 256)
+    assert sizes.block_kv in (64, 128)
+    assert sizes.stages >= 2
+    parts = shared_bytes(sizes, *dims)
+    assert plan.runs.memory(plan.problem, plan.placement, plan.config) == {"attnops_blackwell_forward": parts}
+    assert sum(parts.values()) <= SHARED
+    assert tensor_columns(sizes, dims[1]) <= COLUMNS
+
+
+def test_memory_by_hand() -> None:
+    """Of 16-bit numbers: 256 rows of a query, and two stages of 128 keys and values. Of 32-bit columns: sums, logits and half as
+    many for weights; at 128 those of both tiles don't fit beside the sums."""
+    counted = shared_bytes(MosaicSizes(256, 128, 2), 128, 128)
+    assert (counted["query"], counted["key"], counted["value"]) == (65536, 65536, 65536)
+    assert shared_bytes(MosaicSizes(256, 64, 3), 192, 128)["query"] == 98304
+    assert [tensor_columns(MosaicSizes(256, 128, 2), dim) for dim in (64, 128)] == [512, 512]
+    assert [apart(MosaicSizes(256, 128, 2), dim) for dim in (64, 128)] == [True, False]
+    assert tensor_columns(MosaicSizes(128, 64, 2), 256) == 256 + 2 * (64 + 32)
+    assert tensor_columns(MosaicSizes(128, 128, 1), 256) == 256 + 2 * 128
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"block_kv": 128, "num_stages": 8}, "bytes of shared memory"),
+        ({"block_q": 256}, "columns of tensor memory"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(config: dict[str, Any], words: str) -> None:
+    plan = _plan(dims=(64, 256), config={"kernel": "mosaic"} | config, fallback="error")
+    assert _codes(plan) == {"config"}
+    with pytest.raises(ConfigError, match=words):
+        plan.operation.implementation("forward_blackwell", plan.problem.config).resolve(plan.problem, plan.placement)
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_what_a_search_tries() -> None:
+    plan = _plan()
+    assert plan.runs.tuned_fields(plan.problem, plan.placement) == ("block_q", "block_kv", "num_stages")
+    ways = plan.runs.candidates(plan.problem, plan.placement)
+    assert set(ways) == {"forward"}
+    assert ways["forward"][0] == {name: getattr(plan.config, name) for name in ways["forward"][0]}
+    assert len({tuple(way.items()) for way in ways["forward"]}) == len(ways["forward"]) > 3
+    for way in ways["forward"]:
+        sizes = MosaicSizes(way["block_q"], way["block_kv"], way["num_stages"])
+        assert sum(shared_bytes(sizes, 128, 128).values()) <= SHARED
+        assert tensor_columns(sizes, 128) <= COLUMNS
