@@ -11,6 +11,7 @@ from jax import lax
 
 from ....scores.steps import Steps
 from ...kernels.block_words import block_words
+from ...kernels.folded_rows import FoldedRows
 from ...kernels.local_mask import Dropout, LocalMask
 from ...kernels.lse import merge_stacked
 from ...kernels.operands import DynamicArgs, Operands, StaticArgs, join_static
@@ -113,64 +114,25 @@ class PartialFlash(PartialGpu):
     def _attend_folded(
         self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs
     ) -> tuple[jax.Array, jax.Array]:
-        """The queries of a kv head's heads as the rows of one head, so that a few queries share one read of the keys."""
-        head = self.layout.index("h")
-        query, kv_heads = operands.query, operands.key.shape[head]
-        if self.layout == "bthd":
-            query = query.swapaxes(1, 2)
-        batch, heads, q_len, dim = query.shape
-        group = heads // kv_heads
-        folded = query.reshape(batch, kv_heads, group * q_len, dim)
+        """See FoldedRows."""
+        folded, q_len, block_kv = FoldedRows.of(self.layout, operands), static_args.q_len, self.sizes.forward.block_kv
         mask, _ = join_static(static_args, dynamic)
-        rows, tables, block_kv = (kv_heads, group, q_len), _tables(mask, kv_heads), self.sizes.forward.block_kv
+        tables = _tables(mask, folded.kv_heads)
         table = tile_schedule(mask, q_len, block_kv, "q", tables)
         words = tuple(
-            leaf_words and leaf_words._replace(words=_folded_words(leaf_words.words, *rows))
+            leaf_words and leaf_words._replace(words=folded.words(leaf_words.words))
             for leaf_words in block_words(mask, q_len, block_kv, q_len, tables)
         )
-        leaves = tuple(_folded(jnp.asarray(leaf.array), leaf.dims, *rows) for leaf in mask.mask.split()[1])
-        bias = operands.bias
-        if bias is not None:
-            bias = _folded(bias, ("batch", "heads", "q", "kv"), *rows)
-        captures = operands.captures
-        if static_args.score is not None:
-            forms = zip(captures, static_args.score.forms, strict=True)
-            captures = tuple(
-                _folded(x, ("batch", "heads", "q", "kv"), *rows) if form == "aligned" else x for x, form in forms
-            )
+        leaves = tuple(folded.array(jnp.asarray(leaf.array), leaf.dims) for leaf in mask.mask.split()[1])
         seen = _seen(self, operands, mask)  # by the queries of all heads
-        query = folded if self.layout == "bhtd" else folded.swapaxes(1, 2)
-        operands = operands._replace(query=query, bias=bias, captures=captures)
-        output, lse = self._forward(static_args, operands, dynamic._replace(leaves=leaves), table, words, seen, q_len)
-        output = output if self.layout == "bhtd" else output.swapaxes(1, 2)
-        output = output.reshape(batch, heads, q_len, -1)
-        return output if self.layout == "bhtd" else output.swapaxes(1, 2), lse.reshape(batch, heads, q_len)
+        operands, dynamic = folded.operands(operands, static_args.score), dynamic._replace(leaves=leaves)
+        output, lse = self._forward(static_args, operands, dynamic, table, words, seen, q_len)
+        return folded.output(output), folded.numbers(lse)
 
 
 def _tables(mask: LocalMask, heads: int) -> int:
     """How many tile schedules there are: one per head if heads have different blocks."""
     return heads if mask.heads_differ else 1
-
-
-def _folded_words(x: jax.Array, kv_heads: int, group: int, q_len: int) -> jax.Array:
-    """Words [batch, heads | 1, tiles, words, rows] of blocks for folded queries."""
-    batch, heads, tiles, words, _ = x.shape
-    if heads == 1:
-        return jnp.tile(x, (1, 1, 1, 1, group))
-    x = x.reshape(batch, kv_heads, group, tiles, words, q_len).transpose(0, 1, 3, 4, 2, 5)
-    return x.reshape(batch, kv_heads, tiles, words, group * q_len)
-
-
-def _folded(x: jax.Array, dims: tuple[str, ...], kv_heads: int, group: int, q_len: int) -> jax.Array:
-    """An array of the mask, or the bias, for folded queries: its rows once for each head of a group."""
-    if len(dims) == 4 and "q_blocks" not in dims:
-        batch, heads, rows, kv_len = x.shape
-        if heads > 1:
-            x = x.reshape(batch, kv_heads, group, rows, kv_len)
-            x = jnp.broadcast_to(x, (batch, kv_heads, group, q_len, kv_len))
-            return x.reshape(batch, kv_heads, group * q_len, kv_len)
-        return jnp.tile(x, (1, 1, group, 1)) if rows > 1 else x
-    return jnp.tile(x, (1, group)) if "q" in dims else x
 
 
 def _arrays(
