@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...flash.kernel.tile_schedule import TileSchedule
 from ...kernels.tile_mask import TileLogits
-from .mosaic_sizes import DIM_STEP, MosaicSizes
+from .mosaic_sizes import MosaicSizes, swizzled_columns
 
 __all__ = ["BLOCKS", "WARPGROUPS", "Copies", "MosaicBlock", "along_columns", "along_rows"]
 
@@ -118,7 +118,7 @@ class MosaicBlock:
 
     def tiles(self, dtype: Any, *shape: int) -> Any:
         """Places for tiles of 16-bit numbers."""
-        step = DIM_STEP if shape[-1] % (2 * DIM_STEP) else 2 * DIM_STEP
+        step = swizzled_columns(shape[-1])
         swizzled = plgpu.TilingTransform((8, step)), plgpu.SwizzleTransform(2 * step)
         return plgpu.SMEM(shape, dtype, transforms=swizzled)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BARRIER", "DIM_STEP", "FLOAT", "MosaicSizes", "MosaicTiles", "padded_dim", "placed"]
+__all__ = ["BARRIER", "DIM_STEP", "FLOAT", "MosaicSizes", "MosaicTiles", "padded_dim", "placed", "swizzled_columns"]
 
 DIM_STEP = 32  # 64 bytes of 16-bit numbers; of 64 columns and more, shared memory swizzles rows of 128 bytes
 BARRIER, FLOAT = 8, 4  # bytes
@@ -31,6 +31,11 @@ class MosaicTiles(NamedTuple):
 def padded_dim(dim: int) -> int:
     """The columns of a tile for a head dim."""
     return -(-dim // DIM_STEP) * DIM_STEP
+
+
+def swizzled_columns(*columns: int) -> int:
+    """Numbers of a row of shared memory that are swizzled together, where so many lie in it or are read of it at once."""
+    return DIM_STEP if any(n % (2 * DIM_STEP) for n in columns) else 2 * DIM_STEP
 
 
 def placed(size: int) -> int:

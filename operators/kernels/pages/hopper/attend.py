@@ -18,7 +18,7 @@ from .....masks import Full
 from .....page_layouts import LAYOUTS
 from ....hopper.kernel.hopper_sizes import ROWS
 from ....mosaic.kernel.block import BLOCKS, WARPGROUPS
-from ....mosaic.kernel.mosaic_sizes import padded_dim
+from ....mosaic.kernel.mosaic_sizes import padded_dim, swizzled_columns
 from ...lse import merge_stacked
 from ...operands import StaticArgs
 from ...tile_mask import TileLogits
@@ -262,8 +262,9 @@ def _run(
         "lse": varying_as(arrays[0], (units, kernel.heads, rows), jnp.float32),
     }
 
-    def places_of(*shape: int) -> Any:
-        swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    def places_of(*shape: int, step: int | None = None) -> Any:
+        columns = step or swizzled_columns(shape[-1])
+        swizzled = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * dtype.itemsize)
         return plgpu.SMEM(shape, dtype, transforms=swizzled)
 
     def barrier(arrivals: int = 1, number: int = tiles.stages) -> Any:
@@ -283,7 +284,8 @@ def _run(
         "query_free": plgpu.Barrier(num_arrivals=tiles.parts),
     }
     for stream, columns in zip(kernel.streams, kernel.dims, strict=False):
-        scratch[f"{stream}_tiles"] = places_of(tiles.stages, tiles.block_kv, columns)
+        step = kernel.value_step if stream == kernel.streams[-1] else None
+        scratch[f"{stream}_tiles"] = places_of(tiles.stages, tiles.block_kv, columns, step=step)
         scratch[f"{stream}_full"] = barrier(kernel.copies)
         scratch[f"{stream}_free"] = barrier(tiles.consumers)
     last = kernel.streams[-1]

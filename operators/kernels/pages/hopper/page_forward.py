@@ -26,7 +26,7 @@ from ....hopper.kernel.hopper_sizes import ROWS
 from ....hopper.kernel.tensor_cores import tensor_cores
 from ....hopper.kernel.tile import BY_ROW, TILE
 from ....mosaic.kernel.block import BLOCKS, WARPGROUPS
-from ....mosaic.kernel.mosaic_sizes import DIM_STEP
+from ....mosaic.kernel.mosaic_sizes import swizzled_columns
 from ...lse import LN2, LOG2E
 from ...tile_mask import TileLogits
 from .page_tiles import PageTiles
@@ -109,6 +109,12 @@ class PagesForward:
     def streams(self) -> tuple[str, ...]:
         """What is loaded for a tile; the last has the values."""
         return ("key",) if self.latent else ("key", "value")
+
+    @property
+    def value_step(self) -> int:
+        """Columns of a value that are swizzled together, of those of a key too where they are the first of them."""
+        of_part = self.dims[1] // self.tiles.parts
+        return swizzled_columns(of_part, *(self.dims if self.latent else ()))
 
     @property
     def copies(self) -> int:
@@ -209,7 +215,7 @@ class PagesForward:
 
     def _clean(self, refs: dict[str, Any], unit: Unit, tile: Any, slot: Any) -> None:
         """Zeros for values that no row sees, once they have come."""
-        name, size = self.streams[-1], self.tiles.block_kv
+        name, size, step = self.streams[-1], self.tiles.block_kv, self.value_step
         values, first = refs[f"{name}_tiles"].at[slot], tile * size
         bits = self._there(refs, unit, tile)
         plgpu.barrier_wait(refs[f"{name}_raw"].at[slot])
@@ -218,10 +224,10 @@ class PagesForward:
         @pl.when(some)
         def _zero() -> None:
             for row in range(0, size, ROWS):
-                local = plgpu.broadcasted_iota(jnp.int32, (ROWS, DIM_STEP), 0, layout=TILE) + row
+                local = plgpu.broadcasted_iota(jnp.int32, (ROWS, step), 0, layout=TILE) + row
                 seen = self._seen(unit, local, first, bits)
-                for column in range(0, self.dims[1], DIM_STEP):
-                    part = values.at[pl.ds(row, ROWS), pl.ds(column, DIM_STEP)]
+                for column in range(0, self.dims[1], step):
+                    part = values.at[pl.ds(row, ROWS), pl.ds(column, step)]
                     held = plgpu.load(part, layout=TILE, optimized=False)  # type: ignore[call-arg] # of jax 0.10
                     part[...] = jnp.where(seen, held, jnp.zeros((), held.dtype))
             plgpu.commit_smem()

@@ -36,6 +36,7 @@ PAGES = (
     256,
 )  # tokens: rows of shared memory are swizzled eight at a time, and a tile has whole pages
 _COLUMNS = 256  # of values that a warpgroup's registers hold sums for
+_NARROW = 64  # columns up to which a multiprocessor takes two blocks that decode
 _WIDE = 128  # columns up to which a chunk's tile has the most keys
 _MOST_STAGES = 8
 _STAGES_OF_CHUNKS = 3  # a chunk's tiles take longer to compute than to load
@@ -101,7 +102,7 @@ def hopper_step(
     keys = None if pages is None else pages * shape.page
     parts, columns = _columns_in_parts(shape.dims[1]), max(map(padded_dim, shape.dims))
     # Up to 64 columns a thread's registers leave room for a second block on the multiprocessor.
-    decode = _fitted(shape, PageTiles(keys or KEYS[0], _MOST_STAGES, 1, parts), 2 if columns <= DIM_STEP else 1)
+    decode = _fitted(shape, PageTiles(keys or KEYS[0], _MOST_STAGES, 1, parts), 2 if columns <= _NARROW else 1)
     groups = 1 if parts > 1 or queries == block_tokens(shape)[0] else 2
     chunks = _fitted(shape, PageTiles(keys or KEYS[columns <= _WIDE], _STAGES_OF_CHUNKS, groups, parts))
     if splits is None:
