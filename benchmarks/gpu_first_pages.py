@@ -68,6 +68,9 @@ def page_features() -> dict[str, dict[str, Any]]:
         },
         "mixed not causal": {"batch": "mixed", "call": {"causal": False}},
         "mixed latents": latent | {"batch": "mixed"},
+        "chains of drafts in trees": {"batch": "chains", "tree": 4},
+        "mixed trees, window": {"batch": "mixed", "tree": 64, "call": {"sliding_window": (30, 0)}},
+        "mixed prefixes, window": {"batch": "mixed", "prefix": 200, "call": {"sliding_window": (30, 0)}},
     }  # fmt: skip
 
 
@@ -79,6 +82,8 @@ def _made(
     layout: str,
     dtype: str,
     sinks: bool = False,
+    tree: int = 0,
+    prefix: int = 0,
 ) -> dict[str, Any]:
     """The arrays of a call; the slots that no token lies in hold NaN, and ids that pad the table are out of range."""
     rng, form, kv_heads = np.random.default_rng(0), LAYOUTS[layout], heads[1]
@@ -110,6 +115,11 @@ def _made(
         "page_table": table,
         "num_seqs": np.array([len(sequences)], np.int32),
     }
+    if tree:  # two branches of every other draft
+        branches = np.tri(tree, dtype=bool) & ((np.arange(tree)[:, None] - np.arange(tree)[None]) % 2 == 0)
+        arrays["draft_tree"] = np.stack([branches & (0 < q <= tree) for q, _ in sequences])
+    if prefix:
+        arrays["prefix_lengths"] = np.array([min(prefix, n) for _, n in sequences], np.int32)
     return arrays | ({"sinks": rng.standard_normal(heads[0]).astype(np.float32)} if sinks else {})
 
 
@@ -128,7 +138,8 @@ def check_pages(feature: dict[str, Any], **more: Any) -> dict[str, Any]:
     )
     heads, dims, page = feature.get("heads", (8, 2)), feature.get("dims", (128, 128)), feature.get("page", 16)
     sequences, call = feature.get("sequences", BATCHES[batch]), feature.get("call", {})
-    arrays = _made(sequences, heads, dims, page, layout, dtype, feature.get("sinks", False))
+    beside = {name: feature[name] for name in ("sinks", "tree", "prefix") if name in feature}
+    arrays = _made(sequences, heads, dims, page, layout, dtype, **beside)
     key, value = LAYOUTS[layout].separate(arrays["key_pages"], arrays["value_pages"], *dims)
     wide = {n: x for n, x in arrays.items() if n not in ("key_pages", "value_pages", "query", "num_seqs")}
     separate = {

@@ -26,7 +26,6 @@ from ..kernels.pages.page_layout import page_shape
 from ..mosaic.kernel.mosaic_sizes import DIM_STEP, padded_dim
 from ..mosaic.mosaic_rules import JAX_NEEDED
 from ..paged_cache.paged_call import Attended, PagedCall
-from .own_keys import beyond_own_keys, on_own_keys
 
 __all__ = [
     "HOPPER_PAGES",
@@ -41,6 +40,7 @@ __all__ = [
 
 HOPPER_PAGES = frozenset({
     "causal", "sliding_window", "chunked", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "latent_values",
+    "draft_tree", "spans", "prefix_lengths",
 })  # fmt: skip
 """The features of a step that the kernel has."""
 
@@ -80,8 +80,6 @@ def hopper_sizes(problem: PagedProblem) -> OperationConfig:
 
 def on_hopper(call: PagedCall) -> Attended:
     """Attend with the Hopper kernel; see kernels/pages/hopper."""
-    if call.sequence_shards > 1:
-        return on_own_keys(call, on_hopper)
     from ..kernels.pages.hopper.attend import (
         paged_attention_hopper,  # imports Mosaic GPU, so only where the kernel runs
     )
@@ -107,7 +105,12 @@ def on_hopper(call: PagedCall) -> Attended:
         chunk_size=call.chunk_size,
         logits_soft_cap=call.logits_soft_cap,
         sinks=call.sinks,
+        draft_tree=call.draft_tree,
+        spans=call.spans,
+        prefix_lengths=call.prefix_lengths,
         max_q_len=call.max_q_len,
+        page_stride=call.sequence_shards,
+        page_shard=call.shard_index,
         step=step,
         interpret=sizes.interpret,
     )
@@ -228,16 +231,6 @@ HOPPER_PAGE_RULES = (
         f"head_dim={{p.head_dim}}, value dim {{p.value_dim}} in layout {{p.layout!r}}: the kernel loads {DIM_STEP} columns at "
         "once, and copying a cache into wider rows would cost more than it saves",
         f"Declare dims that are multiples of {DIM_STEP}, or a layout that pads them.",
-    ),
-    Rule(
-        "paged.page_sequence",
-        "cache.page_sequence_axis",
-        lambda p, c: p.sequence_shards == 1 or not beyond_own_keys(p),
-        lambda p, c: (
-            f"the Hopper kernel takes a device's share of the pages, which page_sequence_axis splits over {p.sequence_shards} "
-            f"devices, in steps whose rows of one token see all their keys; this step has {beyond_own_keys(p)}"
-        ),
-        "Pass max_q_len=1 in decode steps, or leave the axis out.",
     ),
     Rule(
         "paged.hopper_pages",

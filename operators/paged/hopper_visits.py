@@ -12,12 +12,12 @@ import numpy as np
 from ...masks.page_mask import ANY_PAGE_MASK, page_mask
 from ...planning import OperationConfig
 from ...planning.paged.paged_problem import PagedProblem
+from ..kernels.pages.hopper.page_rows import OwnKeys, RowTiles, row_keys
 from ..kernels.pages.hopper.page_tiles import NAMES, PageTiles, StepShape, head_tiles, shared_bytes, tokens_of_tile
-from ..kernels.pages.hopper.page_units import FIELDS, RowTiles, chunk_tiles, sequence_tiles, units_of
-from ..kernels.pages.paged_mask import PagedOptions
+from ..kernels.pages.hopper.page_units import FIELDS, chunk_tiles, sequence_tiles, units_of
+from ..kernels.pages.paged_mask import PagedOptions, packed_tree
 from ..kernels.pages.paged_step import Batch
 from .hopper_kernel import several_rows, step_shape, step_tiles
-from .own_keys import own_lengths
 
 __all__ = ["KernelTiles", "hopper_visits"]
 
@@ -46,16 +46,15 @@ def _of_shard(problem: PagedProblem, config: OperationConfig, batch: Batch) -> d
     shape, step, found = step_shape(problem), step_tiles(problem, config), {}
     most = 1 if several_rows(problem) else problem.max_q_len or 1
     # The first device of those that share the pages of sequences has the most; every page is there.
-    table = jnp.zeros((len(batch.kv_lens), problem.cache.table_width // problem.sequence_shards), jnp.int32)
-    if problem.sequence_shards > 1:
-        batch = batch._replace(kv_lens=own_lengths(batch.kv_lens, problem.page_size, problem.sequence_shards, 0))
+    width, stride = problem.cache.table_width // problem.sequence_shards, problem.sequence_shards
+    own, table = OwnKeys(shape.page, width, stride), jnp.zeros((len(batch.kv_lens), width), jnp.int32)
     alone = (batch.q_lens > 0) & (batch.q_lens <= most)
     decode = sequence_tiles(batch, alone, most)
-    found[NAMES[False]] = _tiles(problem, shape, batch, table, decode, step.decode, step.splits)
+    found[NAMES[False]] = _tiles(problem, shape, batch, own, table, decode, most, step.decode, step.splits)
     if several_rows(problem):
         size = tokens_of_tile(shape.group, step.chunks.rows)
         chunks, _ = chunk_tiles(batch, batch.q_lens > most, problem.local_tokens, size)
-        found[NAMES[True]] = _tiles(problem, shape, batch, table, chunks, step.chunks, step.chunk_splits)
+        found[NAMES[True]] = _tiles(problem, shape, batch, own, table, chunks, size, step.chunks, step.chunk_splits)
     return found
 
 
@@ -63,8 +62,10 @@ def _tiles(
     problem: PagedProblem,
     shape: StepShape,
     batch: Batch,
+    own: OwnKeys,
     table: jax.Array,
     rows: RowTiles,
+    tokens: int,
     tiles: PageTiles,
     splits: int,
 ) -> KernelTiles:
@@ -72,9 +73,12 @@ def _tiles(
     options = PagedOptions(
         scale=1.0, causal=causal, left=left, right=right, chunk=chunk, soft_cap=None, max_q_len=problem.max_q_len
     )
-    units = units_of(
-        options, batch, rows, table, page=shape.page, pages=1, block_kv=tiles.block_kv, parts=splits
-    )  # fmt: skip
+    tree = None
+    if (declared := problem.operand("draft_tree")) is not None:  # what its drafts see isn't known: a chain
+        chain = jnp.tri(declared.shape[1], dtype=bool)[None] & (batch.q_lens <= declared.shape[1])[:, None, None]
+        tree = packed_tree(options, chain, batch.kv_lens - batch.q_lens)
+    keys = row_keys(options, batch, own, rows, tokens, tree)
+    units = units_of(rows, keys, table, page=shape.page, pages=1, block_kv=tiles.block_kv, parts=splits)
     by_field = dict(zip(FIELDS, np.asarray(units.table).T, strict=True))
     used = by_field["sequence"] >= 0
     whole = int((by_field["after_full"] - by_field["full"])[used].sum())

@@ -165,7 +165,11 @@ def _next_tiles_pages(plain: Any) -> Any:
 
 
 def _all_visible(plain: Any) -> Any:
-    return lambda self, refs, unit, tile, low, high: plain(self, refs, unit, tile, low * 0, high * 0 + 330)
+    return lambda self, refs, unit, tile, rows, low, high: plain(self, refs, unit, tile, rows, low * 0, high * 0 + 330)
+
+
+def _drafts_by_neighbours(plain: Any) -> Any:
+    return lambda self, words, rows, number: plain(self, words, rows, number + 1)
 
 
 MUTATIONS: dict[str, Callable[[], None]] = {
@@ -190,6 +194,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "the next place of values waited for": lambda: _wait_for_next_place("value_full"),
     "hidden values not cleaned": lambda: _method("_clean", _not_cleaned),
     "a page of the next tile": lambda: _method("_page", _next_tiles_pages),
+    "the bits of drafts next to them": lambda: _method("_drafts", _drafts_by_neighbours),
     "no mask by position": lambda: _method("_visible", _all_visible),
 }  # fmt: skip
 
@@ -205,7 +210,7 @@ def main(name: str) -> None:
 
     page_forward.PagesForward.__call__ = traced  # type: ignore[method-assign]
     MUTATIONS[name]()
-    case = PagedCase("prefill", (2, 1), dtype="bfloat16", page=32)
+    case = PagedCase("prefill", (2, 1), dtype="bfloat16", page=32, tree=40)
     arrays = batches.make(case, SEQUENCES, spare=0)
     got, want = run(case, arrays, step=STEP), batches.expect(case, arrays)
     try:

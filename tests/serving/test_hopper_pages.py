@@ -21,11 +21,10 @@ if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: its interpreter doesn't look for races", allow_module_level=True)
 
 from hopper_pages_runs import SEQUENCES, SIZES, check, run
+from test_page_stride import joined
 
 from attnops.operators.kernels.pages.hopper.page_tiles import HopperStep, PageTiles
-from attnops.operators.paged.hopper_kernel import on_hopper
-from attnops.operators.paged_cache import LayerPages, RaggedBatch, init
-from attnops.operators.paged_cache.paged_call import Attended, PagedCall, PagedSizes
+from attnops.operators.paged_cache import RaggedBatch, init
 
 BF16: dict[str, Any] = {"dtype": "bfloat16", "page": 16}
 F16: dict[str, Any] = {"dtype": "float16", "page": 16}
@@ -172,26 +171,46 @@ def test_the_operation_runs_it() -> None:
         np.testing.assert_allclose(got, want, atol=2e-2)
 
 
+# Drafts of one word and of two, in tiles of 16 tokens and of 128; spans and prefixes that begin before a window's first key.
+VISIBLE = (
+    ("split", PagedCase("speculate", (4, 2), tree=8, sinks=True, **BF16)),
+    ("heads", PagedCase("mixed", (4, 1), tree=40, window=(9, 0), **BF16)),
+    ("latent", PagedCase("speculate", (16, 1), (128, 64), latent=True, tree=3, chunk=50, **BF16)),
+    ("split", PagedCase("mixed", (4, 2), spans=True, window=(5, 0), cap=3.0, **BF16)),
+    ("packed", PagedCase("prefill", (4, 2), prefix=30, chunk=20, **F16)),
+    ("interleaved", PagedCase("decode", (4, 2), spans=True, prefix=9, **BF16)),
+    ("joined", PagedCase("mixed", (2, 1), spans=True, prefix=25, tree=40, window=(3, 0), sinks=True, **BF16)),
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [pytest.param(*x, marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(VISIBLE)],
+    ids=_name,
+)
+def test_trees_of_drafts_spans_and_prefixes(layout: str, case: PagedCase) -> None:
+    check(case, layout)
+
+
 @pytest.mark.slow
-def test_each_device_attends_to_its_own_pages() -> None:
-    """Two devices have the pages of each sequence in turn; a short one is on the first alone."""
-    case = PagedCase("decode", (2, 1), **BF16, sinks=True)
-    arrays = batches.make(case, ((1, 150), (1, 9)), spare=1)
-    names = ("cu_q_lens", "kv_lens", "page_table", "num_seqs")
-    parts = []
-    for shard in (0, 1):
-        batch = RaggedBatch(*(jnp.asarray(arrays[n][:, shard::2] if n == "page_table" else arrays[n]) for n in names))
-        pages = LayerPages(*(jnp.asarray(arrays[n]) for n in ("key_pages", "value_pages")))
-        sinks = jnp.asarray(arrays["sinks"]) if shard == 0 else None
-        call = PagedCall(
-            jnp.asarray(arrays["query"]), pages, batch, sinks, "split", 64, 64**-0.5, True, None, None, 1,
-            sizes=PagedSizes(interpret=True, kv_splits=1), sequence_shards=2, shard_index=shard,
-        )  # fmt: skip
-        parts.append(on_hopper(call))
-    merged = Attended.merged(parts)
-    batches.agree(
-        case, (np.asarray(merged.output, np.float64), np.asarray(merged.lse, np.float64)), batches.expect(case, arrays)
-    )
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [
+        ("split", PagedCase("decode", (2, 1), sinks=True, **BF16)),
+        ("heads", PagedCase("mixed", (4, 2), window=(30, 0), cap=3.0, **BF16)),
+        ("split", PagedCase("mixed", (4, 2), tree=40, sinks=True, dtype="bfloat16", page=8)),
+        ("latent", PagedCase("speculate", (16, 1), (128, 64), latent=True, tree=3, **BF16)),
+        ("split", PagedCase("prefill", (2, 1), spans=True, prefix=25, window=(3, 0), **BF16)),
+        ("joined", PagedCase("mixed", (2, 1), chunk=50, causal=False, dtype="bfloat16", page=128)),
+    ],
+    ids=_name,
+)
+def test_each_device_attends_to_its_own_pages(layout: str, case: PagedCase, n: int) -> None:
+    """Several devices have the pages of each sequence in turn; a short one is on the first alone."""
+    arrays = batches.make(case, SEQUENCES[case.kind], spare=1)
+    one = lambda case, part, **more: run(case, part, layout, **more)  # noqa: E731
+    batches.agree(case, joined(case, arrays, n, one), batches.expect(case, arrays))
 
 
 def test_other_dtypes_are_refused() -> None:

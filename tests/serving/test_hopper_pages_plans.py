@@ -16,6 +16,7 @@ from paged_batches import PagedCase
 
 from attnops import KVCache, OperationMetadata, OperationRegistry
 from attnops.compat import abstract_device
+from attnops.operators.kernels.pages.hopper.page_rows import OwnKeys, row_keys
 from attnops.operators.kernels.pages.hopper.page_tiles import (
     PageTiles,
     StepShape,
@@ -117,7 +118,18 @@ RUNS: dict[str, dict[str, Any]] = {
     "chains": {"call": {"max_q_len": 4}, "tokens": 128},
     "features": {"call": {"sliding_window": (100, 0), "logits_soft_cap": 5.0, "return_lse": True}},
     "sinks": {"call": {"softmax_aux": jax.ShapeDtypeStruct((32,), "float32")}},
-    "split pages": {"sizes": {"sp": 2}, "page_sequence_axis": "sp"},
+    "split pages": {
+        "sizes": {"sp": 2},
+        "page_sequence_axis": "sp",
+        "call": {"max_q_len": None, "sliding_window": (100, 0)},
+    },
+    "trees": {"call": {"draft_tree": jax.ShapeDtypeStruct((32, 4, 4), "bool"), "max_q_len": 4}},
+    "spans": {
+        "call": {
+            "spans": jax.ShapeDtypeStruct((32, 2), "int32"),
+            "prefix_lengths": jax.ShapeDtypeStruct((32,), "int32"),
+        }
+    },
     "split heads": {"sizes": {"tp": 4}, "kv_head_axis": "tp"},
     "declared": {"config": {"kernel": "hopper", "pages_per_block": 8, "kv_splits": 0}},
 }
@@ -144,13 +156,10 @@ REFUSED = {
     "paged.hopper_page_size": {"page_size": 24},
     "paged.hopper_dim": {"head_dim": 640},
     "paged.hopper_rows": {"head_dim": 80},
-    "paged.page_sequence": {"sizes": {"sp": 2}, "page_sequence_axis": "sp", "call": {"max_q_len": None}},
     "paged.hopper_pages": {"config": {"pages_per_block": 12}},
     "paged.hopper_queries": {"config": {"queries_per_block": 24}, "call": {"max_q_len": None}},
     "paged.hopper_shared": {"config": {"pages_per_block": 8}, "layout": "heads", "head_dim": 512},
     "feature.quantized_kv": {"quantised": {"dtype": "int8", "scale": "head"}},
-    "feature.draft_tree": {"call": {"draft_tree": jax.ShapeDtypeStruct((32, 4, 4), "bool"), "max_q_len": 4}},
-    "feature.spans": {"call": {"spans": jax.ShapeDtypeStruct((32, 2), "int32")}},
     "feature.selected": {"call": {"selected": jax.ShapeDtypeStruct((32, 8), "int32")}},
 }
 
@@ -267,8 +276,10 @@ def test_units_cover_each_visible_key_once(kind: str, parts: int, mask: tuple[bo
     starts = np.array([0, *np.cumsum(q_lens)[:-1]], np.int32)
     batch = Batch(jnp.asarray(starts), jnp.asarray(q_lens), jnp.asarray(kv_lens), jnp.int32(q_lens.sum()))
     selected = jnp.asarray(q_lens > 0)
-    tiles = sequence_tiles(batch, selected, 1) if kind == "decode" else chunk_tiles(batch, selected, 80, 16)[0]
-    units = units_of(options, batch, tiles, jnp.asarray(table), page=16, pages=pages, block_kv=64, parts=parts)
+    size = 1 if kind == "decode" else 16
+    tiles = sequence_tiles(batch, selected, 1) if kind == "decode" else chunk_tiles(batch, selected, 80, size)[0]
+    keys = row_keys(options, batch, OwnKeys(16, table.shape[1]), tiles, size)
+    units = units_of(tiles, keys, jnp.asarray(table), page=16, pages=pages, block_kv=64, parts=parts)
     made = [dict(zip(FIELDS, map(int, row), strict=True)) for row in np.asarray(units.table)]
     covered: dict[tuple[int, int], list[int]] = {}
     for unit in made:

@@ -144,6 +144,8 @@ def test_layouts_and_pages(layout: str, page: int) -> None:
         {"logits_soft_cap": 20.0},
         {"softmax_aux": True},
         {"return_lse": True},
+        {"draft_tree": 64},
+        {"spans": 30, "prefix_lengths": 20},
         {"dtype": "float16"},
     ],
     ids=lambda step: next(iter(step)),
@@ -168,11 +170,12 @@ def test_sizes_are_searched_without_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("q_lens", [1, [1, 1, 100, 300, 1, 2, 40, 1]], ids=["decode", "mixed"])
 @pytest.mark.parametrize("axis", ["kv_head_axis", "page_sequence_axis", "pages_axis"])
-def test_several_gpus_send_what_is_needed(axis: str) -> None:
+def test_several_gpus_send_what_is_needed(axis: str, q_lens: Any) -> None:
     """Heads, the pages of each sequence, or sequences on two devices: outputs are merged where pages are shared, else nothing is
     sent."""
-    operation, declared = _declared("llama-3-8b", "h100:2", sizes={"x": 2}, cache={axis: "x"})
+    operation, declared = _declared("llama-3-8b", "h100:2", q_lens=q_lens, sizes={"x": 2}, cache={axis: "x"})
     *_, report = target_reports(PlannedStep(operation, declared), "h100:2")
     assert [one.failure for one in report.passes] == [None]
     assert report.plan.implementation == "paged.forward_hopper"

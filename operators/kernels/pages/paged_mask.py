@@ -22,6 +22,7 @@ __all__ = [
     "chunk_start",
     "has_bit",
     "joined_spans",
+    "packed_bits",
     "packed_tree",
     "sees",
     "tree_words",
@@ -112,15 +113,19 @@ def tree_words(drafts: int) -> int:
 
 def packed_tree(options: PagedOptions, tree: jax.Array, first: jax.Array) -> DraftTree:
     """A boolean tree [S, D, D], whose first tokens are at the positions `first` [S]. The mask by position is in the words."""
-    drafts = tree.shape[1]
     depth = jnp.maximum(tree.sum(axis=2, dtype=np.int32) - 1, 0)
     positions = first[:, None] + depth
     bits = tree & sees(options, positions[:, None, :], positions[:, :, None])
-    words = tree_words(drafts)
-    bits = jnp.pad(bits, ((0, 0), (0, 0), (0, words * BITS - drafts))).reshape(*bits.shape[:2], words, BITS)
+    return DraftTree(packed_bits(bits), depth, tree.any(axis=(1, 2)))
+
+
+def packed_bits(bits: jax.Array) -> jax.Array:
+    """Bool [S, D, n] as int32 [S, D, words]."""
+    words = tree_words(bits.shape[2])
+    bits = jnp.pad(bits, ((0, 0), (0, 0), (0, words * BITS - bits.shape[2]))).reshape(*bits.shape[:2], words, BITS)
     weights = np.uint32(1) << np.arange(BITS, dtype=np.uint32)
     packed = (bits.astype(np.uint32) * weights[None, None, None]).sum(axis=3, dtype=np.uint32)
-    return DraftTree(lax.bitcast_convert_type(packed, np.int32), depth, tree.any(axis=(1, 2)))
+    return lax.bitcast_convert_type(packed, np.int32)
 
 
 def joined_spans(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .....compat import varying_as
 from .....errors import InputError
@@ -24,13 +24,14 @@ from ...operands import StaticArgs
 from ...tile_mask import TileLogits
 from ...varying import alike, vary, varying
 from ..page_layout import page_shape
-from ..paged import places
-from ..paged_checks import check_numbers, check_operands, int32, options_of, refuse_gradient
-from ..paged_mask import PagedOptions
+from ..paged import places, with_spans
+from ..paged_checks import check_numbers, check_operands, check_spans, check_tree, int32, options_of, refuse_gradient
+from ..paged_mask import PagedOptions, packed_tree
 from ..paged_step import Batch, PagedOperands, batch_of
 from .page_forward import PagesForward
+from .page_rows import OwnKeys, RowTiles, row_keys
 from .page_tiles import NAMES, HopperStep, PageTiles, head_tiles, heads_of_tile, rows_stored, tokens_of_tile
-from .page_units import RowTiles, chunk_tiles, row_bounds, sequence_tiles, units_of
+from .page_units import chunk_tiles, sequence_tiles, units_of
 
 __all__ = ["paged_attention_hopper"]
 
@@ -42,6 +43,7 @@ class _Static:
     options: PagedOptions
     layout: str
     value_dim: int | None
+    stride: int
     step: HopperStep
     interpret: bool
 
@@ -63,7 +65,12 @@ def paged_attention_hopper(
     chunk_size: int | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    draft_tree: Bool[Array, "sequences drafts drafts"] | None = None,
+    spans: Int[Array, "tokens 2"] | None = None,
+    prefix_lengths: Int[Array, " sequences"] | None = None,
     max_q_len: int | None = None,
+    page_stride: int = 1,
+    page_shard: Int[Array, ""] | int = 0,
     step: HopperStep,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
@@ -74,7 +81,8 @@ def paged_attention_hopper(
 
     Errors: InputError or InputTypeError.
     """
-    check_numbers(softmax_scale, logits_soft_cap, {"max_q_len": max_q_len, "chunk_size": chunk_size})
+    sizes = {"max_q_len": max_q_len, "chunk_size": chunk_size, "page_stride": page_stride}
+    check_numbers(softmax_scale, logits_soft_cap, sizes)
     starts, lengths, table, count = (
         int32(name, x)
         for name, x in (
@@ -86,13 +94,22 @@ def paged_attention_hopper(
         jnp.asarray(query), jnp.asarray(key_pages), values, starts, lengths, table, count, sinks, None, None
     )
     check_operands(operands, layout)
+    check_tree(operands, draft_tree)
+    check_spans(operands, spans, prefix_lengths)
     if {operands.query.dtype, operands.key_pages.dtype} - {operands.query.dtype} or operands.query.dtype.itemsize != 2:
         raise InputError(
             f"query is {operands.query.dtype} and key_pages {operands.key_pages.dtype}; wanted both in bfloat16 or float16."
         )
     operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
+    if page_stride > 1:
+        operands = operands._replace(shard=int32("page_shard", page_shard))
     options = PagedOptions(**options_of(softmax_scale, causal, sliding_window, logits_soft_cap, max_q_len, chunk_size))
-    return _attend(_Static(options, layout, value_dim, step, interpret), operands)
+    if draft_tree is not None:
+        batch = batch_of(operands)
+        tree = packed_tree(options, jnp.asarray(draft_tree), batch.kv_lens - batch.q_lens)
+        operands = operands._replace(draft_tree=tree)
+    operands = with_spans(operands, spans, prefix_lengths)
+    return _attend(_Static(options, layout, value_dim, page_stride, step, interpret), operands)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -140,40 +157,42 @@ class _Runs:
         self.group = heads // self.kv_heads
         self.dims = padded_dim(dim), padded_dim(self.value_dim)
         self.first_value = self.form.first_value(dim)
+        shard: Any = 0 if operands.shard is None else operands.shard
+        self.own = OwnKeys(self.page, operands.page_table.shape[1], static.stride, shard)
 
     def attend(
         self, tiles: RowTiles, sizes: PageTiles, tokens: int, parts: int, name: str
     ) -> tuple[jax.Array, jax.Array]:
         """(output [tiles, heads, tokens, value_dim], lse [tiles, heads, tokens]) of tiles of so many tokens."""
-        operands, batch, options = self.operands, self.batch, self.options
+        operands, options, table = self.operands, self.options, self.operands.page_table
         splits = head_tiles(self.group, sizes.rows)
         each, heads = heads_of_tile(self.group, sizes.rows), self.kv_heads * splits
+        keys = row_keys(options, self.batch, self.own, tiles, tokens, operands.draft_tree, operands.spans)
         units = units_of(
-            options,
-            batch,
-            tiles,
-            operands.page_table,
-            page=self.page,
-            pages=self.pages,
-            block_kv=sizes.block_kv,
-            parts=parts,
-        )
+            tiles, keys, table, page=self.page, pages=self.pages, block_kv=sizes.block_kv, parts=parts
+        )  # fmt: skip
         stored = rows_stored(self.group, tokens, sizes)
-        query, low, high = self._rows(tiles, tokens, each, heads)
+        query = self._queries(tiles, tokens, each, heads)
+
+        def of_rows(x: jax.Array) -> jax.Array:
+            """[..., tokens] as [..., rows], each number for all heads of its token."""
+            return padded(jnp.repeat(x, each, axis=-1), x.ndim - 1, sizes.rows)
 
         def padded(x: jax.Array, axis: int, size: int) -> jax.Array:
             return jnp.pad(x, [(0, size - n if at == axis else 0) for at, n in enumerate(x.shape)])
 
         inputs = {
             "units": units.table,
-            "table": operands.page_table,
-            "low": padded(low, 1, sizes.rows),
-            "high": padded(high, 1, sizes.rows),
+            "table": table,
+            "low": of_rows(keys.low),
+            "high": of_rows(keys.high),
             "query": padded(padded(query, 2, stored), 3, self.dims[0]),
             "key": self.form.tokens_by_head(operands.key_pages),
         }
         if operands.value_pages is not None:
             inputs["value"] = self.form.tokens_by_head(operands.value_pages)
+        if keys.words is not None:
+            inputs["words"] = of_rows(keys.words.swapaxes(1, 2))
         if operands.sinks is not None:
             sinks = self._by_tile(operands.sinks.astype(jnp.float32), each, heads)
             sinks = jnp.tile(sinks, (1, -(-sizes.rows // each)))
@@ -211,21 +230,13 @@ class _Runs:
         short = heads // self.kv_heads * each - self.group
         return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, short)]).reshape(*x.shape[:-2], heads, each)
 
-    def _rows(self, tiles: RowTiles, tokens: int, each: int, heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(queries [tiles, heads, rows, dim], the keys that each row sees: the first and the end, [tiles, rows])."""
-        operands, batch = self.operands, self.batch
-        of = lambda x: x.at[tiles.sequence].get(mode="promise_in_bounds")[:, None]  # noqa: E731
+    def _queries(self, tiles: RowTiles, tokens: int, each: int, heads: int) -> jax.Array:
+        """[tiles, heads, rows, dim]."""
+        starts = self.batch.starts.at[tiles.sequence].get(mode="promise_in_bounds")
         within = tiles.token[:, None] + jnp.arange(tokens, dtype=np.int32)[None]
-        query = operands.query.at[of(batch.starts) + within].get(mode="clip")
+        query = self.operands.query.at[starts[:, None] + within].get(mode="clip")
         query = self._by_tile(query.swapaxes(-1, -2), each, heads).transpose(0, 3, 1, 4, 2)
-        query = query.reshape(len(query), heads, tokens * each, -1)
-        width = np.int32(operands.page_table.shape[1] * self.page)
-        low, high = row_bounds(
-            self.options, of(batch.kv_lens - batch.q_lens) + within, jnp.minimum(of(batch.kv_lens), width)
-        )
-        used = within < (tiles.token + tiles.tokens)[:, None]
-        low, high = (jnp.repeat(jnp.where(used, x, 0), each, axis=1) for x in (low, high))
-        return query, low, high
+        return query.reshape(len(query), heads, tokens * each, -1)
 
     def tokens(
         self, made: tuple[jax.Array, jax.Array], tile: jax.Array, place: jax.Array

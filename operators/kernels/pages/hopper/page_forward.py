@@ -27,8 +27,10 @@ from ....hopper.kernel.tensor_cores import tensor_cores
 from ....hopper.kernel.tile import BY_ROW, TILE
 from ....mosaic.kernel.block import BLOCKS, WARPGROUPS
 from ....mosaic.kernel.mosaic_sizes import swizzled_columns
+from ...block_words import seen_by_words
 from ...lse import LN2, LOG2E
 from ...tile_mask import TileLogits
+from ..paged_mask import BITS
 from .page_tiles import PageTiles
 from .page_units import FIELDS
 
@@ -51,6 +53,7 @@ class Unit(NamedTuple):
     first: Any
     first_key: Any
     end_key: Any
+    first_draft: Any
 
     @property
     def whole(self) -> Any:
@@ -264,7 +267,7 @@ class PagesForward:
             (raw,) = products.logits((query, keys))
             if not self.latent:
                 plgpu.barrier_arrive(refs["key_free"].at[slot])
-            seen = [] if not masked else self._visible(refs, unit, tile, low, high)
+            seen = [] if not masked else self._visible(refs, unit, tile, rows, low, high)
             x, factor, _ = weigh(_PageTile(self.logits, refs, seen, raw.shape), raw, masked)
             new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
             # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
@@ -298,14 +301,24 @@ class PagesForward:
         sinks = jnp.where(unit.first != 0, sinks * LOG2E, -jnp.inf)
         return sinks, jnp.where(sinks == -jnp.inf, 0.0, 1.0)
 
-    def _visible(self, refs: dict[str, Any], unit: Unit, tile: Any, low: jax.Array, high: jax.Array) -> list[jax.Array]:
+    def _visible(
+        self, refs: dict[str, Any], unit: Unit, tile: Any, rows: Any, low: jax.Array, high: jax.Array
+    ) -> list[jax.Array]:
         """The tests that a visible key passes, each [rows, keys]."""
         shape, first = (ROWS, self.tiles.block_kv), tile * self.tiles.block_kv
         local = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
         seen = (local >= _along_rows(low - first, shape)) & (local < _along_rows(high - first, shape))
+        if "words" in refs:
+            seen |= self._drafts(refs["words"].at[unit.tile_of_rows], rows, local + (first - unit.first_draft))
         shift = min(self.tiles.block_kv, self.page).bit_length() - 1
         bits = self._there(refs, unit, tile)
         return [seen & (((bits >> (local >> shift)) & 1) != 0)]
+
+    def _drafts(self, words: Any, rows: Any, number: jax.Array) -> jax.Array:
+        """Whether rows' bits of drafts with these numbers are set; words: a reference [n, rows of the tile]."""
+        of_rows = [_along_rows(_by_row(words.at[n, rows]), number.shape) for n in range(words.shape[0])]
+        within = (number >= 0) & (number < BITS * len(of_rows))
+        return within & seen_by_words(of_rows, number, jnp.int32(0), 1)
 
     def _finish(self, refs: dict[str, Any], number: Any, head: Any, warpgroup: Any, carry: Any) -> None:
         """Write the rows' output and lse."""

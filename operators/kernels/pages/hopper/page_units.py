@@ -13,25 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..paged_mask import PagedOptions, chunk_start
 from ..paged_step import Batch
+from .page_rows import RowKeys, RowTiles
 
-__all__ = ["FIELDS", "RowTiles", "Units", "chunk_tiles", "row_bounds", "sequence_tiles", "units_of"]
+__all__ = ["FIELDS", "Units", "chunk_tiles", "sequence_tiles", "units_of"]
 
-FIELDS = ("sequence", "tile", "begin", "full", "after_full", "end", "first", "first_key", "end_key")
+FIELDS = ("sequence", "tile", "begin", "full", "after_full", "end", "first", "first_key", "end_key", "first_draft")
 """Of a unit, int32: its sequence, -1 for none; its tile of rows; its tiles of keys, of which those from `full` to
-before `after_full` are seen by every row; whether it is the first part of its rows; the keys that any of these rows sees."""
+before `after_full` are seen by every row; whether it is the first part of its rows; the keys that any of these rows sees, and
+from which of them on bits of rows decide. Keys are counted over the pages of the table."""
 
 _LEAST = 4  # tiles of a part: a block's beginning and end take the time of some
-
-
-class RowTiles(NamedTuple):
-    """Tiles of sequences' tokens, int32 [tiles] each: the sequence, the first token in it, and how many; 0 for a tile that isn't
-    used."""
-
-    sequence: jax.Array
-    token: jax.Array
-    tokens: jax.Array
 
 
 class Units(NamedTuple):
@@ -41,21 +33,6 @@ class Units(NamedTuple):
     begin: jax.Array
     number: jax.Array
     most: int  # of a tile
-
-
-def row_bounds(options: PagedOptions, positions: jax.Array, kv_len: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(first, end): the keys that queries at these positions see, one run for each: nothing where end <= first."""
-    first, end = jnp.zeros_like(positions), jnp.broadcast_to(kv_len, positions.shape)
-    if options.causal:
-        end = jnp.minimum(end, positions + 1)
-    if options.left is not None:
-        first = jnp.maximum(first, positions - np.int32(options.left))
-    if options.right is not None:
-        end = jnp.minimum(end, positions + np.int32(options.right + 1))
-    if options.chunk is not None:
-        begin = chunk_start(positions, options.chunk)
-        first, end = jnp.maximum(first, begin), jnp.minimum(end, begin + np.int32(options.chunk))
-    return first, end
 
 
 def sequence_tiles(batch: Batch, selected: jax.Array, most: int) -> RowTiles:
@@ -77,33 +54,22 @@ def chunk_tiles(batch: Batch, selected: jax.Array, tokens: int, size: int) -> tu
 
 
 def units_of(
-    options: PagedOptions,
-    batch: Batch,
-    tiles: RowTiles,
-    table: jax.Array,
-    *,
-    page: int,
-    pages: int,
-    block_kv: int,
-    parts: int,
+    tiles: RowTiles, keys: RowKeys, table: jax.Array, *, page: int, pages: int, block_kv: int, parts: int
 ) -> Units:
-    """The units of work. parts: into how many all keys are divided besides one for each tile; 0: not at all."""
+    """The units of work. keys: of the tiles' rows. parts: into how many all keys are divided besides one for each tile; 0: not at
+    all."""
     of = lambda x: x.at[tiles.sequence].get(mode="promise_in_bounds")  # noqa: E731
     width = table.shape[1] * page
-    kv_len = jnp.minimum(of(batch.kv_lens), np.int32(width))
-    position = of(batch.kv_lens) - of(batch.q_lens) + tiles.token
-    last = position + jnp.maximum(tiles.tokens - 1, 0)
     used = tiles.tokens > 0
-    first_key, end_key, all_from, all_before = _bounds_of(options, position, last, kv_len)
-    some = used & (end_key > first_key)
-    first_key, end_key = jnp.where(some, first_key, 0), jnp.where(some, end_key, 0)
+    some = used & (keys.end > keys.first)
+    first_key, end_key = jnp.where(some, keys.first, 0), jnp.where(some, keys.end, 0)
     begin, end = first_key // np.int32(block_kv), _ceil(end_key, block_kv)
     # A page that isn't there gives no keys: tiles from it on aren't known to be whole.
-    there = (table >= 0) & (table < pages)
-    seen = jnp.arange(table.shape[1], dtype=np.int32)[None] >= _first_pages(options, batch, page)[:, None]
-    gap = jnp.where(seen & ~there, jnp.arange(table.shape[1], dtype=np.int32)[None], np.int32(table.shape[1])).min(1)
-    full = jnp.clip(_ceil(all_from, block_kv), begin, end)
-    after_full = jnp.minimum(all_before, of(gap) * np.int32(page)) // np.int32(block_kv)
+    number = jnp.arange(table.shape[1], dtype=np.int32)[None]
+    missing = of((table < 0) | (table >= pages)) & (number >= (first_key // np.int32(page))[:, None])
+    gap = jnp.where(missing, number, np.int32(table.shape[1])).min(1)
+    full = jnp.clip(_ceil(keys.all_from, block_kv), begin, end)
+    after_full = jnp.minimum(keys.all_before, gap * np.int32(page)) // np.int32(block_kv)
     after_full = jnp.clip(after_full, full, end)
 
     count, turn, tile = used.astype(np.int32), jnp.zeros_like(begin), jnp.arange(len(begin), dtype=np.int32)
@@ -121,8 +87,19 @@ def units_of(
         high = jnp.minimum(low + size, pick(end))
         full, after_full = (jnp.clip(pick(x), low, high) for x in (full, after_full))
         begin, end, first_key, end_key = low, high, pick(first_key), pick(end_key)
-    sequence = tiles.sequence.at[tile].get(mode="promise_in_bounds")
-    fields = (jnp.where(used, sequence, -1), tile, begin, full, after_full, end, turn == 0, first_key, end_key)
+    sequence, first_draft = (x.at[tile].get(mode="promise_in_bounds") for x in (tiles.sequence, keys.first_draft))
+    fields = (
+        jnp.where(used, sequence, -1),
+        tile,
+        begin,
+        full,
+        after_full,
+        end,
+        turn == 0,
+        first_key,
+        end_key,
+        first_draft,
+    )
     most = min(parts + 1, -(-width // (block_kv * _LEAST))) if parts else 1
     return Units(jnp.stack([x.astype(np.int32) for x in fields], axis=1), ends - count, count, max(1, most))
 
@@ -131,21 +108,6 @@ def _ceil(x: jax.Array, size: int | jax.Array) -> jax.Array:
     """x / size, rounded up; x from 0 on."""
     whole = np.int32(size) if isinstance(size, int) else size
     return (x + (whole - 1)) // whole
-
-
-def _bounds_of(
-    options: PagedOptions, position: jax.Array, last: jax.Array, kv_len: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(first key, end) that some row of a tile sees, (first, end) that all see. Both bounds grow with the position."""
-    first, end_of_first = row_bounds(options, position, kv_len)
-    first_of_last, end = row_bounds(options, last, kv_len)
-    return first, end, first_of_last, end_of_first
-
-
-def _first_pages(options: PagedOptions, batch: Batch, page: int) -> jax.Array:
-    """The first page that any row of a sequence sees."""
-    first, _ = row_bounds(options, jnp.maximum(batch.kv_lens - batch.q_lens, 0), batch.kv_lens)
-    return first // np.int32(page)
 
 
 def _placed(ends: jax.Array, counts: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
