@@ -68,6 +68,12 @@ def page_features() -> dict[str, dict[str, Any]]:
         },
         "mixed not causal": {"batch": "mixed", "call": {"causal": False}},
         "mixed latents": latent | {"batch": "mixed"},
+        "decode int8 by token": {"quantised": ("int8", "token_head")},
+        "decode int8 by head, D64": {"quantised": ("int8", "head"), "dims": (64, 64), "layout": "heads"},
+        "decode fp8 by token": {"quantised": ("float8_e4m3fn", "token_head"), "layout": "heads"},
+        "mixed int8 by token": {"batch": "mixed", "quantised": ("int8", "token_head")},
+        "mixed fp8": {"batch": "mixed", "quantised": ("float8_e5m2", "tensor"), "dtype": "float16"},
+        "mixed int8 latents": latent | {"batch": "mixed", "quantised": ("int8", "token_head")},
         "chains of drafts in trees": {"batch": "chains", "tree": 4},
         "mixed trees, window": {"batch": "mixed", "tree": 64, "call": {"sliding_window": (30, 0)}},
         "mixed prefixes, window": {"batch": "mixed", "prefix": 200, "call": {"sliding_window": (30, 0)}},
@@ -84,6 +90,7 @@ def _made(
     sinks: bool = False,
     tree: int = 0,
     prefix: int = 0,
+    quantised: tuple[str, str] | None = None,
 ) -> dict[str, Any]:
     """The arrays of a call; the slots that no token lies in hold NaN, and ids that pad the table are out of range."""
     rng, form, kv_heads = np.random.default_rng(0), LAYOUTS[layout], heads[1]
@@ -101,12 +108,25 @@ def _made(
             hidden[own, : min(page, length - number * page)] = False
     arrays: dict[str, Any] = {"value_pages": None}
     for name, dim in zip(("key_pages",) if form.one_array else ("key_pages", "value_pages"), dims, strict=False):
-        shape = form.array_shape(ArraySize(pages, page, kv_heads, dim, dims, 2))
+        shape = form.array_shape(ArraySize(pages, page, kv_heads, dim, dims, 2 if quantised is None else 4))
         stored = rng.standard_normal(shape, np.float32)
         lost = hidden.reshape(
             pages, *((1, page) if form.heads_first else (page,)), *[1] * (len(shape) - 2 - form.heads_first)
         )
-        arrays[name] = np.where(lost, np.nan, stored).astype(jnp.dtype(dtype))
+        if quantised is not None and quantised[0] == "int8":
+            arrays[name] = np.where(lost, 127, np.clip(np.round(40 * stored), -127, 127)).astype(np.int8)
+        else:
+            arrays[name] = np.where(lost, np.nan, stored).astype(
+                jnp.dtype(dtype if quantised is None else quantised[0])
+            )
+    if quantised is not None:
+        for name in ("key_scale",) if form.values_in_keys else ("key_scale", "value_scale"):
+            sizes = {"tensor": (), "head": (kv_heads,), "token_head": (pages, page, kv_heads)}[quantised[1]]
+            scale = np.asarray(rng.uniform(0.01, 0.03, sizes), np.float32)
+            if scale.ndim == 3:
+                scale[hidden] = np.nan
+                scale = scale.swapaxes(1, 2) if form.heads_first else scale
+            arrays[name] = scale
     tokens = sum(q for q, _ in sequences)
     arrays |= {
         "query": rng.standard_normal((tokens, heads[0], dims[0]), np.float32).astype(jnp.dtype(dtype)),
@@ -138,7 +158,7 @@ def check_pages(feature: dict[str, Any], **more: Any) -> dict[str, Any]:
     )
     heads, dims, page = feature.get("heads", (8, 2)), feature.get("dims", (128, 128)), feature.get("page", 16)
     sequences, call = feature.get("sequences", BATCHES[batch]), feature.get("call", {})
-    beside = {name: feature[name] for name in ("sinks", "tree", "prefix") if name in feature}
+    beside = {name: feature[name] for name in ("sinks", "tree", "prefix", "quantised") if name in feature}
     arrays = _made(sequences, heads, dims, page, layout, dtype, **beside)
     key, value = LAYOUTS[layout].separate(arrays["key_pages"], arrays["value_pages"], *dims)
     wide = {n: x for n, x in arrays.items() if n not in ("key_pages", "value_pages", "query", "num_seqs")}
@@ -146,9 +166,14 @@ def check_pages(feature: dict[str, Any], **more: Any) -> dict[str, Any]:
         n: np.asarray(x[..., :dim]).reshape(*x.shape[:2], heads[1], dim)
         for n, x, dim in zip(("key_pages", "value_pages"), (key, value), dims, strict=True)
     }
+    for name in ("key_scale", "value_scale"):
+        if np.ndim(wide.get(name)) == 3 and LAYOUTS[layout].heads_first:
+            wide[name] = wide[name].swapaxes(1, 2)
+    if "key_scale" in wide:
+        wide.setdefault("value_scale", wide["key_scale"])
     query = np.asarray(arrays["query"], np.float64)
     want = paged_reference(query, num_seqs=len(sequences), **separate, **wide, softmax_scale=dims[0] ** -0.5, **call)
-    shape = StepShape(len(query), *heads, dims, page, LAYOUTS[layout].values_in_keys)
+    shape = StepShape(len(query), *heads, dims, page, LAYOUTS[layout].values_in_keys, "quantised" in feature)
     run = _kernel(shape, layout, MOST.get(batch), **call, **more)
     given = {n: x if x is None else jnp.asarray(x) for n, x in arrays.items()}
     first = jax.block_until_ready(run(given))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from ...devices import GpuVariant, gpu_specs, gpu_variant
+from ...errors import ConfigError
 from ...page_layouts import LAYOUTS
 from ...planning import OperationConfig, Rule
 from ...planning.paged.paged_problem import PagedProblem
@@ -40,7 +41,7 @@ __all__ = [
 
 HOPPER_PAGES = frozenset({
     "causal", "sliding_window", "chunked", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "latent_values",
-    "draft_tree", "spans", "prefix_lengths",
+    "draft_tree", "spans", "prefix_lengths", "quantized_kv",
 })  # fmt: skip
 """The features of a step that the kernel has."""
 
@@ -51,7 +52,7 @@ _MAX_DIM = (576, 512)  # of a key and of a value
 def step_shape(problem: PagedProblem) -> StepShape:
     """What the kernel's sizes depend on, of one device."""
     dims, latent = (problem.head_dim, problem.value_dim), LAYOUTS[problem.layout].values_in_keys
-    return StepShape(problem.local_tokens, *problem.local_heads, dims, problem.page_size, latent)
+    return StepShape(problem.local_tokens, *problem.local_heads, dims, problem.page_size, latent, _quantised(problem))
 
 
 def step_tiles(problem: PagedProblem, config: OperationConfig) -> HopperStep:
@@ -87,28 +88,18 @@ def on_hopper(call: PagedCall) -> Attended:
     tokens, heads, dim = call.query.shape
     form, pages, sizes = LAYOUTS[call.layout], call.pages, call.sizes
     shape = page_shape(call.layout, pages.key, pages.value, dim, call.value_dim)
-    given = StepShape(tokens, heads, shape.kv_heads, (dim, call.value_dim), shape.page, form.values_in_keys)
+    dims, quantised = (dim, call.value_dim), pages.key.dtype.itemsize == 1
+    given = StepShape(tokens, heads, shape.kv_heads, dims, shape.page, form.values_in_keys, quantised)
     step = hopper_step(given, 1, sizes.pages_per_block, sizes.queries_per_block, sizes.kv_splits)
+    arguments = call.kernel_arguments()
+    beyond = {name: getattr(call, name) for name in ("score", "q_positions", "selected", "rows")}
+    beyond["rope_pages"] = arguments.pop("rope_pages")
+    if names := [name for name, x in beyond.items() if x is not None]:
+        raise ConfigError(f"{' and '.join(names)} over pages: the Hopper kernel has none of it; wanted plain XLA.")
     output, lse = paged_attention_hopper(
         call.query,
-        pages.key,
-        pages.value,
+        **arguments,
         layout=call.layout,
-        value_dim=call.value_dim,
-        cu_q_lens=call.batch.cu_q_lens,
-        kv_lens=call.batch.kv_lens,
-        page_table=call.batch.page_table,
-        num_seqs=call.batch.num_seqs,
-        softmax_scale=call.softmax_scale,
-        causal=call.causal,
-        sliding_window=call.sliding_window,
-        chunk_size=call.chunk_size,
-        logits_soft_cap=call.logits_soft_cap,
-        sinks=call.sinks,
-        draft_tree=call.draft_tree,
-        spans=call.spans,
-        prefix_lengths=call.prefix_lengths,
-        max_q_len=call.max_q_len,
         page_stride=call.sequence_shards,
         page_shard=call.shard_index,
         step=step,
@@ -142,6 +133,10 @@ def hopper_candidates(problem: PagedProblem, names: tuple[str, ...]) -> tuple[di
 
 def _field(config: OperationConfig, name: str) -> Any:
     return getattr(config, name, None)
+
+
+def _quantised(problem: PagedProblem) -> bool:
+    return problem.cache.cache.quantised is not None
 
 
 def _rows_stored(problem: PagedProblem) -> dict[str, tuple[int, int]]:
@@ -199,9 +194,9 @@ HOPPER_PAGE_RULES = (
     Rule(
         "paged.hopper_dtype",
         "runtime_dtype",
-        lambda p, c: p.runtime_dtype in _DTYPES and p.cache.cache.dtype == p.runtime_dtype,
+        lambda p, c: p.runtime_dtype in _DTYPES and (_quantised(p) or p.stored_dtype == p.runtime_dtype),
         "runtime dtype {p.runtime_dtype} over pages of {p.stored_dtype}: the kernel's products are of one 16-bit dtype",
-        "Declare one of bfloat16 and float16 as the cache's dtype and as runtime_dtype.",
+        "Declare one of bfloat16 and float16 as runtime_dtype, and as the cache's dtype unless it is quantised.",
     ),
     Rule(
         "paged.hopper_layout",

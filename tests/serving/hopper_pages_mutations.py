@@ -26,6 +26,7 @@ from attnops.operators.kernels.pages.hopper.page_tiles import HopperStep, PageTi
 
 STAGES = 2
 STEP = HopperStep(PageTiles(64, STAGES), PageTiles(64, STAGES, 2), 0, 0)
+OF_INT8 = HopperStep(PageTiles(64, STAGES, stored=2), PageTiles(64, STAGES, 2, stored=2), 0, 0)
 SEQUENCES = (
     (40, 330),
 )  # two warpgroups compute; four tiles that all rows see, two that the mask or the sequence's end cuts
@@ -196,6 +197,15 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "a page of the next tile": lambda: _method("_page", _next_tiles_pages),
     "the bits of drafts next to them": lambda: _method("_drafts", _drafts_by_neighbours),
     "no mask by position": lambda: _method("_visible", _all_visible),
+    # Over int8 pages, which are widened.
+    "int8: none": lambda: None,
+    **{f"int8: no wait for {name}": lambda name=name: _without("barrier_wait", name) for name in (
+        "key_raw", "value_raw", "key_full", "value_full", "key_free", "value_free",
+    )},
+    "int8: values released before they are read": lambda: _released_early("value"),
+    "int8: the next place of stored keys waited for": lambda: _wait_for_next_place("key_raw"),
+    "int8: widened keys not committed": lambda: _uncommitted("key_raw"),
+    "int8: widened values not committed": lambda: _uncommitted("value_raw"),
 }  # fmt: skip
 
 
@@ -210,9 +220,11 @@ def main(name: str) -> None:
 
     page_forward.PagesForward.__call__ = traced  # type: ignore[method-assign]
     MUTATIONS[name]()
-    case = PagedCase("prefill", (2, 1), dtype="bfloat16", page=32, tree=40)
+    case, step = PagedCase("prefill", (2, 1), dtype="bfloat16", page=32, tree=40), STEP
+    if name.startswith("int8"):
+        case, step = batches.varied(case, quantised="int8", scale="token_head"), OF_INT8
     arrays = batches.make(case, SEQUENCES, spare=0)
-    got, want = run(case, arrays, step=STEP), batches.expect(case, arrays)
+    got, want = run(case, arrays, step=step), batches.expect(case, arrays)
     try:
         batches.agree(case, got, want)
     except AssertionError as error:

@@ -28,6 +28,7 @@ from attnops.operators.paged_cache import RaggedBatch, init
 
 BF16: dict[str, Any] = {"dtype": "bfloat16", "page": 16}
 F16: dict[str, Any] = {"dtype": "float16", "page": 16}
+OF_QUANTISED = HopperStep(PageTiles(64, 2, stored=3), PageTiles(64, 2, 2, stored=2), 1, 0)
 TWO_PARTS = HopperStep(PageTiles(64, 2, 1, 2), PageTiles(64, 2, 1, 2), 1, 0)
 # The interpreter takes seconds for each.
 QUICK = (("split", PagedCase("long", (4, 1), **BF16, window=(300, 0), sinks=True)),)
@@ -211,6 +212,46 @@ def test_each_device_attends_to_its_own_pages(layout: str, case: PagedCase, n: i
     arrays = batches.make(case, SEQUENCES[case.kind], spare=1)
     one = lambda case, part, **more: run(case, part, layout, **more)  # noqa: E731
     batches.agree(case, joined(case, arrays, n, one), batches.expect(case, arrays))
+
+
+# Every dtype and scale of pages, over each layout; a tile of two warpgroups' rows, and one whose columns two share.
+QUANTISED = (
+    ("split", PagedCase("decode", (4, 2), quantised="int8", scale="token_head", sinks=True, **BF16)),
+    ("heads", PagedCase("mixed", (4, 2), quantised="int8", scale="head", window=(30, 0), **BF16)),
+    ("joined", PagedCase("prefill", (2, 1), quantised="int8", scale="tensor", cap=3.0, **F16)),
+    ("heads", PagedCase("long", (4, 1), quantised="float8_e4m3fn", scale="token_head", window=(300, 0), **BF16)),
+    ("interleaved", PagedCase("speculate", (4, 2), quantised="float8_e4m3fn", scale="head", tree=8, **F16)),
+    ("packed", PagedCase("mixed", (4, 2), quantised="float8_e5m2", scale="tensor", chunk=50, **BF16)),
+    ("split", PagedCase("decode", (4, 2), (96, 96), quantised="float8_e5m2", scale="head", dtype="bfloat16", page=8)),
+    ("split", PagedCase("mixed", (2, 1), (64, 128), quantised="int8", scale="token_head", dtype="bfloat16", page=128)),
+    ("latent", PagedCase("decode", (5, 1), (128, 64), latent=True, quantised="int8", scale="tensor", **BF16)),
+    ("latent", PagedCase("mixed", (16, 1), (192, 128), latent=True, quantised="int8", scale="token_head", **BF16)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [pytest.param(*x, marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(QUANTISED)],
+    ids=_name,
+)
+def test_quantised_pages(layout: str, case: PagedCase) -> None:
+    check(case, layout, OF_QUANTISED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "step",
+    [
+        HopperStep(PageTiles(64, 1, stored=1), PageTiles(64, 1, 1, stored=1), 0, 0),
+        HopperStep(PageTiles(128, 2, stored=1), PageTiles(128, 2, 2, stored=3), 3, 2),
+        HopperStep(PageTiles(64, 2, 1, 2, stored=2), PageTiles(64, 3, 1, 2, stored=2), 1, 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["long", "mixed"])
+def test_quantised_pages_agree_with_any_sizes(kind: str, step: HopperStep) -> None:
+    case = PagedCase(kind, (2, 1), (64, 128), **BF16, window=(300, 0), quantised="int8", scale="token_head")
+    check(case, step=step)
 
 
 def test_other_dtypes_are_refused() -> None:

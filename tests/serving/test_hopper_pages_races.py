@@ -30,4 +30,4 @@ def test_a_mistake_is_noticed(name: str) -> None:
     )
     unnoticed = run.returncode == 0 and run.stdout.split()[-1:] == ["unnoticed"]
     noticed = "numbers" in run.stdout or any(words in run.stderr for words in NOTICED)
-    assert (unnoticed, noticed) == ((True, False) if name == "none" else (False, True)), run.stderr[-2000:]
+    assert (unnoticed, noticed) == ((True, False) if name.endswith("none") else (False, True)), run.stderr[-2000:]

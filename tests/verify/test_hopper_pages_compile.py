@@ -128,6 +128,35 @@ def test_mixed_steps_of_models(model: str) -> None:
     _check_loops(chunks, sizes.chunks.block_kv, dims, sizes.chunks.parts)
 
 
+QUANTISED = [
+    ("llama-3-8b", "int8", "token_head"),
+    ("llama-3-8b", "int8", "head"),
+    ("llama-3-8b", "float8_e4m3fn", "tensor"),
+    ("llama-3.2-1b", "int8", "token_head"),
+    ("phi-3-like heads of 96", "float8_e5m2", "token_head"),
+    ("gemma-2-9b", "int8", "head"),
+    ("deepseek-v3", "int8", "token_head"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "dtype", "scale"), QUANTISED)
+def test_quantised_pages(model: str, dtype: str, scale: str) -> None:
+    """Numbers of 8 bits are widened by the warpgroup that loads; those that compute have the products of any other step."""
+    of_pages = {"dtype": dtype, "scale": scale}
+    kernels, sizes = _kernels(model, q_lens=[1, 1, 100, 300, 1, 2, 40, 1], quantised=of_pages)
+    fields = MODELS[model][1]
+    latent = fields.get("kind") == "latent"
+    dims = fields["head_dim"], fields.get("value_dim", fields["head_dim"])
+    for name, tiles in ((DECODE, sizes.decode), (CHUNKS, sizes.chunks)):
+        assert tiles.stored
+        spilled = kernels[name].stack_bytes
+        assert spilled is not None
+        # With one widened tile of latents the addresses of its 36 parts stay as they are, and are kept.
+        assert spilled <= (700 if latent else 128 if fields["head_dim"] > 128 and name == CHUNKS else 8)
+        _check_loops(kernels[name], tiles.block_kv, dims, tiles.parts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["split", "heads", "joined", "interleaved", "packed"])
 @pytest.mark.parametrize("page", [8, 32, 256])

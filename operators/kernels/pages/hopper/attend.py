@@ -65,6 +65,8 @@ def paged_attention_hopper(
     chunk_size: int | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    key_scale: Float[Array, ...] | float | None = None,
+    value_scale: Float[Array, ...] | float | None = None,
     draft_tree: Bool[Array, "sequences drafts drafts"] | None = None,
     spans: Int[Array, "tokens 2"] | None = None,
     prefix_lengths: Int[Array, " sequences"] | None = None,
@@ -76,8 +78,9 @@ def paged_attention_hopper(
 ) -> tuple[Array, Array]:
     """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]).
 
-    Semantics and layouts of `paged_attention`; query and pages in bfloat16 or in float16. step: the sizes, as `hopper_step` has
-    them. interpret: Pallas' interpreter, which looks for races.
+    Semantics and layouts of `paged_attention`; query and pages in bfloat16 or in float16, or pages in int8 or fp8. A token's own
+    scale is multiplied into its key and value, rounded to the query's dtype. step: the sizes, as `hopper_step` has them.
+    interpret: Pallas' interpreter, which looks for races.
 
     Errors: InputError or InputTypeError.
     """
@@ -89,17 +92,23 @@ def paged_attention_hopper(
             ("cu_q_lens", cu_q_lens), ("kv_lens", kv_lens), ("page_table", page_table), ("num_seqs", num_seqs),
         )
     )  # fmt: skip
-    values, sinks = (None if x is None else jnp.asarray(x) for x in (value_pages, sinks))
+    if LAYOUTS[layout].values_in_keys:  # and so is their scale
+        value_scale = key_scale
+    given = (None if x is None else jnp.asarray(x) for x in (value_pages, sinks, key_scale, value_scale))
+    values, sinks, key_scale, value_scale = given
     operands = PagedOperands(
-        jnp.asarray(query), jnp.asarray(key_pages), values, starts, lengths, table, count, sinks, None, None
+        jnp.asarray(query), jnp.asarray(key_pages), values, starts, lengths, table, count, sinks, key_scale, value_scale
     )
     check_operands(operands, layout)
     check_tree(operands, draft_tree)
     check_spans(operands, spans, prefix_lengths)
-    if {operands.query.dtype, operands.key_pages.dtype} - {operands.query.dtype} or operands.query.dtype.itemsize != 2:
+    dtype, stored = operands.query.dtype, operands.key_pages.dtype
+    if dtype.itemsize != 2 or (stored.itemsize > 1 and stored != dtype):
         raise InputError(
-            f"query is {operands.query.dtype} and key_pages {operands.key_pages.dtype}; wanted both in bfloat16 or float16."
+            f"query is {dtype} and key_pages {stored}; wanted both in bfloat16 or float16, or pages in int8 or fp8."
         )
+    if (stored.itemsize == 1) != (step.decode.stored > 0):
+        raise InputError(f"key_pages is {stored} with sizes {step}; wanted those of `hopper_step` for such pages.")
     operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
     if page_stride > 1:
         operands = operands._replace(shard=int32("page_shard", page_shard))
@@ -191,6 +200,7 @@ class _Runs:
         }
         if operands.value_pages is not None:
             inputs["value"] = self.form.tokens_by_head(operands.value_pages)
+        inputs |= self._scales(sizes.block_kv)
         if keys.words is not None:
             inputs["words"] = of_rows(keys.words.swapaxes(1, 2))
         if operands.sinks is not None:
@@ -223,6 +233,23 @@ class _Runs:
         lse = lse.reshape(-1, tokens, self.kv_heads, splits * each)[..., : self.group]
         heads = self.kv_heads * self.group
         return output.reshape(*output.shape[:2], heads, self.value_dim), lse.reshape(*lse.shape[:2], heads)
+
+    def _scales(self, block_kv: int) -> dict[str, jax.Array]:
+        """Those of quantised pages: for each kv head, or [sequences, kv_heads, keys] for each token, of whole tiles."""
+        found: dict[str, jax.Array] = {}
+        for name, scale in (("key_scale", self.operands.key_scale), ("value_scale", self.operands.value_scale)):
+            if scale is None:
+                continue
+            scale = scale.astype(np.float32)
+            if scale.ndim < 3:
+                found[name] = jnp.broadcast_to(scale, (self.kv_heads,))
+            elif name == "key_scale" or not self.form.values_in_keys:
+                ids = jnp.clip(self.operands.page_table, 0, np.int32(self.pages - 1))
+                rows = scale.at[ids].get(mode="promise_in_bounds")
+                rows = rows.transpose((0, 2, 1, 3) if self.form.heads_first else (0, 3, 1, 2))
+                rows = rows.reshape(*rows.shape[:2], -1)
+                found[f"{name}s"] = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % block_kv)))
+        return found
 
     def _by_tile(self, x: jax.Array, each: int, heads: int) -> jax.Array:
         """[..., heads] as [..., parts of them, of one], zeros after the last part's own."""
@@ -273,7 +300,7 @@ def _run(
         "lse": varying_as(arrays[0], (units, kernel.heads, rows), jnp.float32),
     }
 
-    def places_of(*shape: int, step: int | None = None) -> Any:
+    def places_of(*shape: int, step: int | None = None, dtype: Any = dtype) -> Any:
         columns = step or swizzled_columns(shape[-1])
         swizzled = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * dtype.itemsize)
         return plgpu.SMEM(shape, dtype, transforms=swizzled)
@@ -295,12 +322,20 @@ def _run(
         "query_free": plgpu.Barrier(num_arrivals=tiles.parts),
     }
     for stream, columns in zip(kernel.streams, kernel.dims, strict=False):
-        step = kernel.value_step if stream == kernel.streams[-1] else None
+        step = kernel.step(stream)
         scratch[f"{stream}_tiles"] = places_of(tiles.stages, tiles.block_kv, columns, step=step)
-        scratch[f"{stream}_full"] = barrier(kernel.copies)
+        scratch[f"{stream}_full"] = barrier(1 if kernel.quantised else kernel.copies)
         scratch[f"{stream}_free"] = barrier(tiles.consumers)
+        if kernel.quantised:
+            shape = tiles.stored, tiles.block_kv
+            scratch[f"{stream}_stored"] = places_of(*shape, columns, step=step, dtype=inputs["key"].dtype)
+            by_token = f"{stream}_scales" in inputs
+            scratch[f"{stream}_raw"] = barrier(kernel.copies + by_token, tiles.stored)
+            if by_token:
+                scratch[f"{stream}_scale_rows"] = plgpu.SMEM(shape, jnp.float32)
     last = kernel.streams[-1]
-    scratch |= {f"{last}_raw": barrier(kernel.copies), f"{last}_clean": barrier()}
+    if not kernel.quantised:
+        scratch |= {f"{last}_raw": barrier(kernel.copies), f"{last}_clean": barrier()}
     names = (*inputs, *shapes, *scratch)
 
     def body(*refs: Any) -> None:

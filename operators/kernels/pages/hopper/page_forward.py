@@ -37,8 +37,9 @@ from .page_units import FIELDS
 __all__ = ["PagesForward"]
 
 # Registers per thread of the warpgroup that loads and of two that compute: what one gives up is all that others can take. With
-# one that computes they stay as compiled.
-_REGISTERS = (40, 232)
+# one that computes they stay as compiled. One that widens quantised numbers needs more.
+_REGISTERS = {False: (40, 232), True: (56, 224)}
+_WIDENED = plgpu.Layout.WGMMA_UPCAST_2X  # how a warpgroup holds numbers while it widens them
 
 
 class Unit(NamedTuple):
@@ -65,12 +66,14 @@ class Unit(NamedTuple):
         """All of them."""
         return self.end - self.begin
 
-    def tile(self, number: Any, masked: bool) -> Any:
-        """The number-th of these tiles in the order in which they are visited: whole ones, those before them, those after."""
-        if not masked:
+    def tile(self, number: Any, masked: bool | None) -> Any:
+        """The number-th of these tiles in the order in which they are visited: whole ones, those before them, those after.
+        masked: whether it isn't a whole one; None where that isn't known."""
+        if masked is False:
             return self.full + number
         at = self.begin + number - self.whole
-        return jnp.where(at < self.full, at, at + self.whole)
+        other = jnp.where(at < self.full, at, at + self.whole)
+        return other if masked else jnp.where(number < self.whole, self.full + number, other)
 
 
 @dataclass(frozen=True)
@@ -99,14 +102,15 @@ class PagesForward:
         @pl.when(warpgroup < self.tiles.consumers)
         def _compute() -> None:
             if self.tiles.consumers > 1:
-                plgpu.set_max_registers(_REGISTERS[1], action="increase")
+                plgpu.set_max_registers(_REGISTERS[self.quantised][1], action="increase")
             pl.when(unit.sequence >= 0)(lambda: self._compute(refs, unit, number, head, warpgroup))
 
         @pl.when(warpgroup == self.tiles.consumers)
         def _load() -> None:
             if self.tiles.consumers > 1:
-                plgpu.set_max_registers(_REGISTERS[0], action="decrease")
-            pl.when(unit.sequence >= 0)(lambda: self._load(refs, unit, head))
+                plgpu.set_max_registers(_REGISTERS[self.quantised][0], action="decrease")
+            load = self._load_and_widen if self.quantised else self._load
+            pl.when(unit.sequence >= 0)(lambda: load(refs, unit, head))
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -118,6 +122,15 @@ class PagesForward:
         """Columns of a value that are swizzled together, of those of a key too where they are the first of them."""
         of_part = self.dims[1] // self.tiles.parts
         return swizzled_columns(of_part, *(self.dims if self.latent else ()))
+
+    @property
+    def quantised(self) -> bool:
+        """Whether pages hold numbers of 8 bits, which the warpgroup that loads widens."""
+        return self.tiles.stored > 0
+
+    def step(self, stream: str) -> int:
+        """Columns of a tile of this that are swizzled together."""
+        return self.value_step if stream == self.streams[-1] else swizzled_columns(self.dims[0])
 
     @property
     def copies(self) -> int:
@@ -160,12 +173,15 @@ class PagesForward:
 
     # -- the warpgroup that loads ------------------------------------------------------------------------------------
 
-    def _load(self, refs: dict[str, Any], unit: Unit, head: Any) -> None:
-        """The rows' queries, and every tile into the next place, once that is free."""
+    def _load_queries(self, refs: dict[str, Any], unit: Unit, head: Any) -> None:
         for group in range(self.tiles.row_groups):
             rows = refs["query"].at[unit.tile_of_rows, head, pl.ds(group * ROWS, self.rows)]
             target = refs["query_tile"].at[group, pl.ds(0, self.rows)]
             plgpu.copy_gmem_to_smem(rows, target, refs["query_full"].at[group])
+
+    def _load(self, refs: dict[str, Any], unit: Unit, head: Any) -> None:
+        """The rows' queries, and every tile into the next place, once that is free."""
+        self._load_queries(refs, unit, head)
         stages = self.tiles.stages
 
         def load(number: Any, carry: Any, masked: bool) -> Any:
@@ -177,23 +193,95 @@ class PagesForward:
                     plgpu.barrier_wait(refs[f"{name}_free"].at[slot])
 
                 dirty = masked and name == self.streams[-1]
-                self._copy(refs, unit, head, name, tile, slot, refs[f"{name}_{'raw' if dirty else 'full'}"], masked)
+                full = refs[f"{name}_{'raw' if dirty else 'full'}"].at[slot]
+                self._copy(refs, unit, head, name, tile, refs[f"{name}_tiles"].at[slot], full, masked)
             if masked:
                 self._clean(refs, unit, tile, slot)
             return carry
 
         self._visit(unit, load, None)
+        self._drain(refs, unit)
 
-        # A block ends only when its places have been read.
+    def _load_and_widen(self, refs: dict[str, Any], unit: Unit, head: Any) -> None:
+        """The same of quantised pages: tiles come into places of their own, some ahead of those that are widened."""
+        self._load_queries(refs, unit, head)
+        stages, stored = self.tiles.stages, self.tiles.stored
+
+        def request(number: Any, name: str) -> None:
+            place, tile = lax.rem(number, jnp.int32(stored)), unit.tile(number, None)
+            here, full = refs[f"{name}_stored"].at[place], refs[f"{name}_raw"].at[place]
+            self._copy(refs, unit, head, name, tile, here, full, True)
+            if f"{name}_scales" in refs:
+                kv_head, size = lax.div(head, jnp.int32(self.head_tiles)), self.tiles.block_kv
+                scales = refs[f"{name}_scales"].at[unit.sequence, kv_head, pl.ds(tile * size, size)]
+                plgpu.copy_gmem_to_smem(scales, refs[f"{name}_scale_rows"].at[place], full)
+
+        @pl.loop(0, jnp.minimum(unit.tiles, stored))
+        def _ahead(number: Any) -> None:
+            for name in self.streams:
+                request(number, name)
+
+        def widen(number: Any, carry: Any, masked: bool) -> Any:
+            slot, place = lax.rem(number, jnp.int32(stages)), lax.rem(number, jnp.int32(stored))
+            for name in self.streams:
+
+                @pl.when(number >= stages)
+                def _wait(name: str = name) -> None:
+                    plgpu.barrier_wait(refs[f"{name}_free"].at[slot])
+
+                plgpu.barrier_wait(refs[f"{name}_raw"].at[place])
+                self._widen(refs, unit, name, unit.tile(number, masked), place, slot, masked)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(refs[f"{name}_full"].at[slot])
+
+                @pl.when(number + stored < unit.tiles)
+                def _request(name: str = name) -> None:
+                    request(number + stored, name)
+
+            return carry
+
+        self._visit(unit, widen, None)
+        self._drain(refs, unit)
+
+    def _widen(
+        self, refs: dict[str, Any], unit: Unit, name: str, tile: Any, place: Any, slot: Any, masked: bool
+    ) -> None:
+        """Numbers of a place as those of another, times their tokens' scales; zeros for values that no row sees."""
+        wide, first, step = refs[f"{name}_tiles"].at[slot], tile * self.tiles.block_kv, self.step(name)
+        bits = self._there(refs, unit, tile) if masked else None
+        for row in range(0, self.tiles.block_kv, ROWS):
+            rows, shape, seen, scales = pl.ds(row, ROWS), (ROWS, step), None, None
+            if masked and name == self.streams[-1]:
+                local = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WIDENED) + row
+                seen = self._seen(unit, local, first, bits)
+            if f"{name}_scales" in refs:
+                by_row = refs[f"{name}_scale_rows"].at[place, rows]
+                scales = plgpu.load(by_row, layout=_WIDENED.reduce(1), optimized=False)  # type: ignore[call-arg]
+            numbers, factor = refs[f"{name}_stored"].at[place], None if scales is None else _along_rows(scales, shape)
+
+            # Of the row's parts, one after the other: all at once they would take more registers than are left.
+            @pl.loop(0, self.dims[name == "value"] // step)
+            def _part(
+                part: Any, rows: Any = rows, seen: Any = seen, numbers: Any = numbers, factor: Any = factor
+            ) -> None:
+                columns = pl.ds(part * step, step)
+                x = plgpu.load(numbers.at[rows, columns], layout=_WIDENED)  # type: ignore[call-arg] # of jax 0.10
+                x = widened(x, wide.dtype, factor)
+                wide[rows, columns] = x if seen is None else jnp.where(seen, x, jnp.zeros((), x.dtype))
+
+    def _drain(self, refs: dict[str, Any], unit: Unit) -> None:
+        """A block ends only when its places have been read."""
+        stages = self.tiles.stages
+
         @pl.loop(jnp.maximum(unit.tiles - stages, 0), unit.tiles)
-        def _drain(number: Any) -> None:
+        def _wait(number: Any) -> None:
             for name in self.streams:
                 plgpu.barrier_wait(refs[f"{name}_free"].at[lax.rem(number, jnp.int32(stages))])
 
     def _copy(
-        self, refs: dict[str, Any], unit: Unit, head: Any, name: str, tile: Any, slot: Any, barriers: Any, masked: bool
+        self, refs: dict[str, Any], unit: Unit, head: Any, name: str, tile: Any, place: Any, barrier: Any, masked: bool
     ) -> None:
-        """Copy a tile's pages. Dead pages aren't read; the barrier counts them."""
+        """Copy a tile's pages to a place. Dead pages aren't read; the barrier counts them."""
         kv_head, half = lax.div(head, jnp.int32(self.head_tiles)), int(name == "value")
         first, width = (self.first_value, self.dims[1]) if half else (0, self.dims[0])
         source = refs[name if name in refs else "key"]
@@ -201,11 +289,11 @@ class PagesForward:
         for copy in range(self.copies):
             page, row, there = self._page(refs, unit, tile, copy)
             rows, columns = pl.ds(row, size), pl.ds(first, width)
-            target, barrier = refs[f"{name}_tiles"].at[slot, pl.ds(copy * size, size)], barriers.at[slot]
+            target = place.at[pl.ds(copy * size, size)]
 
             def read(page: Any = page, rows: Any = rows, columns: Any = columns, target: Any = target) -> None:
                 at = self.form.one_head(page, kv_head, half, rows, columns)
-                plgpu.copy_gmem_to_smem(source.at[at], target, barrier)  # noqa: B023
+                plgpu.copy_gmem_to_smem(source.at[at], target, barrier)
 
             if not masked:
                 read()
@@ -214,7 +302,7 @@ class PagesForward:
 
             @pl.when(jnp.logical_not(there))
             def _skip() -> None:
-                plgpu.barrier_arrive(barrier)  # noqa: B023
+                plgpu.barrier_arrive(barrier)
 
     def _clean(self, refs: dict[str, Any], unit: Unit, tile: Any, slot: Any) -> None:
         """Zeros for values that no row sees, once they have come."""
@@ -258,17 +346,19 @@ class PagesForward:
         )
         plgpu.barrier_wait(refs["query_full"].at[group])
         products, last = tensor_cores(self.interpret), self.streams[-1]
+        kv_head = lax.div(head, jnp.int32(self.head_tiles))
 
         def visit(turn: Any, carry: Any, masked: bool) -> Any:
             sums, peak, total = carry
             slot, tile = lax.rem(turn, jnp.int32(tiles.stages)), unit.tile(turn, masked)
             keys = refs["key_tiles"].at[slot]
-            plgpu.barrier_wait(refs["key_clean" if masked and self.latent else "key_full"].at[slot])
+            cleaned = masked and not self.quantised
+            plgpu.barrier_wait(refs["key_clean" if cleaned and self.latent else "key_full"].at[slot])
             (raw,) = products.logits((query, keys))
             if not self.latent:
                 plgpu.barrier_arrive(refs["key_free"].at[slot])
             seen = [] if not masked else self._visible(refs, unit, tile, rows, low, high)
-            x, factor, _ = weigh(_PageTile(self.logits, refs, seen, raw.shape), raw, masked)
+            x, factor, _ = weigh(_PageTile(self.logits, refs, seen, raw.shape, kv_head), raw, masked)
             new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
             # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak) if masked else new_peak
@@ -277,7 +367,7 @@ class PagesForward:
             total = total * shrink + weights.sum(axis=1)
             sums = sums * _along_rows(shrink, sums.shape)
             if not self.latent:
-                plgpu.barrier_wait(refs["value_clean" if masked else "value_full"].at[slot])
+                plgpu.barrier_wait(refs["value_clean" if cleaned else "value_full"].at[slot])
             values = refs[f"{last}_tiles"].at[slot]
             if self.dims[1] != values.shape[1] or parts > 1:
                 values = values.at[:, pl.ds(part * columns, columns)]
@@ -332,7 +422,10 @@ class PagesForward:
             plgpu.barrier_arrive(refs["query_free"])
             plgpu.barrier_wait(refs["query_free"])
         output = refs["output_tile" if "output_tile" in refs else "query_tile"].at[warpgroup]
-        output[...] = (sums * _along_rows(1.0 / safe, sums.shape)).astype(refs["output"].dtype)
+        share = 1.0 / safe
+        if "value_scale" in refs:
+            share = share * refs["value_scale"][lax.div(head, jnp.int32(self.head_tiles))]
+        output[...] = (sums * _along_rows(share, sums.shape)).astype(refs["output"].dtype)
         rows, lse_rows = pl.ds(group * ROWS, self.rows), refs["lse_rows"].at[warpgroup]
         lse_rows[...] = lse
         plgpu.commit_smem()
@@ -349,11 +442,26 @@ class PagesForward:
 class _PageTile:
     """A tile as `weigh` takes it."""
 
-    def __init__(self, logits: TileLogits, refs: dict[str, Any], seen: list[jax.Array], shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, logits: TileLogits, refs: dict[str, Any], seen: list[jax.Array], shape: tuple[int, ...], kv_head: Any
+    ) -> None:
         self.logits, self.static_args, self.refs, self.seen, self.shape = logits, logits.static_args, refs, seen, shape
+        self.kv_head = kv_head
 
     def visible(self) -> list[jax.Array]:
         return self.seen
+
+    def key_scale(self) -> Any:
+        return self.refs["key_scale"][self.kv_head]
+
+
+def widened(x: jax.Array, dtype: Any, scale: jax.Array | None) -> jax.Array:
+    """Numbers of 8 bits in a dtype of 16, times a scale. What isn't scaled is exact. GPUs convert int8 to bfloat16 and fp8 to
+    float16; others go through float32."""
+    if scale is not None:
+        return (x.astype(jnp.float32) * scale).astype(dtype)
+    direct = (x.dtype == jnp.int8) == (dtype == jnp.bfloat16)
+    return x.astype(dtype) if direct else x.astype(jnp.float32).astype(dtype)
 
 
 def _by_row(ref: Any) -> jax.Array:

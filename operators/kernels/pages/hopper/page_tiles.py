@@ -50,12 +50,14 @@ NAMES = {False: "attnops_hopper_pages", True: "attnops_hopper_pages_chunks"}
 
 class PageTiles(NamedTuple):
     """block_kv: keys of a tile. stages: tiles that shared memory holds. row_groups: groups of 64 rows of a block of threads.
-    parts: warpgroups among which the columns of a group's values are divided."""
+    parts: warpgroups among which the columns of a group's values are divided. stored: tiles of quantised numbers that shared
+    memory holds beside those that are widened; 0 where pages aren't quantised."""
 
     block_kv: int
     stages: int
     row_groups: int = 1
     parts: int = 1
+    stored: int = 0
 
     @property
     def consumers(self) -> int:
@@ -69,7 +71,8 @@ class PageTiles(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """What sizes depend on, of one device. dims: of a key and of a value. latent: values are the first numbers of their keys."""
+    """What sizes depend on, of one device. dims: of a key and of a value. latent: values are the first numbers of their keys.
+    quantised: pages hold numbers of 8 bits."""
 
     tokens: int
     heads: int
@@ -77,6 +80,7 @@ class StepShape(NamedTuple):
     dims: tuple[int, int]
     page: int
     latent: bool
+    quantised: bool = False
 
     @property
     def group(self) -> int:
@@ -102,9 +106,10 @@ def hopper_step(
     keys = None if pages is None else pages * shape.page
     parts, columns = _columns_in_parts(shape.dims[1]), max(map(padded_dim, shape.dims))
     # Up to 64 columns a thread's registers leave room for a second block on the multiprocessor.
-    decode = _fitted(shape, PageTiles(keys or KEYS[0], _MOST_STAGES, 1, parts), 2 if columns <= _NARROW else 1)
+    decode = _fitted(shape, keys or KEYS[0], _MOST_STAGES, 1, parts, 2 if columns <= _NARROW else 1)
     groups = 1 if parts > 1 or queries == block_tokens(shape)[0] else 2
-    chunks = _fitted(shape, PageTiles(keys or KEYS[columns <= _WIDE], _STAGES_OF_CHUNKS, groups, parts))
+    wide = _NARROW if shape.quantised else _WIDE
+    chunks = _fitted(shape, keys or KEYS[columns <= wide], _STAGES_OF_CHUNKS, groups, parts)
     if splits is None:
         splits = math.ceil(_BLOCKS_A_CORE * cores / (shape.kv_heads * head_tiles(shape.group, decode.rows)))
     # Where chunks alone fill the device, merging would cost more than it saves.
@@ -140,20 +145,29 @@ def rows_stored(group: int, tokens: int, tiles: PageTiles) -> int:
 
 
 def shared_bytes(shape: StepShape, tiles: PageTiles) -> dict[str, int]:
-    """Bytes of shared memory of a block of threads, by what they hold. Numbers have 16 bits. The output of one group of rows
-    takes the place of its query."""
+    """Bytes of shared memory of a block of threads, by what they hold. Numbers have 16 bits, stored ones of quantised pages 8.
+    The output of one group of rows takes the place of its query."""
     dim, value_dim = map(padded_dim, shape.dims)
     query, output = 2 * tiles.rows * dim, 2 * tiles.rows * value_dim
     shares = dim == value_dim or tiles.row_groups == 1
+    stored, streams = tiles.stored * tiles.block_kv, 1 if shape.latent else 2
+    barriers = 2 * streams * tiles.stages + (streams * tiles.stored if shape.quantised else 2 * tiles.stages)
     return {
         "query": max(query, output) if shares else query,
         "key": 2 * tiles.stages * tiles.block_kv * dim,
         "value": 0 if shape.latent else 2 * tiles.stages * tiles.block_kv * value_dim,
         "output": 0 if shares else output,
-        "lse": math.ceil(_FLOAT * ROWS * tiles.consumers / _UNIT) * _UNIT,
-        "barriers": _BARRIER * (tiles.row_groups + 1 + (4 if shape.latent else 6) * tiles.stages),
+        "stored": stored * (dim + (0 if shape.latent else value_dim)),
+        "scales": streams * _unit(_FLOAT * stored),
+        "lse": _unit(_FLOAT * ROWS * tiles.consumers),
+        "barriers": _BARRIER * (tiles.row_groups + 1 + barriers),
         "alignment": _ALIGNMENT,
     }
+
+
+def _unit(size: int) -> int:
+    """The bytes that a small array takes."""
+    return math.ceil(size / _UNIT) * _UNIT
 
 
 def shared_limit() -> int:
@@ -163,11 +177,16 @@ def shared_limit() -> int:
     return gpu.shared_bytes_a_block
 
 
-def _fitted(shape: StepShape, tiles: PageTiles, blocks: int = 1) -> PageTiles:
-    """The same with as many stages as fit beside each other in so many blocks, one at least; what one takes may be too much."""
-    while tiles.stages > 1 and sum(shared_bytes(shape, tiles).values()) > shared_limit() // blocks:
-        tiles = tiles._replace(stages=tiles.stages - 1)
-    return tiles
+def _fitted(shape: StepShape, block_kv: int, stages: int, row_groups: int, parts: int, blocks: int = 1) -> PageTiles:
+    """The same with as many stages as fit beside each other in so many blocks, one at least; what one takes may be too much.
+    Of quantised tiles so many are stored, while one of the widened ones is read and another is written."""
+    chosen = PageTiles(block_kv, stages, row_groups, parts)
+    fewer = [chosen._replace(stages=n) for n in range(stages, 0, -1)]
+    if shape.quantised:
+        sizes = [*((2, n) for n in range(stages, 1, -1)), *((1, n) for n in range(stages, 0, -1))]
+        fewer = [chosen._replace(stages=wide, stored=n) for wide, n in sizes]
+    fits = (tiles for tiles in fewer if sum(shared_bytes(shape, tiles).values()) <= shared_limit() // blocks)
+    return next(fits, fewer[-1])
 
 
 def _columns_in_parts(value_dim: int) -> int:
