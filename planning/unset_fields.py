@@ -51,12 +51,7 @@ class UnsetFieldsModel(BaseModel, metaclass=_Explaining):
 
     # Populate by name too: when an instance is validated again, its fields have their names.
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        revalidate_instances="always",
-        populate_by_name=True,
-        defer_build=True,
+        frozen=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always", populate_by_name=True
     )
 
     @model_validator(mode="after")
