@@ -3,8 +3,9 @@
     python benchmarks/recurrent_cycles.py [--json FILE] [--tokamax PYTHON]
 
 `cycles` are those of 128 tokens of 4 heads of 128 in bfloat16, `step` those of one token of 4 heads over slots, with raw gates
-and norms. With a Python that has tokamax and libtpu, `tokamax` are those of its causal_conv1d_gated_delta_rule, which has the
-convolution, gates and norms in one kernel: of 128 tokens and of one, and ours as a part of them. FILE keeps its other parts.
+and norms, `drafts` those of each of 4 tokens of a row. With a Python that has tokamax and libtpu, `tokamax` are those of its
+causal_conv1d_gated_delta_rule, which has the convolution, gates and norms in one kernel: of 128 tokens and of one, and ours as a
+part of them. FILE keeps its other parts.
 """
 
 from __future__ import annotations
@@ -65,14 +66,15 @@ def chunks() -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def steps() -> dict[str, float]:
-    """Device -> static cycles of one token of 4 heads of the gated delta rule."""
+def steps(tokens: int) -> dict[str, float]:
+    """Device -> static cycles of one token of 4 heads of the gated delta rule, in rows of so many tokens."""
     found = {}
     name, shape = "ragged_gated_delta_rule_v2", jax.ShapeDtypeStruct
     declared = {"gate": "raw", "beta_form": "sigmoid", "normalise_qk": True}
     for topology in TARGETS:
         mesh = Mesh(np.asarray(described_mesh(topology).devices).reshape(-1)[:1], ("dp",))
-        keys, per_head = shape((ROWS, HEADS, DIM), jnp.bfloat16), shape((ROWS, HEADS), jnp.bfloat16)
+        count = ROWS * tokens
+        keys, per_head = shape((count, HEADS, DIM), jnp.bfloat16), shape((count, HEADS), jnp.bfloat16)
         call = {"query": keys, "key": keys, "value": keys, "decay": per_head, "beta": per_head}
         call |= {"A_log": shape((HEADS,), jnp.float32), "dt_bias": shape((HEADS,), jnp.float32)}
         sizes = ((ROWS + 1,), (ROWS,), (), (ROWS,), (ROWS, 1))
@@ -81,12 +83,12 @@ def steps() -> dict[str, float]:
         operation: Any = OperationRegistry.create(
             name, OperationMetadata(mesh=mesh, operation_configs={name: declared}, fallback="error")
         )
-        planned = PlannedRecurrence(operation, {**call, "state": state, "batch": batch, "max_q_len": 1})
+        planned = PlannedRecurrence(operation, {**call, "state": state, "batch": batch, "max_q_len": tokens})
         *_, report = target_reports(planned, topology, cycles=True)
         (kernel,) = report.passes[0].cycles
         assert kernel.name == STEP
         assert kernel.cycles is not None, kernel.failure
-        found[topology.split(":")[0]] = kernel.cycles / ROWS
+        found[topology.split(":")[0]] = kernel.cycles / count
         print(topology, "step", found, flush=True)
     return found
 
@@ -119,7 +121,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tokamax", metavar="PYTHON", help="one that has tokamax and libtpu")
     options = parser.parse_args()
-    found: dict[str, Any] = {"cycles": chunks(), "step": steps()}
+    found: dict[str, Any] = {"cycles": chunks(), "step": steps(1), "drafts": steps(4)}
     if options.tokamax:
         found["tokamax"] = theirs(options.tokamax, found["cycles"], found["step"])
     print(json.dumps(found, indent=1))

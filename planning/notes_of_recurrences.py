@@ -30,9 +30,6 @@ NOTES_OF_RECURRENCES: tuple[tuple[str, str, str] | tuple[str, str, str, Literal[
     ("recurrent.gradient_on_xla", "implementation",
      "the gradient is made on XLA, which computes the forward pass again: {kernel} would take {size:bytes} of VMEM for a chunk "
      "of one head, and a kernel may take {limit:bytes}"),
-    ("recurrent.step_on_xla", "max_q_len",
-     "rows may have several tokens: their last {columns} are worked on by plain XLA; the kernel that updates states in place is "
-     "for steps of max_q_len=1", "info"),
     ("recurrent.slots_copied", "state",
      "slots of {shape} per device are copied before and after the kernel, {size:bytes} each time: a program keeps them along "
      "other dimensions, where they take less; states whose head_dim or value_dim is a multiple of 128 stay in place"),

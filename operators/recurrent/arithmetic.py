@@ -12,7 +12,8 @@ from jax import lax
 from .config import DeltaRuleConfig, LinearConfig
 from .kernel.convolution import causal_conv, conv_over_rows, last_tokens
 from .kernel.gates import Gates, Ungated, normalised, step_of, strength_of
-from .kernel.over_rows import one_token_of_each, over_rows
+from .kernel.over_rows import Run, last_tokens_alone, over_rows
+from .kernel.rows_on_kernels import chunks_of_rows, last_tokens_of_rows
 from .kernel.selective_scan import selective_scan
 from .local import Affine, RecurrentCall, passed_on
 
@@ -33,11 +34,9 @@ def _recurrence(call: RecurrentCall, given: Ungated, gates: Gates, scale: float)
     """(outputs [batch, tokens, heads, value_dim], state in float32, or the slots of a step)."""
     batch, _, heads, value_dim = given.value.shape
     dim, initial = given.key.shape[3], call.arrays.get("initial_state")
-    if call.rows is not None and call.rows.longest == 1 and call.token is not None:
-        return _of_each_row(call, given, gates, scale)
-    query, key, value, decay, beta = _gated(call, given, gates)
     if call.rows is not None:
-        return _over_slots(call, (query, key, value, decay, *(() if beta is None else (beta,))), scale)
+        return (_over_slots if call.token is None else _by_kernels)(call, given, gates, scale)
+    query, key, value, decay, beta = _gated(call, given, gates)
     size = call.config.chunk_size
     arrays = [_by_heads(x) for x in (query, key, value, decay)]
     by_head = None if beta is None else _by_heads(beta)
@@ -70,19 +69,34 @@ def _gated(
     return query, key, value, decay, strength
 
 
-def _of_each_row(call: RecurrentCall, given: Ungated, gates: Gates, scale: float) -> tuple[jax.Array, jax.Array]:
-    """(outputs, slots) of a step with one token of each row, whose gates are the kernel's too."""
+def _over_slots(call: RecurrentCall, given: Ungated, gates: Gates, scale: float) -> tuple[jax.Array, jax.Array]:
+    """(outputs, slots) of a step: each row continues its own state."""
     assert call.rows is not None
-    assert call.token is not None
-    arrays = (given.query, given.key, given.value, given.decay, *(() if given.beta is None else (given.beta,)))
-    token = functools.partial(call.token, rate=given.rate, bias=given.bias, gates=gates, scale=scale)
-    outputs, slots = one_token_of_each(token, tuple(x[0] for x in arrays), call.arrays["initial_state"], call.rows)
+    run, arrays = _chunks(call, given, gates, scale)
+    by_one = call.one_by_one(given.key.shape[2])
+    slots, size = call.arrays["initial_state"], call.config.chunk_size
+    outputs, slots = over_rows(run, arrays, slots, call.rows, size, one_by_one=by_one)
     return outputs[None], slots
 
 
-def _over_slots(call: RecurrentCall, arrays: tuple[jax.Array, ...], scale: float) -> tuple[jax.Array, jax.Array]:
-    """(outputs, slots) of a step: each row continues its own state. arrays: query, key, value, decay and, for the delta rule,
-    beta."""
+def _by_kernels(call: RecurrentCall, given: Ungated, gates: Gates, scale: float) -> tuple[jax.Array, jax.Array]:
+    """The same by kernels. That of the last tokens has the gates too."""
+    rows, slots, outputs = call.rows, call.arrays["initial_state"], None
+    assert rows is not None
+    assert call.token is not None
+    if rows.longest is None or rows.longest > last_tokens_alone(rows.longest, rows.write.shape[1]):
+        run, arrays = _chunks(call, given, gates, scale)
+        outputs, slots, rows = chunks_of_rows(run, arrays, slots, rows, call.config.chunk_size)
+    token = functools.partial(call.token, rate=given.rate, bias=given.bias, gates=gates, scale=scale)
+    raw = (given.query, given.key, given.value, given.decay, *(() if given.beta is None else (given.beta,)))
+    outputs, slots = last_tokens_of_rows(token, tuple(x[0] for x in raw), slots, rows, outputs)
+    return outputs[None], slots
+
+
+def _chunks(call: RecurrentCall, given: Ungated, gates: Gates, scale: float) -> tuple[Run, tuple[jax.Array, ...]]:
+    """What goes through a chunk of a row, and the arrays by token that it takes: query, key, value, decay and, for the delta
+    rule, beta."""
+    *every, strength = _gated(call, given, gates)
 
     def run(arrays: tuple[jax.Array, ...], state: jax.Array) -> tuple[jax.Array, jax.Array]:
         query, key, value, decay, *beta = map(_by_heads, arrays)
@@ -91,17 +105,7 @@ def _over_slots(call: RecurrentCall, arrays: tuple[jax.Array, ...], scale: float
         )
         return jnp.moveaxis(outputs, 1, 2), after
 
-    assert call.rows is not None
-    slots = call.arrays["initial_state"]
-    outputs, slots = over_rows(
-        run,
-        tuple(x[0] for x in arrays),
-        slots,
-        call.rows,
-        call.config.chunk_size,
-        one_by_one=call.one_by_one(arrays[1].shape[2]),
-    )
-    return outputs[None], slots
+    return run, tuple(x[0] for x in (*every, *(() if strength is None else (strength,))))
 
 
 def _passed(

@@ -30,8 +30,8 @@ class RecurrentCall:
     [batch, tokens], or None: which one a token is of, 0 for that of the state before the device's tokens. valid bool [batch,
     tokens], or None if all tokens count. over: the mesh axes that split the sequence, () if the device has all of it. exchange:
     how maps are exchanged over them. chunked: what goes through the chunks of linear attention; see kernel/linear.py. rows: those
-    of a step over slots, whose batch is 1 and whose initial_state are the slots; None for a whole call. token: what works on rows
-    of one token; see kernel/over_rows.py."""
+    of a step over slots, whose batch is 1 and whose initial_state are the slots; None for a whole call. token: what works on
+    the last tokens of rows; see kernel/rows_on_kernels.py."""
 
     arrays: dict[str, jax.Array]
     document: jax.Array | None

@@ -1,4 +1,4 @@
-"""What runs the steps of linear attention over slots on TPUs: one token of each row in place, several in chunks."""
+"""What runs the steps of linear attention over slots on TPUs: the last tokens of rows in place, those before them in chunks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from ...planning.text import bytes_text
 from ...planning.tiles import least_tiled, tiled
 from .arithmetic import Results
 from .implementations import TOLERANCE
+from .kernel.over_rows import last_tokens_alone
 from .kernel.tpu_sizes import FORWARD, LEAST_CHUNK, STEP, Sizes, step_heads, step_vmem, turns, vmem_parts
 from .local import RecurrentCall
-from .tpu import RecurrentOnTpu
+from .tpu import RecurrentOnTpu, local_sizes
 
 __all__ = ["StepOnTpu"]
 
 
 class StepOnTpu(RecurrentOnTpu):
-    """The step over slots of a whole call's kernels. Rows of one token: a kernel that reads and writes each state once, in
-    place. Others: the chunks of the whole call, and their last tokens on XLA."""
+    """The step over slots of a whole call's kernels. Rows of few tokens, and the last tokens whose states are kept: a kernel that
+    reads each state once and writes it in place. Others: the chunks of the whole call."""
 
     def __init__(self, whole: RecurrentOnTpu) -> None:
         operands = whole.capability.operands - {"initial_state", "segment_ids", "lengths"}
@@ -34,14 +35,14 @@ class StepOnTpu(RecurrentOnTpu):
         room = Rule(
             "recurrent.step_vmem",
             "head_dim",
-            lambda p, c: not _decodes(p) or self._taken(p) <= vmem_of(p.device_kind).default,
+            lambda p, c: self._taken(p) <= vmem_of(p.device_kind).default,
             lambda p, c: (
                 f"states of one head take {bytes_text(self._taken(p))} of VMEM, but a kernel may take "
                 f"{bytes_text(vmem_of(p.device_kind).default)}"
             ),
-            "Leave max_q_len out, which updates states by plain XLA.",
+            "Declare state_dtype='bfloat16', or let plain XLA run it.",
         )
-        of_chunks = tuple(_in_chunks(rule) for rule in self.capability.rules)
+        of_chunks = tuple(_of_chunks(rule) for rule in self.capability.rules)
         self.capability = declares((), rules=(*of_chunks, room), tolerance=TOLERANCE, operands=operands)
 
     def __call__(self, call: RecurrentCall) -> Results:
@@ -55,13 +56,12 @@ class StepOnTpu(RecurrentOnTpu):
 
     def memory(self, problem: Any, placement: Any, config: OperationConfig) -> Mapping[str, Mapping[str, int]]:
         """VMEM of each kernel, by what it holds."""
-        local: dict[str, int] = {}
-        for x in placement.tensors:
-            local = dict(zip(x.dims, x.local_shape, strict=True)) | local
-        if not _decodes(problem):
-            return {FORWARD: vmem_parts(self._sizes(problem, self._size(problem, config), local), FORWARD)}
-        sizes = local["head_dim"], local["value_dim"], _itemsize(problem), self._delta
-        return {STEP: step_vmem(step_heads(local["heads"], _group(local), *sizes), *sizes)}
+        local = local_sizes(placement)
+        sizes = self._of_step(problem, local)
+        found = {STEP: step_vmem(step_heads(local["heads"], _group(local), *sizes), *sizes)}
+        if _in_chunks(problem):
+            found[FORWARD] = vmem_parts(self._sizes(problem, self._size(problem, config), local), FORWARD)
+        return found
 
     def tuned_fields(self, problem: Any, placement: Any) -> tuple[str, ...]:
         """None: the chunks of a step are those of the whole call."""
@@ -69,22 +69,16 @@ class StepOnTpu(RecurrentOnTpu):
         return ()
 
     def grid_steps(self, problem: Any, placement: Any, config: OperationConfig) -> Mapping[str, int]:
-        """Of rows of one token; how many chunks others have is known only to the batch."""
+        """Of the last tokens of rows; how many chunks there are is known only to the batch."""
         del config
-        if not _decodes(problem):
-            return {}
-        local: dict[str, int] = {}
-        for x in placement.tensors:
-            local = dict(zip(x.dims, x.local_shape, strict=True)) | local
-        sizes = local["head_dim"], local["value_dim"], _itemsize(problem), self._delta
+        local = local_sizes(placement)
+        sizes = self._of_step(problem, local)
         heads = step_heads(local["heads"], _group(local), *sizes)
-        return {STEP: local.get("shards", 1) * local["rows"] * (local["heads"] // heads)}
+        return {STEP: local.get("shards", 1) * local["rows"] * (local["heads"] // heads) * _alone(problem)}
 
     def notes(self, problem: Any, placement: Any, config: OperationConfig) -> tuple[str, ...]:
-        """Which tokens the kernels leave to XLA, and slots that the kernel takes in another layout than programs do."""
+        """Slots that the kernel takes in another layout than programs do."""
         del config
-        if not _decodes(problem):
-            return (note("recurrent.step_on_xla", columns=problem.size["columns"]),)
         tensor = next(x for x in placement.tensors if x.tensor == "state")
         shape = tensor.local_shape
         row, lane = (3, 2) if turns(*shape[2:]) else (2, 3)
@@ -98,17 +92,27 @@ class StepOnTpu(RecurrentOnTpu):
         return "beta" in self.capability.operands
 
     def _taken(self, problem: Any) -> int:
-        """The least bytes of VMEM of a step: one head at a time."""
-        sizes = problem.size["head_dim"], problem.size["value_dim"], _itemsize(problem), self._delta
-        return math.ceil(sum(step_vmem(1, *sizes).values()))
+        """The least bytes of VMEM of the last tokens: one head at a time."""
+        return math.ceil(sum(step_vmem(1, *self._of_step(problem, problem.size)).values()))
+
+    def _of_step(self, problem: Any, size: Mapping[str, int]) -> tuple[int, int, int, bool, int]:
+        """What the VMEM of the last tokens depends on besides heads."""
+        return size["head_dim"], size["value_dim"], _itemsize(problem), self._delta, _alone(problem)
 
     def _sizes(self, problem: Any, chunk: int, size: Mapping[str, int]) -> Sizes:
         longest = problem.option["max_q_len"] or size["tokens"]
         return super()._sizes(problem, chunk, {**size, "q_len": max(longest, LEAST_CHUNK)})._replace(initial=True)
 
 
-def _decodes(problem: Any) -> bool:
-    return bool(problem.option["max_q_len"] == 1)
+def _alone(problem: Any) -> int:
+    """How many last tokens of a row are worked on a token at a time."""
+    return last_tokens_alone(problem.option["max_q_len"], problem.size["columns"])
+
+
+def _in_chunks(problem: Any) -> bool:
+    """Whether rows may have more tokens."""
+    longest = problem.option["max_q_len"]
+    return longest is None or longest > _alone(problem)
 
 
 def _group(size: Mapping[str, int]) -> int:
@@ -120,6 +124,6 @@ def _itemsize(problem: Any) -> int:
     return jnp.dtype(problem.operand("state").dtype).itemsize
 
 
-def _in_chunks(rule: Rule) -> Rule:
-    """A rule of chunks, which rows of one token don't have."""
-    return replace(rule, test=lambda p, c: _decodes(p) or rule.test(p, c))
+def _of_chunks(rule: Rule) -> Rule:
+    """A rule of chunks, which rows of few tokens don't have."""
+    return replace(rule, test=lambda p, c: not _in_chunks(p) or rule.test(p, c))

@@ -32,7 +32,7 @@ from .kernel.tpu_sizes import (
 )
 from .local import RecurrentCall
 
-__all__ = ["RecurrentOnTpu"]
+__all__ = ["RecurrentOnTpu", "local_sizes"]
 
 
 class RecurrentOnTpu(RecurrentOnXla):
@@ -108,7 +108,7 @@ class RecurrentOnTpu(RecurrentOnXla):
 
     def grid_steps(self, problem: Any, placement: Any, config: OperationConfig) -> Mapping[str, int]:
         """The kernels of a call on one device, with its gradient in mode train, and how many steps of its grid each takes."""
-        local, size = _local(placement), self._size(problem, config)
+        local, size = local_sizes(placement), self._size(problem, config)
         sizes = self._sizes(problem, size, local)
         trains = problem.mode == "__train__" and self._unfit(problem, size) is None
         chunks = local["batch"] * sizes.heads * -(-local["q_len"] // sizes.chunk)
@@ -117,7 +117,7 @@ class RecurrentOnTpu(RecurrentOnXla):
     def memory(self, problem: Any, placement: Any, config: OperationConfig) -> Mapping[str, Mapping[str, int]]:
         """VMEM of each kernel, by what it holds."""
         size = self._size(problem, config)
-        sizes = self._sizes(problem, size, _local(placement))
+        sizes = self._sizes(problem, size, local_sizes(placement))
         trains = problem.mode == "__train__" and self._unfit(problem, size) is None
         return {name: vmem_parts(sizes, name) for name in dict.fromkeys((FORWARD, *kernels_of(trains)))}
 
@@ -183,7 +183,7 @@ def _powers(most: int) -> list[int]:
     return [most >> n for n in range(most.bit_length()) if most >> n >= LEAST_CHUNK]
 
 
-def _local(placement: Any) -> dict[str, int]:
+def local_sizes(placement: Any) -> dict[str, int]:
     """The size of each dim on one device."""
     local: dict[str, int] = {}
     for x in placement.tensors:

@@ -1,4 +1,4 @@
-"""The TPU kernel of one token over slots, interpreted, agrees with the token-by-token definition in float64, in place."""
+"""The TPU kernels of steps over slots, interpreted, agree with the token-by-token definition in float64, in place."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from recurrent_inputs import LINEAR
-from step_inputs import STEPS, Rows, Step, drawn, joined, wanted
+from step_inputs import MIXES, STEPS, Rows, Step, drawn, joined, wanted
 
 from attnops import OperationMetadata, OperationRegistry, StateBatch
-from attnops.operators.recurrent.kernel.tpu_sizes import STEP
+from attnops.operators.recurrent.kernel.tpu_sizes import FORWARD, STEP
 from attnops.verify.recurrent_of_call import recurrent_reference
 
 
@@ -120,10 +120,59 @@ def test_an_unknown_slot_is_nan_and_nothing_else() -> None:
     np.testing.assert_allclose(output.attention_outputs[1:], wanted(step)[0][1:], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["gated_delta_rule", pytest.param("mamba2", marks=pytest.mark.slow)])
-def test_rows_of_several_tokens(kind: str) -> None:
-    plan = agrees(drawn(kind, "drafts"))
-    assert "recurrent.step_on_xla" in [getattr(x, "code", "") for x in plan.notes]
+_FIXED = ("simple_gla", "lightning", "retention")  # which differ in the decay that a call has
+
+_MIXES = {
+    "mixed": (MIXES["mixed"], None),
+    "drafts": (MIXES["drafts"], None),
+    "few": (Rows((3, 2, 0, 1), (4, 0, 9, 1), drafts=1), 3),
+    "chunks": (Rows((17, 20), (33, 0)), 20),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mix"),
+    [
+        ("gated_delta_rule", "mixed"),
+        ("gated_delta_rule", "drafts"),
+        ("mamba2", "few"),
+        *(
+            pytest.param(kind, mix, marks=pytest.mark.slow)
+            for kind in LINEAR
+            for mix in _MIXES
+            if kind not in _FIXED or mix == "drafts"
+        ),
+    ],
+)
+def test_rows_of_several_tokens(kind: str, mix: str) -> None:
+    """The kernel has the last tokens of rows, that of the whole call those before them."""
+    rows, longest = _MIXES[mix]
+    plan = agrees(drawn(kind, rows), **({} if longest is None else {"max_q_len": longest}))
+    memory = plan.runs.memory(plan.problem, plan.placement, plan.config)
+    assert set(memory) == ({STEP} if mix == "few" else {STEP, FORWARD})
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "longest"),
+    [
+        ("gated_delta_rule", Rows((2, 0, 3), (9, 1, 0), drafts=1), 3),
+        ("mamba2", Rows((2, 18, 1), (9, 1, 0)), None),
+    ],
+)
+def test_rows_whose_states_lie_with_their_dims_exchanged(kind: str, rows: Rows, longest: int | None) -> None:
+    agrees(drawn(kind, rows, dim=128, value_dim=12), **({} if longest is None else {"max_q_len": longest}))
+
+
+@pytest.mark.parametrize("longest", [None, 4])
+def test_rows_of_several_tokens_that_keep_some_states_or_none(longest: int | None) -> None:
+    """A row keeps its last state, one only that before it, one none."""
+    step = drawn("gated_delta_rule", Rows((4, 3, 2, 4), (5, 0, 3, 2), drafts=1), heads=8)
+    write = np.array(step.batch.write_slots)
+    write[1, 0] = write[2] = write[3, 1] = step.slots
+    agrees(
+        Step(**vars(step) | {"batch": StateBatch(**step.batch.arrays | {"write_slots": write})}),
+        **({} if longest is None else {"max_q_len": longest}),
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,13 +208,18 @@ def test_on_a_mesh() -> None:
     np.testing.assert_allclose(output.state, plain.state, rtol=0, atol=2e-5)
 
 
-def test_slots_of_bfloat16() -> None:
-    step = drawn("gla", "decode")
+@pytest.mark.parametrize("mix", ["decode", "drafts"])
+def test_slots_of_bfloat16(mix: str) -> None:
+    """Between its chunks and its last tokens, the state of a row of drafts is rounded once more."""
+    step, drafts = drawn("gla", mix), mix == "drafts"
     narrow = jnp.asarray(step.state).astype(jnp.bfloat16)
-    config = {STEPS["gla"]: {"interpret": True, "state_dtype": "bfloat16"}}
+    config = {STEPS["gla"]: {"interpret": True, "state_dtype": "bfloat16", "chunk_size": 16}}
     operation = OperationRegistry.create(STEPS["gla"], OperationMetadata(operation_configs=config))
-    output = operation(**step.arrays, state=narrow, batch=step.batch, max_q_len=1)
+    output = operation(**step.arrays, state=narrow, batch=step.batch, **({} if drafts else {"max_q_len": 1}))
+    assert output.plan.method == "forward_tpu"
     outputs, state = wanted(Step(**vars(step) | {"state": np.asarray(narrow, np.float32)}))
-    np.testing.assert_allclose(output.attention_outputs, outputs, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(output.attention_outputs, outputs, rtol=0, atol=5e-2 if drafts else 1e-4)
     assert output.state.dtype == jnp.bfloat16
-    assert np.nanmax(np.abs(np.asarray(output.state, np.float64) - state) - np.abs(state) * 2**-8) <= 1e-6
+    apart = np.abs(np.asarray(output.state, np.float64) - state)
+    once_more = np.nanmax(np.abs(state)) * 2**-8 if drafts else 0
+    assert np.nanmax(apart - np.abs(state) * 2**-8) <= 1e-6 + once_more

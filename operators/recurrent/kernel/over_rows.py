@@ -16,14 +16,13 @@ from jax import lax
 
 from ...kernels.varying import alike
 
-__all__ = ["FEW", "Rows", "last_tokens_alone", "one_token_of_each", "over_rows", "started", "written"]
+__all__ = ["FEW", "Rows", "last_tokens_alone", "over_rows", "started", "written"]
 
 FEW = 8
 """Rows of at most so many tokens are worked on a token at a time."""
 
 Tokens = tuple[jax.Array, ...]
 Run = Callable[[Tokens, jax.Array], tuple[jax.Array, jax.Array]]
-Token = Callable[[Tokens, jax.Array, "Rows"], tuple[jax.Array, jax.Array]]
 
 
 class Rows(NamedTuple):
@@ -73,10 +72,10 @@ class Rows(NamedTuple):
         return jnp.cumsum(jnp.zeros((tokens,), jnp.int32).at[first].add(1, mode="drop"))
 
 
-def last_tokens_alone(rows: Rows) -> int:
-    """How many of the last tokens of each row are worked on a token at a time."""
-    columns = rows.write.shape[1]
-    return rows.longest if rows.longest is not None and rows.longest <= max(FEW, columns) else columns
+def last_tokens_alone(longest: int | None, columns: int) -> int:
+    """How many of the last tokens of each row are worked on a token at a time. longest: the most tokens of a row, None if
+    unknown; columns: of slots to write."""
+    return longest if longest is not None and longest <= max(FEW, columns) else columns
 
 
 def started(slots: jax.Array, rows: Rows) -> jax.Array:
@@ -115,7 +114,7 @@ def over_rows(
     arrays, slots, rows, outputs = _alike(arrays, slots, rows, outputs)
     if rows.longest == 1 and one_by_one:
         return _one_by_one(run, arrays, outputs, slots, rows, one_by_one)
-    states, alone = started(slots, rows).astype(jnp.float32), last_tokens_alone(rows)
+    states, alone = started(slots, rows).astype(jnp.float32), last_tokens_alone(rows.longest, rows.write.shape[1])
     if rows.longest is None or rows.longest > alone:
         outputs, states = _in_chunks(run, arrays, outputs, states, rows, alone, chunk_size)
     missing = alone - rows.write.shape[1]
@@ -137,18 +136,6 @@ def over_rows(
     else:
         outputs, _, slots = lax.fori_loop(jnp.int32(0), jnp.int32(alone), step, carry)
     return outputs, slots
-
-
-def one_token_of_each(token: Token, arrays: Tokens, slots: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
-    """`over_rows` of rows of one token at most. token: (arrays [rows, ...], slots, rows) -> (outputs [rows, ...], slots)."""
-    tokens = arrays[0].shape[0]
-    rows = rows._replace(write=rows.write[:, :1])  # no other column has a state
-    at = jnp.where(rows.lengths > 0, rows.starts, tokens)
-    here = tuple(jnp.take(x, at, axis=0, mode="fill", fill_value=0) for x in arrays)
-    found, slots = token(here, slots, rows)
-    at, found = alike((at, found))
-    outputs, at = alike((jnp.zeros((tokens, *found.shape[1:]), found.dtype), at))
-    return outputs.at[at].set(found, mode="drop"), slots
 
 
 def _alike(arrays: Tokens, slots: jax.Array, rows: Rows, outputs: jax.Array) -> Any:

@@ -15,7 +15,7 @@ __all__ = [
 FORWARD = "attnops_recurrent_forward"
 KEEPING = "attnops_recurrent_forward_keeping"  # the forward pass that keeps what the backward pass reads
 BACKWARD = "attnops_recurrent_backward"
-STEP = "attnops_recurrent_step"  # one token of each row over slots
+STEP = "attnops_recurrent_step"  # the last tokens of each row over slots
 LEAST_CHUNK = 16  # tokens of a tile of bfloat16
 _HEADS = 4  # of a step at most: independent products fill the matrix unit
 _LANES, _ROWS, _WORD = 128, 8, 4
@@ -133,19 +133,20 @@ def _parts(sizes: Sizes, kernel: str, how: Schedule) -> dict[str, int]:
 _STEP_HEADS = 16  # of a step over slots at most: each is unrolled
 
 
-def step_heads(heads: int, group: int, dim: int, value_dim: int, itemsize: int, delta: bool) -> int:
+def step_heads(heads: int, group: int, dim: int, value_dim: int, itemsize: int, delta: bool, tokens: int) -> int:
     """Heads of a step of the grid of STEP, whole groups of a key head or a part of one: as many as have room in VMEM, of states
-    of this itemsize."""
+    of this itemsize. tokens: of a row."""
 
     def fits(n: int) -> bool:
-        return math.ceil(_ROOM * sum(step_vmem(n, dim, value_dim, itemsize, delta).values())) <= _LIMIT
+        return math.ceil(_ROOM * sum(step_vmem(n, dim, value_dim, itemsize, delta, tokens).values())) <= _LIMIT
 
     whole = (n for n in range(min(heads, _STEP_HEADS), 1, -1) if heads % n == 0 and (n % group == 0 or group % n == 0))
     return next(filter(fits, whole), 1)
 
 
-def step_vmem(step: int, dim: int, value_dim: int, itemsize: int, delta: bool) -> dict[str, int]:
-    """Bytes of VMEM of STEP with so many heads in a step, by what they hold, each with its own key. Blocks count twice."""
+def step_vmem(step: int, dim: int, value_dim: int, itemsize: int, delta: bool, tokens: int) -> dict[str, int]:
+    """Bytes of VMEM of STEP with so many heads in a step, by what they hold, each with its own key. Blocks count twice. States of
+    rows of several tokens are passed on."""
 
     def rows(n: int, size: int = _WORD) -> int:
         tile = _ROWS * _WORD // size
@@ -156,6 +157,7 @@ def step_vmem(step: int, dim: int, value_dim: int, itemsize: int, delta: bool) -
     turning = 1 if turned else 3  # arrays whose rows become columns
     return {
         "states": 2 * 2 * step * rows(high, itemsize) * _lanes(wide) * itemsize,
+        **({"passed": step * rows(high) * _lanes(wide) * _WORD} if tokens > 1 else {}),
         "tokens": 2 * rows(step) * (3 * _lanes(dim) + 2 * _lanes(value_dim)) * _WORD
         + 2 * delta * _ROWS * _LANES * _WORD,
         "columns": turning * rows(high) * _lanes(step) * _WORD,
