@@ -196,14 +196,23 @@ def test_slots_that_the_kernel_takes_in_another_layout_are_told(
     assert ("recurrent.slots_copied" in [x.code for x in plan.notes]) == copied
 
 
-def test_on_a_mesh() -> None:
-    step = joined([drawn("kda", Rows((1, 1), (5, 0))), drawn("kda", Rows((1, 1), (3, 0)), seed=1)])
+@pytest.mark.parametrize(
+    ("rows", "longest", "sizes"),
+    [
+        ((Rows((1, 1), (5, 0)), Rows((1, 1), (3, 0))), 1, {}),
+        pytest.param(
+            (Rows((1, 18), (5, 0)), Rows((4, 15), (3, 2))), None, {"dim": 128, "value_dim": 12}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_on_a_mesh(rows: tuple[Rows, Rows], longest: int | None, sizes: dict[str, int]) -> None:
+    step = joined([drawn("kda", of_shard, seed=n, **sizes) for n, of_shard in enumerate(rows)])
     metadata = OperationMetadata(mesh=jax.make_mesh((2, 2), ("dp", "tp"), devices=jax.devices()[:4]))
-    config = {STEPS["kda"]: {"interpret": True}}
+    config = {STEPS["kda"]: {"interpret": True, "chunk_size": 16}}
     operation = OperationRegistry.create(STEPS["kda"], metadata.replace(operation_configs=config))
-    output = operation(**step.arrays, state=step.state, batch=step.batch, max_q_len=1)
+    output = operation(**step.arrays, state=step.state, batch=step.batch, max_q_len=longest)
     assert output.plan.method == "forward_tpu"
-    plain = step.operation()(**step.arrays, state=step.state, batch=step.batch, max_q_len=1)
+    plain = step.operation()(**step.arrays, state=step.state, batch=step.batch, max_q_len=longest)
     np.testing.assert_allclose(output.attention_outputs, plain.attention_outputs, rtol=0, atol=2e-5)
     np.testing.assert_allclose(output.state, plain.state, rtol=0, atol=2e-5)
 
