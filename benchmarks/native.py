@@ -307,7 +307,17 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import pyplot
+
+    for name, style in (("", "default"), ("-dark", HERE.parent / "examples" / "dark.mplstyle")):
+        with pyplot.style.context(style):
+            figure = _figure(rows)
+            figure.savefig(path.with_stem(path.stem + name), dpi=130)
+            pyplot.close(figure)
+
+
+def _figure(rows: list[dict[str, Any]]) -> Any:
+    from matplotlib import pyplot as plt
 
     masks = {"full": "#4c72b0", "causal": "#dd8452", "window": "#55a868", "packed": "#c44e52", "decode": "#8172b3",
         "cache": "#937860", "ragged cache": "#da8bc3"}  # fmt: skip
@@ -331,7 +341,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                     alpha=0.75,
                     linewidths=0,
                 )
-        axis.axhline(1, color="black", linewidth=0.8)
+        axis.axhline(1, color=plt.rcParams["text.color"], linewidth=0.8)
         axis.set(xscale="log", yscale="log", title=rival, xlabel="keys")
         axis.set_xticks([512, 2048, 8192, 32768], ["512", "2k", "8k", "32k"])
         axis.minorticks_off()
@@ -345,7 +355,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     ]
     figure.legend(handles=handles, loc="lower center", ncol=len(handles), frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
-    figure.savefig(path, dpi=130)
+    return figure
 
 
 def machine() -> dict[str, Any]:

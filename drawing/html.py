@@ -48,7 +48,7 @@ align-items:center;margin:5px 0}
 )
 
 _DOCUMENT_STYLE = """
-html{background:Canvas;color-scheme:light dark}
+html{color-scheme:light dark}
 body.ao-page{max-width:960px;margin:0 auto;padding:16px}
 .ao-page h1{font-size:20px;margin:8px 0}
 .ao-page h2{font-size:17px;margin:28px 0 8px;padding-top:10px;border-top:1px solid var(--ao-line)}
@@ -69,7 +69,7 @@ def fragment(parts: Iterable[str]) -> str:
 def document(name: str, body: str) -> str:
     """A whole page in one file, which loads nothing from elsewhere and runs no scripts."""
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,'
+        f'<!doctype html><html lang="en" class="ao"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,'
         f'initial-scale=1"><meta name="color-scheme" content="light dark"><title>{escaped(name)}</title>'
         f'<style>{_PAGE_STYLE}{_DOCUMENT_STYLE}</style></head><body class="ao ao-page">{body}</body></html>\n'
     )

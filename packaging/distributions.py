@@ -20,7 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACEHOLDER = "example.invalid"
-_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
+# The target of a Markdown link, or of the src or srcset of a picture.
+_LINK = re.compile(r"""(?:(?<=\]\()|(?<= src=")|(?<= srcset="))(?![a-z]+:|#)([^)#\s"]+)(#[^)\s"]*)?(?=[)"])""")
 
 
 def address() -> dict[str, str]:

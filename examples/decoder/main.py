@@ -107,14 +107,23 @@ def draw(losses: dict[str, Any], entropy: float, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    for name, style in (("", "default"), ("-dark", HERE.parent / "dark.mplstyle")):
+        with pyplot.style.context(style):
+            figure = _figure(losses, entropy)
+            figure.savefig(path.with_stem(path.stem + name), dpi=120)
+            pyplot.close(figure)
+
+
+def _figure(losses: dict[str, Any], entropy: float) -> Any:
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for name, points in losses.items():
         axes.plot(*zip(*points, strict=True), label=name, marker=".")
     axes.axhline(entropy, color="gray", linestyle="--", label="entropy of single characters")
     axes.set(xlabel="step", ylabel="nats a character", title="The decoder on Python's manual", ylim=(0, None))
     axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    return figure
 
 
 def main() -> int:

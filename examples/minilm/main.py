@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,16 @@ def draw(found: dict[str, np.ndarray], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    for name, style in (("", "default"), ("-dark", HERE.parent / "dark.mplstyle")):
+        with pyplot.style.context(style):
+            figure = _figure(found)
+            figure.savefig(path.with_stem(path.stem + name), dpi=120)
+            pyplot.close(figure)
+
+
+def _figure(found: dict[str, np.ndarray]) -> Any:
+    from matplotlib import pyplot
+
     with np.load(HERE / "expected.npz") as data:
         words = [len(sentence.split()) for sentence in data["sentences"]]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
@@ -55,8 +66,7 @@ def draw(found: dict[str, np.ndarray], path: Path) -> None:
     axes.axhline(1 - WANTED, color="gray", linestyle="--", label="what would fail")
     axes.set(xlabel="words of the sentence", ylabel="1 - cosine with the model's own", yscale="log")
     axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    return figure
 
 
 def main() -> int:

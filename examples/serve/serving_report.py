@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -86,6 +86,16 @@ def draw(runs: Sequence[Run], pages: int, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    for name, style in (("", "default"), ("-dark", Path(__file__).resolve().parents[1] / "dark.mplstyle")):
+        with pyplot.style.context(style):
+            figure = _figure(runs, pages)
+            figure.savefig(path.with_stem(path.stem + name), dpi=120)
+            pyplot.close(figure)
+
+
+def _figure(runs: Sequence[Run], pages: int) -> Any:
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for run in runs:
         moments = run.totals.moments
@@ -97,5 +107,4 @@ def draw(runs: Sequence[Run], pages: int, path: Path) -> None:
             )  # fmt: skip
     axes.set(xlabel="seconds", ylabel="pages", title=f"Pages in use, of {pages}", ylim=(0, None), xlim=(0, None))
     figure.legend(loc="outside lower center")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    return figure

@@ -134,6 +134,16 @@ def draw(model: Denoiser, level: float, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    for name, style in (("", "default"), ("-dark", HERE.parent / "dark.mplstyle")):
+        with pyplot.style.context(style):
+            figure = _figure(model, level)
+            figure.savefig(path.with_stem(path.stem + name), dpi=120)
+            pyplot.close(figure)
+
+
+def _figure(model: Denoiser, level: float) -> Any:
+    from matplotlib import pyplot
+
     clean, noisy, text, lengths = held_out(level)
     made = cleaned(model, noisy, np.full(len(noisy), level, np.float32), text, lengths)
     figure, axes = pyplot.subplots(6, FRAMES, figsize=(9, 5.2), layout="constrained")
@@ -148,8 +158,7 @@ def draw(model: Denoiser, level: float, path: Path) -> None:
                 -0.5, -1.2, f"{line}: {what}" if row == 0 else what, fontsize=9, clip_on=False
             )
             title.set_in_layout(False)  # a long one would widen its column
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    return figure
 
 
 def main() -> int:

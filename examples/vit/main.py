@@ -116,6 +116,16 @@ def draw(losses: list[tuple[int, float]], predictions: np.ndarray, path: Path) -
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    for name, style in (("", "default"), ("-dark", HERE.parent / "dark.mplstyle")):
+        with pyplot.style.context(style):
+            figure = _figure(losses, predictions)
+            figure.savefig(path.with_stem(path.stem + name), dpi=120)
+            pyplot.close(figure)
+
+
+def _figure(losses: list[tuple[int, float]], predictions: np.ndarray) -> Any:
+    from matplotlib import pyplot
+
     _, _, images, labels = data()
     order = np.argsort(predictions == labels, kind="stable")[:16]
     figure = pyplot.figure(figsize=(9, 3.4), layout="constrained")
@@ -126,10 +136,9 @@ def draw(losses: list[tuple[int, float]], predictions: np.ndarray, path: Path) -
     for place, number in zip(right.subplots(2, 8).flat, order, strict=True):
         place.imshow(images[number], cmap="gray")
         wrong = predictions[number] != labels[number]
-        place.set_title(f"{predictions[number]}", color="red" if wrong else "black", fontsize=10)
+        place.set_title(f"{predictions[number]}", color="red" if wrong else pyplot.rcParams["text.color"], fontsize=10)
         place.set_axis_off()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    return figure
 
 
 def main() -> int:

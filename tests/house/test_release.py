@@ -21,7 +21,7 @@ def test_the_readme_of_the_package_index_has_no_relative_link() -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", readme)
     assert len(links) > 20
     assert [link for link in links if not link.startswith(("https://host.test/a/b/", "#", "https://"))] == []
-    pictures = re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", readme)
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", readme) + re.findall(r' src(?:set)?="([^"]+)"', readme)
     assert pictures
     assert all(link.startswith("https://host.test/a/b/raw/main/docs/pictures/") for link in pictures)
 
