@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from ..drawing import TilePicture
 from ..errors import MaskError, shown
 from .blocks import Grid, live_blocks
 from .bounds import Blocks, Extent
 from .checks import whole
 from .heads import check_batches, with_equal_heads
 from .node import Leaf, M, Node
+
+if TYPE_CHECKING:
+    from ..drawing import TilePicture
 
 __all__ = ["Drawn"]
 
@@ -89,6 +91,8 @@ def _draw(
             "larger block"
         )
     tiles, remark = _tiles(mask, bounds, leaves, grid, batch)
+    from ..drawing import TilePicture
+
     return TilePicture(title, tiles, q_len, kv_len, *blocks, _visible(mask, grid), remark)
 
 

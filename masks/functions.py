@@ -7,16 +7,18 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from ..errors import MaskError, a_type, first_line, nearest, shown
 from .bounds import BlockBounds, Blocks
 from .checks import is_host
 from .static import OffsetMask
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr
 
 __all__ = ["FunctionCode", "MaskFunction", "mask_function_names", "register_mask_function"]
 
@@ -169,6 +171,8 @@ class MaskFunction(OffsetMask):
 
     def _with_literals(self, x: Any, cols: Any) -> Any:
         """The function's result for traced positions; arrays of one number that it holds become literals, as kernels require."""
+        from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
         closed = jax.make_jaxpr(self.function)(x, cols)
         consts = [np.asarray(constant)[()] if _is_number(constant) else constant for constant in closed.consts]
         (seen,) = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(x, cols)
@@ -186,6 +190,8 @@ def _is_number(constant: Any) -> bool:
 
 def _inside(jaxpr: Jaxpr) -> Iterator[Any]:
     """The jaxprs in the parameters of its equations."""
+    from jax.extend.core import ClosedJaxpr, Jaxpr  # with Pallas, so only where it is needed
+
     for equation in jaxpr.eqns:
         for value in equation.params.values():
             for part in value if isinstance(value, tuple | list) else (value,):
@@ -194,6 +200,8 @@ def _inside(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def _consts_inside(jaxpr: Jaxpr) -> Iterator[Any]:
+    from jax.extend.core import ClosedJaxpr
+
     for part in _inside(jaxpr):
         closed = isinstance(part, ClosedJaxpr)
         yield from part.consts if closed else ()
@@ -201,6 +209,8 @@ def _consts_inside(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def _operations(jaxpr: Jaxpr) -> Iterator[str]:
+    from jax.extend.core import ClosedJaxpr
+
     yield from (equation.primitive.name for equation in jaxpr.eqns)
     for part in _inside(jaxpr):
         yield from _operations(part.jaxpr if isinstance(part, ClosedJaxpr) else part)

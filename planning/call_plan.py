@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import NamedSharding
 
-from ..drawing import DevicePicture
 from ..sharding import AttnShardingRules
 from ..sharding.mesh import AnyMesh
 from ..symbolic import size_value
 from .call_arrays import CallArray, call_arrays
-from .draw_plan import draw_plan
 from .named import named_shardings
 from .plan_fields import PlanFields
-from .plan_html import plan_html
 from .plan_text import explain, placement_rows
 from .repeated import repeated_work
 from .text import bytes_text, spec_text
 from .traffic import sends
+
+if TYPE_CHECKING:
+    from ..drawing import DevicePicture
 
 __all__ = ["Plan"]
 
@@ -61,6 +61,8 @@ class Plan(PlanFields):
 
         `mesh` names the devices; default: the plan's mesh, else devices are numbered. Errors: ShardingError for another mesh.
         """
+        from .draw_plan import draw_plan
+
         return draw_plan(self, mesh)
 
     def placement_picture(self) -> DevicePicture | None:
@@ -68,6 +70,8 @@ class Plan(PlanFields):
         return self.draw()
 
     def _repr_html_(self) -> str:
+        from .plan_html import plan_html
+
         return plan_html(self)
 
     def to_dict(self) -> dict[str, Any]:

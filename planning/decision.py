@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
-from ..drawing import DevicePicture
 from ..errors import RefusedError
 from ..sharding.mesh import AnyMesh
 from .capability import Reason
@@ -19,6 +18,7 @@ from .route import Route
 from .tuning import Tuning
 
 if TYPE_CHECKING:
+    from ..drawing import DevicePicture
     from .cache.cache_plan import CachePlan
 
 __all__ = ["WHY", "Decision", "Kind", "Rejected"]

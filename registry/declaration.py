@@ -51,7 +51,7 @@ class Declaration(UnsetFieldsModel):
     operation: str
     enabled: StrictBool = True
     metadata: dict[str, Any] = Field(default_factory=dict)
-    call: CallDeclaration = CallDeclaration()
+    call: CallDeclaration = Field(default_factory=CallDeclaration, json_schema_extra={"default": {}})
     latent: LatentDims | None = None
     cache: KVCache | None = None
     step: StepDeclaration | None = None

@@ -25,7 +25,6 @@ from ..strict_json import parse_json
 from .fields import MetadataFields, ReadAs
 from .kinds import Kind, joined_axes, names_no_device, pick, renamed
 from .metadata_field import field_json_schema, field_schema
-from .model_metadata import arguments_of
 from .registry import OperationRegistry
 from .unset import UNSET
 
@@ -116,6 +115,8 @@ class OperationMetadata(Policy, MetadataFields):  # type: ignore[misc]
         calls need. family, part, ignore: how to read such a config, see read_model_config.
         """
         reading = {"family": family, "part": part, "ignore": ignore}
+        from .model_metadata import arguments_of
+
         return cls(**arguments_of(config, changes, PICKUP, reading))
 
     @property

@@ -7,17 +7,19 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from ..errors import ScoreError, a_type, first_line, nearest, shown
 from .node import GIVEN, Capture, Captured, Score, capture_array
 from .places import Places
 from .steps import Function, Lowering
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr
 
 __all__ = ["Named", "ScoreFunction", "checked_function", "register_score_function", "score_function_names"]
 
@@ -181,6 +183,8 @@ def _names(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def _parts(equation: Any) -> Iterator[Jaxpr]:
+    from jax.extend.core import ClosedJaxpr, Jaxpr
+
     for value in equation.params.values():
         for part in value if isinstance(value, tuple | list) else (value,):
             if isinstance(part, ClosedJaxpr | Jaxpr):

@@ -7,16 +7,17 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias, cast
 
 import jax
 import numpy as np
 
-from ..drawing import HeatPicture
 from ..errors import ScoreError, a_type, shown
-from .draw import draw_score
 from .places import Places
 from .steps import Lowering
+
+if TYPE_CHECKING:
+    from ..drawing import HeatPicture
 
 __all__ = ["GIVEN", "Capture", "Chain", "Score", "capture_array", "finite"]
 
@@ -184,6 +185,8 @@ class Score:
         Lengths and heads default to those of its arrays, or else to 256 and 8. Errors: ScoreError for an array that is missing,
         and for other sizes than the arrays'.
         """
+        from .draw import draw_score
+
         return draw_score(self, q_len, kv_len, query_offset, head, heads, batch)
 
     def __str__(self) -> str:

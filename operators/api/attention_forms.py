@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
 
-from ...drawing.html import code, fragment, heading, pictures, rows
 from ...errors import AttnOpsError, ConfigError
 from ...registry.declaration import Declaration
 
@@ -46,6 +45,8 @@ def attention_schema(cls: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
 
 def attention_html(declared: Declaration, plans: Iterable[Any]) -> str:
     """The declaration, its mask and score, and the plans of the calls so far."""
+    from ...drawing.html import code, fragment, heading, pictures, rows
+
     mask, score = declared.call.mask, declared.call.score
     planned = [("plan", f"{p.implementation or 'refused'}: {p.problem.describe()}") for p in plans]
     drawn = [] if mask is None else [pictures([mask.draw().svg()])]

@@ -34,9 +34,7 @@ from .call_values import checked_values
 from .current_device import current_device
 from .declared import DeclaredOperation, signature
 from .describe import describe
-from .execute import execute
 from .local import LocalOutput
-from .mapped_batch import explain_mapped_rows, mapped_note, unsplit_batch_axes, watch_mapped
 from .output import AttentionOutput
 from .program import Program, attention
 
@@ -113,7 +111,7 @@ class Operation(DeclaredOperation):
             result = attention(program, arrays)
         except ValueError as error:
             explain_devices(arrays, error)
-            explain_mapped_rows(self.name, error)
+            _mapped_batch().explain_mapped_rows(self.name, error)
             raise
         return AttentionOutput(result.output, result.weights, result.lse, plan=decided)
 
@@ -131,7 +129,7 @@ class Operation(DeclaredOperation):
         notes += moved_notes(decided, arrays, mesh)
         if notes != decided.notes:
             decided = replace(decided, notes=notes)
-        unsplit = unsplit_batch_axes(decided)
+        unsplit = _mapped_batch().unsplit_batch_axes(decided)
         if unsplit and isinstance(arrays.query, jax.core.Tracer):
             decided, _ = self._watched(decided, arrays, unsplit)
         return decided
@@ -161,18 +159,27 @@ class Operation(DeclaredOperation):
         if notes:
             decided = replace(decided, notes=(*decided.notes, *notes))
         devices = mesh if isinstance(mesh, Mesh) else None
-        return _Prepared(decided, program, devices, unsplit_batch_axes(decided))
+        return _Prepared(decided, program, devices, _mapped_batch().unsplit_batch_axes(decided))
 
     def run_program(self, program: Program, arrays: Arrays) -> LocalOutput:
         """Run a planned call; traceable."""
+        from .execute import execute  # with all that runs a call, which a plan doesn't need
+
         decided: Any = program.plan
         return execute(self, decided, program.mesh, program.options, arrays)  # type: ignore[arg-type]
 
     def _watched(self, decided: Plan, arrays: Arrays, axes: tuple[MeshAxis, ...]) -> tuple[Plan, Arrays]:
         """A traced call's plan with a note of what jax.vmap maps, and its arrays, which warn if that isn't split over `axes`."""
-        query, mapped = watch_mapped(arrays.query, self.name, axes)
-        note = mapped_note(decided.problem, axes, mapped)
+        query, mapped = _mapped_batch().watch_mapped(arrays.query, self.name, axes)
+        note = _mapped_batch().mapped_note(decided.problem, axes, mapped)
         return replace(decided, notes=(*decided.notes, note)) if note else decided, arrays.changed(query=query)
+
+
+def _mapped_batch() -> Any:
+    """The module, which defines a primitive: jax.extend, where that is, comes with Pallas."""
+    from . import mapped_batch
+
+    return mapped_batch
 
 
 @functools.lru_cache(maxsize=1024)

@@ -10,7 +10,6 @@ import jax
 from typing_extensions import TypeVar  # with defaults, which typing has from Python 3.13 on
 
 from ...compat import tree_of
-from ...drawing.html import fragment, heading, rows
 from ...errors import InputTypeError, shown
 from ...planning import Plan
 from ...pytree_export import exported
@@ -44,6 +43,8 @@ class AttentionOutput(Generic[Weights, Lse, Ran]):
     plan: Ran = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     def _repr_html_(self) -> str:
+        from ...drawing.html import fragment, heading, rows
+
         arrays: dict[str, jax.Array | None] = {
             "attention_outputs": self.attention_outputs,
             "attention_weights": self.attention_weights,

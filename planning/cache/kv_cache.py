@@ -7,7 +7,6 @@ from typing import Literal
 from ...sharding.mesh import AnyMesh
 from .cache_fields import CacheFields, QuantisedPages
 from .cache_plan import CachePlan
-from .fit_cache import fit_cache
 from .layer_groups import LayerGroup, layer_groups
 
 __all__ = ["KVCache", "LayerGroup", "QuantisedPages", "layer_groups"]
@@ -30,4 +29,6 @@ class KVCache(CacheFields):
         refuses. device_kind: jax's name for a device, such as 'TPU v5 lite', or a platform; default: that of the mesh's devices,
         else of jax's default device. Errors: ConfigError for an invalid cache or policy.
         """
+        from .fit_cache import fit_cache
+
         return fit_cache(self.checked(), mesh, kv_heads, device_kind)
