@@ -69,8 +69,8 @@ def fragment(parts: Iterable[str]) -> str:
 def document(name: str, body: str) -> str:
     """A whole page in one file, which loads nothing from elsewhere and runs no scripts."""
     return (
-        f'<!doctype html><html lang="en" class="ao"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,'
-        f'initial-scale=1"><meta name="color-scheme" content="light dark"><title>{escaped(name)}</title>'
+        f'<!doctype html><html lang="en" class="ao"><head><meta charset="utf-8"><meta name="viewport" content="'
+        f'width=device-width,initial-scale=1"><meta name="color-scheme" content="light dark"><title>{escaped(name)}</title>'
         f'<style>{_PAGE_STYLE}{_DOCUMENT_STYLE}</style></head><body class="ao ao-page">{body}</body></html>\n'
     )
 
