@@ -39,7 +39,8 @@ class PassSizes(NamedTuple):
 
     products: what it makes, 'forward', 'backward' (all gradients at once), 'dkv' or 'dq'. kernel: its name in a compiled program,
     if its schedule can be read there. compute_q, compute_kv: the parts of a tile that it can leave out; None if it can't.
-    pipelined: products run ahead of exponentials. loading: warps of a block of threads on a GPU that only load.
+    pipelined: products run ahead of exponentials. loading: warps of a block of threads on a GPU that don't
+    compute. programs: how many programs those have that do, where each may go through its tiles more than once; else 0.
     """
 
     products: str
@@ -50,6 +51,7 @@ class PassSizes(NamedTuple):
     compute_kv: int | None = None
     pipelined: bool = False
     loading: int = 0
+    programs: int = 0
 
     @property
     def head_dims(self) -> int:

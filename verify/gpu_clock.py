@@ -71,7 +71,7 @@ def gpu_cost(
         warps = (kernel.threads or 0) // _WARP - size.loading
         if size.loading and tiles and len(kernel.loops) % len(tiles) == 0:  # parts of the warps have loops of their own
             parts = len(kernel.loops) // len(tiles)
-            tiles, warps = tiles * parts, warps // parts
+            tiles, warps = tiles * parts, warps // (size.programs or parts)
         elif len(kernel.loops) == len(tiles) + 1:  # the last one is for keys, values or scales that aren't finite
             tiles = (*tiles, 0.0)
         if len(kernel.loops) != len(tiles):

@@ -24,7 +24,8 @@ class BlackwellKernels(MosaicKernels):
     generation: ClassVar[str] = "blackwell"
     architecture: ClassVar[str] = "blackwell"
     interpreted_as: ClassVar[str] = "blackwell"
-    helping: ClassVar[int] = 2 * WARPS_OF_GROUP  # one group corrects sums; one loads and issues products
+    helping: ClassVar[int] = 2 * WARPS_OF_GROUP  # forward a group corrects sums; backward one issues products
+    programs: ClassVar[int] = 2
     sizing: ClassVar[Sizing] = BlackwellSizing()
     capability = declares(
         consumes=MOSAIC_FEATURES,

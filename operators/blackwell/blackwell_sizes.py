@@ -10,9 +10,18 @@ from ...errors import ConfigError
 from ...planning import AttentionProblem
 from ..mosaic.kernel.mosaic_sizes import MosaicSizes
 from ..mosaic.mosaic_sizes import MOSAIC_FIELDS, Sizing
+from .kernel.backward_sizes import STEPS, gradient_bytes, gradient_columns
 from .kernel.blackwell_sizes import KEYS, ROWS, TENSOR_COLUMNS, shared_bytes, tensor_columns
 
-__all__ = ["BlackwellSizing"]
+__all__ = ["BLACKWELL_FIELDS", "BlackwellSizing"]
+
+# By pass: rows of a block of threads or of a tile, and keys. A block that sums gradients has as many as a product has lines.
+_ROWS = {"forward": (ROWS, 2 * ROWS), "dkv": STEPS, "dq": (ROWS,)}
+_KEYS = {"forward": KEYS, "dkv": (ROWS,), "dq": STEPS}
+# What can be declared, by field.
+BLACKWELL_FIELDS = {
+    MOSAIC_FIELDS[which][number]: sizes[which] for which in MOSAIC_FIELDS for number, sizes in enumerate((_ROWS, _KEYS))
+}
 
 
 class BlackwellSizing(Sizing):
@@ -20,18 +29,19 @@ class BlackwellSizing(Sizing):
     powers of two: the warp that issues products has few registers, and another remainder takes some."""
 
     device: ClassVar[str] = "b200"
-    least: ClassVar[int] = KEYS[0]
+    least: ClassVar[Mapping[str, int]] = {which: keys[0] for which, keys in _KEYS.items()}
     tiles: ClassVar[Mapping[str, tuple[MosaicSizes, ...]]] = {
         "forward": (
             *(MosaicSizes(2 * ROWS, *rest) for rest in ((128, 4), (128, 2), (64, 4), (64, 2))),
             *(MosaicSizes(ROWS, *rest) for rest in ((128, 4), (128, 2), (64, 4), (64, 2), (64, 1))),
-        )
+        ),
+        "dkv": tuple(MosaicSizes(rows, ROWS, n) for rows, n in ((128, 4), (128, 2), (64, 4), (64, 2), (64, 1))),
+        "dq": tuple(MosaicSizes(ROWS, *rest) for rest in ((128, 4), (128, 2), (64, 4), (64, 2), (64, 1))),
     }
 
     def rows(self, which: str, sizes: MosaicSizes, q_len: int) -> int:
         """See Sizing."""
-        del which
-        return sizes.block_q if q_len > ROWS else ROWS
+        return sizes.block_q if q_len > _ROWS[which][0] else _ROWS[which][0]
 
     def passed_over(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:
         """None."""
@@ -40,30 +50,34 @@ class BlackwellSizing(Sizing):
 
     def fits(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:
         """See Sizing."""
-        return self.fits_shared(which, problem, sizes) and _columns(problem, sizes) <= TENSOR_COLUMNS
+        return self.fits_shared(which, problem, sizes) and _columns(which, problem, sizes) <= TENSOR_COLUMNS
 
     def shared_of(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> dict[str, int]:
         """See Sizing."""
-        del which
-        return shared_bytes(sizes, problem.head_dim, problem.value_dim)
+        dims = problem.head_dim, problem.value_dim
+        return shared_bytes(sizes, *dims) if which == "forward" else gradient_bytes(which, sizes, *dims)
 
     def check(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> None:
         """Errors: ConfigError for sizes whose tiles take more tensor memory than there is."""
-        taken, (block_q, block_kv, _) = _columns(problem, sizes), MOSAIC_FIELDS[which]
+        taken, (block_q, block_kv, _) = _columns(which, problem, sizes), MOSAIC_FIELDS[which]
         if taken > TENSOR_COLUMNS:
+            hint = f"{block_kv}={_KEYS[which][0]}" if which == "dq" else f"{block_q}={_ROWS[which][0]}"
             raise ConfigError(
-                f"FlashAttention2Config: {block_q}={sizes.block_q} and {block_kv}={sizes.block_kv}, with value dim "
-                f"{problem.value_dim}, take {taken} columns of tensor memory; there are {TENSOR_COLUMNS}. Hint: {block_q}={ROWS}."
+                f"FlashAttention2Config: {block_q}={sizes.block_q} and {block_kv}={sizes.block_kv}, with head_dim="
+                f"{problem.head_dim} and value dim {problem.value_dim}, take {taken} columns of tensor memory; there are "
+                f"{TENSOR_COLUMNS}. Hint: {hint}."
             )
 
     def near(self, which: str, sizes: MosaicSizes) -> list[MosaicSizes]:
         """See Sizing."""
-        keys = [n for n in (sizes.block_kv, sizes.block_kv * 2, sizes.block_kv // 2) if n in KEYS]
-        blocks = [n for n in (sizes.block_q, sizes.block_q * 2, sizes.block_q // 2) if ROWS <= n <= 2 * ROWS]
+        keys = [n for n in (sizes.block_kv, sizes.block_kv * 2, sizes.block_kv // 2) if n in _KEYS[which]]
+        blocks = [n for n in (sizes.block_q, sizes.block_q * 2, sizes.block_q // 2) if n in _ROWS[which]]
         stages = [n for n in (sizes.stages, sizes.stages + 1, sizes.stages - 1) if n >= 1]
         return [MosaicSizes(q, kv, n) for q, n, kv in itertools.product(blocks, stages, keys)]
 
 
-def _columns(problem: AttentionProblem, sizes: MosaicSizes) -> int:
+def _columns(which: str, problem: AttentionProblem, sizes: MosaicSizes) -> int:
     """Columns of tensor memory."""
-    return tensor_columns(sizes, problem.value_dim)
+    if which == "forward":
+        return tensor_columns(sizes, problem.value_dim)
+    return sum(gradient_columns(which, sizes, problem.head_dim, problem.value_dim).values())

@@ -27,7 +27,7 @@ class HopperSizing(Sizing):
     """What doesn't fit into shared memory or registers is passed over."""
 
     device: ClassVar[str] = "h100"
-    least: ClassVar[int] = ROWS
+    least: ClassVar[Mapping[str, int]] = dict.fromkeys(MOSAIC_FIELDS, ROWS)
     # One stage is loaded while another is read; two more tiles fit at 64, where a tile takes half the time.
     tiles: ClassVar[Mapping[str, tuple[MosaicSizes, ...]]] = {
         "forward": tuple(MosaicSizes(2 * ROWS, *rest) for rest in ((128, 3), (128, 2), (64, 3), (64, 2), (64, 1))),

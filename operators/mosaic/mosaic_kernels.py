@@ -36,6 +36,8 @@ class MosaicKernels(FlashKernels):
     interpreted_as: ClassVar[str]
     # Warps of a block that don't compute.
     helping: ClassVar[int] = WARPS_OF_GROUP
+    # Programs of the warpgroups that compute gradients, where a block may go through its tiles more than once; else 0.
+    programs: ClassVar[int] = 0
 
     def serves(self, problem: Any) -> bool:
         """The generation; and any device whose config asks for this kernel to be interpreted."""
@@ -63,9 +65,16 @@ class MosaicKernels(FlashKernels):
         return self.sizing.resolve(problem, placement, self.read(problem.config))
 
     def passes(self, config: OperationConfig, backward: bool) -> tuple[PassSizes, ...]:
-        """One kernel forward; two backward, where there are some."""
+        """One kernel forward, two backward."""
         return tuple(
-            PassSizes(which, sizes.block_q, sizes.block_kv, self.kernel(which), loading=self.helping)
+            PassSizes(
+                which,
+                sizes.block_q,
+                sizes.block_kv,
+                self.kernel(which),
+                loading=self.helping,
+                programs=self.programs if backward else 0,
+            )
             for which, sizes in self._tiles(config).items()
             if (which != "forward") == backward
         )
@@ -116,20 +125,17 @@ class MosaicKernels(FlashKernels):
         return None
 
     def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
-        """A mask's blocks, columns that are added, and gradients without a kernel."""
+        """A mask's blocks, and columns that are added."""
         sizes, heads = self.read(config), placement.local.q_heads
         notes = block_remarks(problem, placement, sizes.block_q or 1, sizes.block_kv or 1, heads)
         dims, padded = (problem.head_dim, problem.value_dim), columns(problem)
         if dims != padded:
             notes = (*notes, note("mosaic.columns", dims=dims, padded=padded))
-        if problem.mode == "__train__" and not self.passes(config, backward=True):
-            notes = (*notes, note("mosaic.gradients"))
         return notes
 
     def _tiles(self, config: OperationConfig) -> dict[str, MosaicSizes]:
-        """The sizes of a filled config, by the passes that have kernels."""
-        sizes = tiles_of(self.read(config))._asdict()
-        return {which: sizes[which] for which in self.sizing.tiles}
+        """The sizes of a filled config, by pass."""
+        return tiles_of(self.read(config))._asdict()
 
     def kernel(self, which: str) -> str:
         """The name of a pass's kernel in a compiled program."""

@@ -18,7 +18,7 @@ from ..flash.flash_config import FlashAttention2Config
 from .kernel.mosaic_sizes import padded_dim
 from .mosaic_sizes import WARPS
 
-__all__ = ["JAX_NEEDED", "MOSAIC_FEATURES", "Generation", "asked", "declared_field", "is_architecture", "mosaic_rules"]
+__all__ = ["JAX_NEEDED", "MOSAIC_FEATURES", "Generation", "declared_field", "is_architecture", "mosaic_rules"]
 
 # What a kernel of Mosaic GPU needs is public from here on: a kernel's output types, layouts in the interpreter, checked races.
 JAX_NEEDED = (0, 12)
@@ -56,7 +56,7 @@ def declared_field(config: OperationConfig, name: str) -> Any:
     return getattr(config, name) if isinstance(config, FlashAttention2Config) else None
 
 
-def asked(config: OperationConfig) -> bool:
+def _asked(config: OperationConfig) -> bool:
     """Whether such a kernel is declared, so that only what it can't do is a reason against it."""
     return declared_field(config, "kernel") not in (None, "triton")
 
@@ -146,7 +146,7 @@ def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
         Rule(
             f"{of.name}.padding",
             "head_dim",
-            lambda p, c: asked(c) or _widened(p) <= _PADDED,
+            lambda p, c: _asked(c) or _widened(p) <= _PADDED,
             lambda p, c: (
                 f"head_dim={p.head_dim}, value dim {p.value_dim}: the kernel would copy the arrays and compute "
                 f"{padded_dim(p.head_dim)} and {padded_dim(p.value_dim)} columns"
@@ -156,7 +156,7 @@ def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
         Rule(
             f"{of.name}.few_queries",
             "q_len",
-            lambda p, c: asked(c) or p.q_len * (p.q_heads // p.kv_heads) > _FOLDED_ROWS,
+            lambda p, c: _asked(c) or p.q_len * (p.q_heads // p.kv_heads) > _FOLDED_ROWS,
             lambda p, c: (
                 f"q_len={p.q_len}, {p.q_heads // p.kv_heads} query heads a kv head: the kernel in Triton makes them one tile, "
                 f"this one pads each head's to {of.rows} rows"
@@ -166,7 +166,7 @@ def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
         Rule(
             f"{of.name}.few_blocks",
             "q_len",
-            lambda p, c: asked(c) or _fills(p, of.block),
+            lambda p, c: _asked(c) or _fills(p, of.block),
             lambda p, c: (
                 f"{_programs(p, of.block)} blocks of {of.block} queries on a device with "
                 f"{gpu_variant(p.device_kind).cores} multiprocessors: the kernel in Triton divides the keys too"  # type: ignore[union-attr]

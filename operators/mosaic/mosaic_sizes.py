@@ -25,7 +25,7 @@ class Sizing:
     the fewest keys of a tile. tiles: by pass, best first."""
 
     device: ClassVar[str]
-    least: ClassVar[int]
+    least: ClassVar[Mapping[str, int]]
     tiles: ClassVar[Mapping[str, tuple[MosaicSizes, ...]]]
 
     def rows(self, which: str, sizes: MosaicSizes, q_len: int) -> int:
@@ -76,18 +76,14 @@ class Sizing:
         for sizes in self.tiles[which]:
             if self.passed_over(which, problem, sizes):
                 continue
-            keys = self._of_mask(problem, sizes.block_kv if local.kv_len > self.least else self.least)
+            least = self.least[which]
+            keys = _of_mask(problem, sizes.block_kv if local.kv_len > least else least, least)
             tried = (self.rows(which, sizes, local.q_len), keys, sizes.stages)
             sizes = MosaicSizes(*(x if given is None else given for given, x in zip(declared, tried, strict=True)))
             found.append(sizes)
             if self.fits(which, problem, sizes):
                 return sizes
         return found[-1]
-
-    def _of_mask(self, problem: AttentionProblem, size: int) -> int:
-        """Keys of a tile that lie in one block of the mask, unless its blocks are smaller than a tile can be."""
-        fitted = fitted_block(problem.mask, "kv", size, problem.kv_len, self.least)
-        return 1 << (fitted.bit_length() - 1)
 
     def _shared_limit(self, problem: AttentionProblem) -> int:
         """Bytes of shared memory that a block of threads may request."""
@@ -124,3 +120,9 @@ def fields_of(which: str, sizes: MosaicSizes) -> dict[str, Any]:
 def columns(problem: AttentionProblem) -> tuple[int, int]:
     """The columns of a tile of the query and of the output."""
     return padded_dim(problem.head_dim), padded_dim(problem.value_dim)
+
+
+def _of_mask(problem: AttentionProblem, size: int, least: int) -> int:
+    """Keys of a tile that lie in one block of the mask, unless its blocks are smaller than a tile can be."""
+    fitted = fitted_block(problem.mask, "kv", size, problem.kv_len, least)
+    return 1 << (fitted.bit_length() - 1)

@@ -26,7 +26,6 @@ from attnops.operators.mosaic import mosaic_rules
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
 from attnops.planning.decide import _decide
-from attnops.planning.notes import has_note
 
 B200, GB200, H100 = "NVIDIA B200", "NVIDIA GB200", "NVIDIA H100 80GB HBM3"
 SHARED, COLUMNS = 232448, 512  # bytes that a block of threads may request, and columns of tensor memory
@@ -86,7 +85,6 @@ def test_hopper_does_not_ask_it() -> None:
 
 
 REFUSED = {
-    "blackwell.train": {"call": {"mode": "train"}},
     "blackwell.kernel": {"config": {"kernel": "triton"}},
     "blackwell.dtype": {"dtype": "float32"},
     "blackwell.softmax_dtype": {"runtime_softmax_dtype": "bfloat16"},
@@ -97,6 +95,11 @@ REFUSED = {
     "blackwell.block_q": {"config": {"block_q": 64}},
     "blackwell.block_kv": {"config": {"block_kv": 256}},
     "blackwell.num_warps": {"config": {"num_warps": 8}},
+    "blackwell.num_warps_dkv": {"config": {"num_warps_dkv": 8}},
+    "blackwell.block_q_dkv": {"config": {"block_q_dkv": 256}},
+    "blackwell.block_kv_dkv": {"config": {"block_kv_dkv": 64}},
+    "blackwell.block_q_dq": {"config": {"block_q_dq": 64}},
+    "blackwell.block_kv_dq": {"config": {"block_kv_dq": 256}},
     "blackwell.fold": {"config": {"fold": True}},
     "blackwell.kv_splits": {"config": {"kv_splits": 2}},
     "feature.return_weights": {"call": {"return_weights": True}},
@@ -122,15 +125,12 @@ def test_triton_runs_what_it_refuses(code: str) -> None:
 
 
 @pytest.mark.usefixtures("new_jax")
-@pytest.mark.parametrize(
-    "code", ["blackwell.train", "blackwell.padding", "blackwell.few_queries", "blackwell.few_blocks"]
-)
+@pytest.mark.parametrize("code", ["blackwell.padding", "blackwell.few_queries", "blackwell.few_blocks"])
 def test_what_triton_only_does_better_can_be_declared(code: str) -> None:
     given = dict(REFUSED[code])
     for kernel in ("mosaic", "blackwell"):
         plan = _plan(**given, config={"kernel": kernel})
         assert plan.method == "forward_blackwell"
-        assert has_note(plan.notes, "mosaic.gradients") == (code == "blackwell.train")
 
 
 @pytest.mark.usefixtures("new_jax")
@@ -140,7 +140,7 @@ def test_every_operation_of_the_gpu_kernels_chooses_it(operation: str, kind: str
     plan = _plan(kind, operation=operation)
     assert (plan.kind, plan.method, plan.rejected) == ("platform", "forward_blackwell", ())
     passes = [(size.kernel, size.loading) for part in (False, True) for size in plan.runs.passes(plan.config, part)]
-    assert passes == [("attnops_blackwell_forward", 8)]
+    assert passes == [(f"attnops_blackwell_{which}", 8) for which in ("forward", "dkv", "dq")]
 
 
 @pytest.mark.usefixtures("new_jax")

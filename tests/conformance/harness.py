@@ -85,8 +85,11 @@ HOPPER = Implementation(
 BLACKWELL = Implementation(
     "flash_attn2",
     "forward_blackwell",
-    {"interpret": True, "kernel": "blackwell", "block_q": 256, "block_kv": 64, "num_stages": 1},
-)
+    {
+        "interpret": True, "kernel": "blackwell", "block_q": 256, "block_kv": 64, "num_stages": 1,
+        "block_q_dkv": 64, "num_stages_dkv": 2, "block_kv_dq": 64, "num_stages_dq": 2,
+    },
+)  # fmt: skip
 MOSAIC = {"hopper": HOPPER, "blackwell": BLACKWELL}
 # What can't run here, or only in part: test_refusals.py and test_mosaic.py ask these what they declare.
 DECLARED_ONLY = {

@@ -44,7 +44,10 @@ def test_head_dims(generation: str, dims: tuple[int, int]) -> None:
     case = cases.build("causal_window", "bthd", SIZES)
     case.heads = case.kv_heads = 1
     case.value_dim = dims[1]
-    alone = {"block_q": 128} if generation == "blackwell" and dims[1] > 128 else {}  # what tensor memory holds
+    alone: dict[str, int] = {}
+    if generation == "blackwell":  # what tensor memory and shared memory hold
+        alone |= {"block_q": 128} if dims[1] > 128 else {}
+        alone |= {"num_stages_dkv": 1, "num_stages_dq": 1} if sum(dims) > 384 else {}
     _check(generation, case, dims[0], **alone)
 
 
@@ -53,7 +56,17 @@ TILES = {
         {"block_q": 64, "block_q_dq": 64, "block_kv_dkv": 128, "block_q_dkv": 128},
         {"block_kv": 128, "block_kv_dq": 128, "block_kv_dkv": 128, "num_stages": 2, "num_stages_dkv": 3},
     ),
-    "blackwell": ({"block_q": 128, "num_stages": 2}, {"block_kv": 128, "num_stages": 2}),
+    "blackwell": (
+        {
+            "block_q": 128,
+            "num_stages": 2,
+            "block_q_dkv": 128,
+            "num_stages_dkv": 1,
+            "block_kv_dq": 128,
+            "num_stages_dq": 1,
+        },
+        {"block_kv": 128, "num_stages": 2, "num_stages_dkv": 4, "num_stages_dq": 1},
+    ),
 }
 
 

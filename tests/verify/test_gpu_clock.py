@@ -16,7 +16,7 @@ from attnops.compat import abstract_device
 from attnops.devices import gpu_specs
 from attnops.errors import ConfigError
 from attnops.masks import Chunked, Lengths
-from attnops.planning import Plan
+from attnops.planning import PassSizes, Plan
 from attnops.verify import tune as searches
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse, GpuLoop
 from attnops.verify.gpu.sass import TileLoop
@@ -100,6 +100,20 @@ def test_cost_is_stalls_times_warps_tiles_and_heads() -> None:
     spec = gpu_specs()["h100"]
     assert cost.seconds == pytest.approx(cost.stalls / (4 * 132 * spec.clock))
     assert (cost.registers, cost.shared_bytes) == (200, 1024)
+
+
+@pytest.mark.parametrize(("programs", "each"), [(0, 2), (2, 4)])
+def test_warpgroups_with_programs_of_their_own(programs: int, each: int) -> None:
+    """Eight of sixteen warps compute. Of four loops for tiles with a mask, and four without, one belongs to a quarter of them; or
+    to a half, if there are two programs, which then go through their tiles twice."""
+    decided = _plan()
+    sizes = PassSizes("dkv", 64, 64, "gradients", loading=8, programs=programs)
+    some = gpu_cost(
+        decided.problem, decided.placement, decided.config, (sizes,), (_kernel("gradients", *range(1, 9), warps=16),)
+    )
+    whole, cut = loop_tiles(Causal(), (64, 64), "kv", Q_LEN, KV_LEN, 0)
+    by_head = (1 + 3 + 5 + 7) * whole + (2 + 4 + 6 + 8) * cut
+    assert some.stalls == by_head * each * HEADS * BATCH
 
 
 def test_folded_heads_count_once() -> None:

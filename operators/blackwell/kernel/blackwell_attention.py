@@ -1,4 +1,4 @@
-"""PartialBlackwell: the Blackwell kernels combined."""
+"""PartialBlackwell: the Blackwell kernels combined, with their gradient."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...kernels.operands import DynamicArgs, Operands, Results, StaticArgs
 from ...mosaic.kernel.block import MosaicBlock
 from ...mosaic.kernel.mosaic_attention import PartialMosaic
+from .backward_keys import BlackwellKeyGradients
+from .backward_query import BlackwellQueryGradient
 from .forward import BlackwellForward
 
 __all__ = ["PartialBlackwell"]
@@ -20,14 +21,6 @@ class PartialBlackwell(PartialMosaic):
 
     generation: ClassVar[str] = "blackwell"
     title: ClassVar[str] = "the kernels for Blackwell"
-    kernels: ClassVar[Mapping[str, type[MosaicBlock]]] = {"forward": BlackwellForward}
-
-    def differentiate(
-        self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results
-    ) -> Operands:
-        """All gradients in XLA, tile by tile."""
-        made = self.in_xla(static_args, operands, dynamic, results)
-        if self.layout == "bhtd":
-            return made
-        query, key, value = (x.swapaxes(1, 2) for x in (made.query, made.key, made.value))
-        return made._replace(query=query, key=key, value=value)
+    kernels: ClassVar[Mapping[str, type[MosaicBlock]]] = {
+        "forward": BlackwellForward, "dkv": BlackwellKeyGradients, "dq": BlackwellQueryGradient,
+    }  # fmt: skip

@@ -14,6 +14,8 @@ from .block import BLOCKS, WARPGROUPS, MosaicBlock
 
 __all__ = ["launch"]
 
+_COPIES = 16  # copies and products that the interpreter takes to run beside each other: more than a block issues before it waits
+
 
 def launch(
     kernel: MosaicBlock,
@@ -38,7 +40,9 @@ def launch(
 
     interpreted: dict[str, Any] = {}
     if kernel.interpret:
-        interpreted["interpret"] = plgpu.InterpretGPUParams(detect_races=True)  # type: ignore[attr-defined] # not in jax 0.10
+        interpreted["interpret"] = plgpu.InterpretGPUParams(  # type: ignore[attr-defined] # not in jax 0.10
+            detect_races=True, num_tma_threads_per_device=_COPIES
+        )
     run = plgpu.kernel(
         body,
         out_type=tuple(varying_as(arrays[0], *shape_and_dtype) for shape_and_dtype in outputs.values()),

@@ -1,0 +1,340 @@
+"""Run a kernel of Blackwell's gradients in the interpreter with a mistake planted in it:
+`python backward_mutations.py KERNEL NAME [TIMES]`.
+
+Mistakes are planted from outside, in the functions that the kernels call while they are traced. Prints 'unnoticed' for each run
+whose numbers are right. A race leaves the interpreter unusable, so each mistake has a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+os.environ["NPROC"] = (
+    "8"  # the interpreter's warpgroups wait in threads of XLA's, as many as there are cores by default
+)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from attnops import Causal
+from attnops.operators.blackwell.kernel import backward, backward_keys, backward_query, blackwell_attention
+from attnops.operators.kernels.local_mask import LocalMask
+from attnops.operators.kernels.operands import Operands, split_static
+from attnops.operators.mosaic.kernel import block
+from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes, MosaicTiles
+from attnops.verify import reference_attention, reference_gradients
+
+Q_LEN, KV_LEN, OFFSET = 264, 296, 32
+STAGES = 2
+
+
+class Kernel(NamedTuple):
+    """A kernel under test. start: barriers of what a block loads once. loaded: the barriers of tiles, and these tiles. sums: by
+    the names of their factors."""
+
+    sizes: MosaicSizes
+    start: tuple[str, ...]
+    loaded: dict[str, tuple[str, ...]]
+    sums: dict[str, str]
+    dim: int = 128
+
+
+PRODUCTS = "logits", "d_weights"
+BY_ROWS = {"rows": ("query_tiles", "d_output_tiles", "lse_tiles", "delta_tiles")}
+OF_KEYS = {"weights": "value_sums", "d_logits": "key_sums"}
+KERNELS = {
+    "dq": Kernel(
+        MosaicSizes(128, 64, STAGES), ("rows_full",), {"key": ("key_tiles",), "value": ("value_tiles",)},
+        {"d_logits": "query_sums"},
+    ),
+    "dkv": Kernel(MosaicSizes(64, 128, STAGES), ("key_full", "value_full"), BY_ROWS, OF_KEYS),
+    "divided": Kernel(MosaicSizes(64, 128, STAGES), ("key_full", "value_full"), BY_ROWS, OF_KEYS, 224),
+}  # fmt: skip
+
+
+class Planted:
+    """The functions of Mosaic GPU that the kernel calls, some of them replaced. names: of references and barriers."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self.refs: dict[str, Any] = {}
+        self.changed: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.changed.get(name) or getattr(plgpu, name)
+
+    def name(self, ref: Any) -> str:
+        return self.names.get(_place(ref), "")
+
+
+def _place(ref: Any) -> int:
+    """What references to the same place share."""
+    return id(ref.ref if hasattr(ref, "ref") else ref)
+
+
+PLANTED = Planted()
+
+
+def _without(function: str, which: str) -> None:
+    """Calls of a function with this barrier do nothing."""
+    PLANTED.changed[function] = lambda barrier: (
+        None if PLANTED.name(barrier) == which else getattr(plgpu, function)(barrier)
+    )
+
+
+def _nothing(function: str) -> None:
+    """A function does nothing."""
+    PLANTED.changed[function] = lambda: None
+
+
+def _next(ref: Any) -> Any:
+    """The reference's next place."""
+    slot, *rest = ref.transforms[-1].indices
+    return PLANTED.refs[PLANTED.name(ref)].at[(lax.rem(slot + 1, STAGES), *rest)]
+
+
+def _wait_for_next(which: str) -> None:
+    """Waits for a barrier wait for that of the next place."""
+    PLANTED.changed["barrier_wait"] = lambda barrier: plgpu.barrier_wait(
+        _next(barrier) if PLANTED.name(barrier) == which else barrier
+    )
+
+
+def _released_before(sums: str, name: str) -> None:
+    """A place is said to be free before the product is issued that reads it last."""
+
+    def multiply(to: Any, a: Any, b: Any, barrier: Any = None, **options: Any) -> None:
+        if PLANTED.name(to) == sums:
+            freed = PLANTED.refs[name]
+            plgpu.tcgen05_commit_arrive(freed.at[b.transforms[-1].indices[0]] if name.endswith("_free") else freed)
+        plgpu.tcgen05_mma(to, a, b, barrier, **options)
+
+    PLANTED.changed["tcgen05_mma"] = multiply
+    _without("tcgen05_commit_arrive", name)
+
+
+def _products(change: Callable[[str, Any, Any, dict[str, Any]], tuple[Any, Any, dict[str, Any]]]) -> None:
+    """Products of other factors. change: of the name of the sums, the factors and the options."""
+
+    def multiply(to: Any, a: Any, b: Any, barrier: Any = None, **options: Any) -> None:
+        a, b, options = change(PLANTED.name(to), a, b, options)
+        plgpu.tcgen05_mma(to, a, b, barrier, **options)
+
+    PLANTED.changed["tcgen05_mma"] = multiply
+
+
+def _accumulate(sums: str, accumulate: bool) -> None:
+    """A sum begins anew with each product, or with what was in its place."""
+    _products(lambda to, a, b, options: (a, b, options | ({"accumulate": accumulate} if to == sums else {})))
+
+
+def _values_of_next(sums: str) -> None:
+    """A sum's values are those of the next place."""
+    _products(lambda to, a, b, options: (a, _next(b) if to == sums else b, options))
+
+
+def _a_phase_ahead(name: str) -> None:
+    """The warpgroup that multiplies arrives once too often at a barrier, before its first wait."""
+    begun: list[int] = []
+
+    def wait(barrier: Any) -> None:
+        if not begun and PLANTED.name(barrier) in ("rows_full", "key_full"):
+            begun.append(1)
+            ref = PLANTED.refs[name]
+            for one in [ref.at[slot] for slot in range(STAGES)] if name.endswith("_free") else [ref]:
+                plgpu.tcgen05_commit_arrive(one)
+        plgpu.barrier_wait(barrier)
+
+    PLANTED.changed["barrier_wait"] = wait
+
+
+def _arrivals(name: str, count: int) -> None:
+    """A barrier of so many arrivals."""
+    for kernel in (backward_query.BlackwellQueryGradient, backward_keys.BlackwellKeyGradients):
+        plain = kernel.scratch
+
+        def scratch(self: Any, dtype: Any, plain: Any = plain) -> dict[str, Any]:
+            made = plain(self, dtype)
+            if name in made:
+                one = made[name]
+                made[name] = plgpu.Barrier(
+                    num_arrivals=count, num_barriers=one.num_barriers, orders_tensor_core=one.orders_tensor_core
+                )
+            return made
+
+        kernel.scratch = scratch  # type: ignore[method-assign]
+
+
+def _copy(target_name: str) -> None:
+    """The copies into one kind of place go to the next one."""
+
+    def copy(source: Any, target: Any, barrier: Any) -> None:
+        plgpu.copy_gmem_to_smem(source, _next(target) if PLANTED.name(target) == target_name else target, barrier)
+
+    PLANTED.changed["copy_gmem_to_smem"] = copy
+
+
+def _numbers(change: dict[str, str]) -> None:
+    """Numbers of rows are those of another array, or of the next place."""
+
+    def load(ref: Any, **options: Any) -> Any:
+        name = PLANTED.name(ref)
+        if name in change:
+            ref = _next(ref) if change[name] == name else PLANTED.refs[change[name]].at[ref.transforms[-1].indices]
+        return plgpu.load(ref, **options)
+
+    PLANTED.changed["load"] = load
+
+
+def _same_columns() -> None:
+    """Both warpgroups write the first half of what is multiplied."""
+    plain = backward.BlackwellGradients.give
+
+    def give(self: Any, refs: Any, name: str, x: Any, columns: Any) -> None:
+        plain(self, refs, name, x, type(columns)(0, columns.size))
+
+    backward.BlackwellGradients.give = give  # type: ignore[method-assign]
+
+
+def _early(factor: str) -> None:
+    """A factor is said to be there before it is written."""
+    plain = backward.BlackwellGradients.give
+
+    def give(self: Any, refs: Any, name: str, x: Any, columns: Any) -> None:
+        if name != factor:
+            plain(self, refs, name, x, columns)
+            return
+        plgpu.barrier_arrive(refs[f"{name}_full"])
+        plgpu.async_store_tmem(refs[name].at[:, columns], x)
+        plgpu.commit_tmem()
+
+    backward.BlackwellGradients.give = give  # type: ignore[method-assign]
+
+
+def _loaded_early() -> None:
+    """The values are said to have their place before their gradient is written from there."""
+
+    def arrive(barrier: Any) -> None:
+        if PLANTED.name(barrier) == "stored":
+            plgpu.barrier_arrive(PLANTED.refs["value_free"])
+        if PLANTED.name(barrier) != "value_free":
+            plgpu.barrier_arrive(barrier)
+
+    PLANTED.changed["barrier_arrive"] = arrive
+    _arrivals("value_free", 2)
+
+
+def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
+    """The mistakes of a kernel, by name."""
+    made: dict[str, Callable[[], None]] = {
+        "none": lambda: None,
+        **{f"no wait for {name}": functools.partial(_without, "barrier_wait", name) for name in kernel.start},
+        "writes to shared memory not committed": lambda: _nothing("commit_smem"),
+        "writes to tensor memory not committed": lambda: _nothing("commit_tmem"),
+        "reads of tensor memory not waited for": lambda: _nothing("wait_load_tmem"),
+        "no wait for stored": lambda: _without("barrier_wait", "stored"),
+        "stored after one half": lambda: _arrivals("stored", 1),
+        "both halves in one place": _same_columns,
+    }
+    for name in PRODUCTS:
+        made |= {
+            f"no wait for {name}_full": lambda name=name: _without("barrier_wait", f"{name}_full"),
+            f"no wait for {name}_read": lambda name=name: _without("barrier_wait", f"{name}_read"),
+            f"{name} read by one": lambda name=name: _arrivals(f"{name}_read", 1),
+        }
+    for factor, sums in kernel.sums.items():
+        made |= {
+            f"no wait for {factor}_full": lambda factor=factor: _without("barrier_wait", f"{factor}_full"),
+            f"no wait for {factor}_read": lambda factor=factor: _without("barrier_wait", f"{factor}_read"),
+            f"{factor} of one half": lambda factor=factor: _arrivals(f"{factor}_full", 1),
+            f"{factor} said to be there early": lambda factor=factor: _early(factor),
+            f"{factor} free before the product": lambda f=factor, sums=sums: _released_before(sums, f"{f}_read"),
+            f"{factor}_read a phase ahead": lambda factor=factor: _a_phase_ahead(f"{factor}_read"),
+            f"{sums} anew": lambda sums=sums: _accumulate(sums, False),
+            f"{sums} added to what was there": lambda sums=sums: _accumulate(sums, True),
+            f"{sums} of the next values": lambda sums=sums: _values_of_next(sums),
+        }
+    for name, tiles in kernel.loaded.items():
+        full, free = f"{name}_full", f"{name}_free"
+        made |= {
+            f"no wait for {full}": lambda full=full: _without("barrier_wait", full),
+            f"no wait for {free}": lambda free=free: _without("barrier_wait", free),
+            f"{free} a phase ahead": lambda free=free: _a_phase_ahead(free),
+            f"the next place of {full} waited for": lambda full=full: _wait_for_next(full),
+        }
+        if len(tiles) > 1:
+            made[f"{full} after one copy fewer"] = functools.partial(_arrivals, full, len(tiles) - 1)
+        for one in tiles:
+            made[f"{one} in the next place"] = functools.partial(_copy, one)
+    made.pop("the next place of value_full waited for", None)  # waits forever
+    of_keys = len(kernel.sums) > 1
+    last = ("key_sums", "rows_free") if of_keys else ("query_sums", "key_free")
+    made[f"{last[1]} before the last product"] = functools.partial(_released_before, *last)
+    if not of_keys:
+        made["rows_full after one copy"] = lambda: _arrivals("rows_full", 1)
+    else:
+        made |= {
+            "no wait for sums_full": lambda: _without("barrier_wait", "sums_full"),
+            "lse of the next place": lambda: _numbers({"lse_tiles": "lse_tiles"}),
+            "delta of the next place": lambda: _numbers({"delta_tiles": "delta_tiles"}),
+            "lse for delta": lambda: _numbers({"lse_tiles": "delta_tiles", "delta_tiles": "lse_tiles"}),
+        }
+    if kernel.dim > 128:
+        made |= {
+            "no wait for value_free": lambda: _without("barrier_wait", "value_free"),
+            "value_free before it is written": _loaded_early,
+        }
+    return made
+
+
+def right(which: str, kernel: Kernel) -> bool:
+    """Whether the kernel's numbers are right."""
+    tiles = MosaicTiles(kernel.sizes, kernel.sizes, kernel.sizes)
+    dim = kernel.dim
+    part = blackwell_attention.PartialBlackwell("bthd", dim**-0.5, None, "cuda", True, None, tiles=tiles)
+    rng = np.random.default_rng(0)
+    shapes = [(1, n, 1, dim) for n in (Q_LEN, KV_LEN, KV_LEN, Q_LEN)]
+    q, k, v, pull = (rng.standard_normal(shape).astype(jnp.bfloat16) for shape in shapes)
+    static, dynamic = split_static(LocalMask(Causal(), 0, Q_LEN, KV_LEN, OFFSET), None)
+    operands = Operands(*map(jnp.asarray, (q, k, v)), None, None)
+    seen = np.arange(KV_LEN) <= np.arange(Q_LEN)[:, None] + OFFSET
+    exact, known = [x.astype(np.float64) for x in (q, k, v)], {"scale": dim**-0.5, "mask": seen[None, None]}
+    reference = reference_attention(*exact, **known)
+    shift = jnp.asarray(reference.lse * np.log2(np.e), jnp.float32)
+    delta = jnp.asarray((reference.output * pull.astype(np.float64)).sum(-1).swapaxes(1, 2), jnp.float32)
+    gradients = part.gradients(static, operands, dynamic, jnp.asarray(pull), shift, delta)
+    names = ("query",) if which == "dq" else ("key", "value")
+    got = [gradients.of_query()] if which == "dq" else [x for x in gradients.of_keys() if x is not None]
+    of_all = reference_gradients(*exact, pull.astype(np.float64), None, **known)
+    want = [of_all[name] for name in names]
+    errors = [np.abs(np.asarray(x, np.float64) - y).max() / np.abs(y).max() for x, y in zip(got, want, strict=True)]
+    return max(errors) < 2e-2
+
+
+def main(which: str, name: str, times: str = "1") -> None:
+    """Plant a mistake, run, compare."""
+    kernel = KERNELS[which]
+    for module in (block, backward, backward_keys, backward_query):
+        module.plgpu = PLANTED  # type: ignore[attr-defined]
+    plain = backward.BlackwellGradients.__call__
+
+    def traced(self: Any, refs: dict[str, Any]) -> None:
+        PLANTED.refs, PLANTED.names = refs, {_place(ref): key for key, ref in refs.items()}
+        plain(self, refs)
+
+    backward.BlackwellGradients.__call__ = traced  # type: ignore[method-assign]
+    mutations(kernel)[name]()
+    for _ in range(int(times)):
+        print("unnoticed" if right(which, kernel) else "numbers")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main(*sys.argv[1:])

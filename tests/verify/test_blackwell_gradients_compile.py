@@ -1,0 +1,161 @@
+"""The kernels of Blackwell's gradients compiled for a described B200: registers, spills, memory, the work in their loops."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from attnops import (
+    ALiBi,
+    Causal,
+    Chunked,
+    Dense,
+    Full,
+    Lengths,
+    Mask,
+    OperationMetadata,
+    OperationRegistry,
+    Positions,
+    Prefix,
+    ScoreFunction,
+    SegmentIds,
+    SlidingWindow,
+    register_score_function,
+)
+from attnops.masks import Blocks
+from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
+from attnops.operators.mosaic.mosaic_sizes import tiles_of
+from attnops.verify.call import verify_call
+from attnops.verify.gpu.gpu_kernels import GpuKernelUse
+from attnops.verify.gpu.gpu_mesh import has_cuda_plugin
+from attnops.verify.gpu.sass import disassembler
+from attnops.verify.report import TargetReport
+from attnops.verify.targets import target_of
+
+if not has_cuda_plugin() or importlib.util.find_spec("cramjam") is None:
+    pytest.skip("pip install 'attnops[cuda-compile]'", allow_module_level=True)
+if jax.__version_info__ < JAX_NEEDED:
+    pytest.skip(f"jax {jax.__version__}: plans choose the kernel in Triton", allow_module_level=True)
+
+FORWARD, GRADIENTS = "attnops_blackwell_forward", ("attnops_blackwell_dkv", "attnops_blackwell_dq")
+# 512 threads share the 65536 registers of a multiprocessor.
+REGISTERS, THREADS, COMPUTING = 128, 512, 8
+
+
+def _report(
+    *,
+    dims: tuple[int, int] = (128, 128),
+    lengths: tuple[int, int] = (1024, 1024),
+    heads: tuple[int, int] = (4, 2),
+    dtype: str = "bfloat16",
+    config: dict[str, Any] | None = None,
+    **call: Any,
+) -> TargetReport:
+    mesh = target_of("b200").mesh({"fsdp": 1})
+    configs = {"flash_attn2": {"kernel": "mosaic"} | (config or {})}
+    metadata = OperationMetadata(
+        mesh=mesh, fallback="error", tuning="off", runtime_dtype=dtype, operation_configs=configs
+    )
+    q = jax.ShapeDtypeStruct((1, lengths[0], heads[0], dims[0]), dtype)
+    k, v = (jax.ShapeDtypeStruct((1, lengths[1], heads[1], dim), dtype) for dim in dims)
+    arguments = {"query": q, "key": k, "value": v, "mask": Causal(), "query_offset": 0, "mode": "train"} | call
+    return verify_call(OperationRegistry.create("flash_attn2", metadata), arguments, "b200")
+
+
+def _gradients(report: TargetReport) -> tuple[GpuKernelUse, GpuKernelUse]:
+    assert report.passed, [one.failure for one in report.passes]
+    assert report.plan.method == "forward_blackwell"  # type: ignore[union-attr]
+    kernels = {k.name: k for k in report.passes[1].kernels or () if isinstance(k, GpuKernelUse)}
+    assert set(kernels) == {FORWARD, *GRADIENTS}
+    dkv, dq = (kernels[name] for name in GRADIENTS)
+    for kernel in (dkv, dq):
+        assert (kernel.registers, kernel.threads) == (REGISTERS, THREADS)
+        assert kernel.occupancy is not None
+        assert kernel.occupancy.blocks == 1
+    return dkv, dq
+
+
+def _check_loops(report: TargetReport) -> None:
+    """An exponential for each weight, and three operations for it and its gradient, two in the first turn of divided sums."""
+    if disassembler() is None:
+        return
+    for kernel, sizes in zip(_gradients(report), tiles_of(report.plan.config)[1:], strict=True):  # type: ignore[arg-type,union-attr]
+        loops = kernel.loops or ()
+        assert loops
+        assert {one.loop.ex2 * 32 * COMPUTING for one in loops} == {sizes.block_q * sizes.block_kv}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_backward_pass(dim: int) -> None:
+    report = _report(dims=(dim, dim))
+    assert [kernel.stack_bytes for kernel in _gradients(report)] == [0, 0]
+    _check_loops(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (64, 128), (80, 48), (32, 32), (96, 96), (192, 128), (256, 128), (256, 256)], ids=str
+)
+def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
+    report = _report(dims=dims, dtype=dtype)
+    assert [kernel.stack_bytes for kernel in _gradients(report)] == [0, 0]
+    _check_loops(report)
+
+
+@register_score_function("blackwell_compile.gated")
+def _gated(x: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
+    return x + 0.01 * head.astype(x.dtype) * (kv - q).astype(x.dtype)
+
+
+IDS = jax.ShapeDtypeStruct((1, 1024), "int32")
+MASKS: dict[str, Mask] = {
+    "full": Full(),
+    "window": Causal() & SlidingWindow(100),
+    "chunks": Causal() & Chunked(96),
+    "prefix": Prefix(100) | Causal(),
+    "negated": ~SlidingWindow(20, 20),
+    "blocks": Blocks(np.eye(8, dtype=bool), 128, 128),
+    "small_blocks": Blocks(np.tri(16, dtype=bool), 64, 64) & Causal(),
+    "segments": Causal() & SegmentIds(IDS, IDS),
+    "lengths": Causal() & Lengths(jax.ShapeDtypeStruct((1,), "int32")),
+    "positions": Positions(IDS, IDS),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, dim: int) -> None:
+    assert [kernel.stack_bytes for kernel in _gradients(_report(dims=(dim, dim), mask=MASKS[name]))] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"logits_soft_cap": 20.0},
+        {"softmax_aux": jax.ShapeDtypeStruct((4,), "float32")},
+        {"return_lse": True},
+        {"query_offset": jax.ShapeDtypeStruct((1,), "int32")},
+        {"bias": jax.ShapeDtypeStruct((1, 4, 1024, 1024), "float32")},
+        {"bias": jax.ShapeDtypeStruct((1, 1, 1, 1024), "bfloat16")},
+        {"score": ALiBi()},
+        {"score": ScoreFunction("blackwell_compile.gated")},
+        {"mask": Dense(jax.ShapeDtypeStruct((1, 1, 1024, 1024), "bool"))},
+        {"dropout_prob": 0.1, "deterministic": False, "dropout_rng": jax.ShapeDtypeStruct((2,), "uint32")},
+    ],
+    ids=lambda call: next(iter(call)),
+)
+def test_other_features(call: dict[str, Any]) -> None:
+    assert [kernel.stack_bytes for kernel in _gradients(_report(**call))] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(1000, 1000), (130, 777), (1024, 60)])
+def test_lengths_that_end_within_a_tile(lengths: tuple[int, int]) -> None:
+    assert [kernel.stack_bytes for kernel in _gradients(_report(lengths=lengths))] == [0, 0]
