@@ -44,9 +44,13 @@ MASKS = {"full": Full(), "causal": Causal(), "window": Causal() & SlidingWindow(
 DOCUMENTS = (1000, 531, 747, 290, 873, 117, 401, 137)
 IDS = np.repeat(np.arange(len(DOCUMENTS), dtype=np.int32), DOCUMENTS)[None].repeat(BATCH, 0)
 WHO = ("attnops", "jax", "tokamax")
-# Kernels for Hopper in Mosaic GPU, from jax 0.12 on: attnops' and JAX's. One warpgroup of a block only loads.
-MOSAIC = ("attnops mosaic", "jax mosaic") if jax.__version_info__ >= (0, 12) else ()
-LOADING_WARPS = 4
+# Kernels in Mosaic GPU, from jax 0.12 on: for Hopper attnops' and JAX's, for Blackwell attnops' and tokamax's. On Hopper one
+# warpgroup of a block only loads; on Blackwell one loads and multiplies, and one corrects sums, which is counted by its own loop.
+MOSAIC = {
+    "h100": ("attnops mosaic", "jax mosaic"), "b200": ("attnops mosaic", "tokamax mosaic"),
+}  # fmt: skip
+HELPING_WARPS = {"h100": 4, "b200": 8}
+WARPS_OF_GROUP = 4
 BACKWARD = 64  # rows and keys of the tiles of JAX's backward pass
 PASSES = ("forward", "backward")
 
@@ -60,8 +64,10 @@ def cases() -> list[dict[str, Any]]:
         for dim in (64, 128, 256)
         for part in PASSES
         for mask in MASKS
-        for who in (*WHO, *(MOSAIC if target == "h100" else ()))
+        for who in (*WHO, *(MOSAIC.get(target, ()) if jax.__version_info__ >= (0, 12) else ()))
         if not (who == "tokamax" and (part == "backward" or mask == "packed"))  # tokamax uses XLA for the gradients
+        if not (who == "tokamax mosaic" and (mask in ("window", "packed") or part == "backward"))
+        if not (who == "attnops mosaic" and target == "b200" and part == "backward")
         if not (who == "jax mosaic" and (mask in ("window", "packed") or (part, mask) == ("backward", "causal")))
     ]
 
@@ -75,6 +81,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     ids = [jax.ShapeDtypeStruct(IDS.shape, IDS.dtype, sharding=here)] if case["mask"] == "packed" else []
     makers = {
         "attnops": _attnops, "attnops mosaic": _attnops, "jax": _jax, "tokamax": _tokamax, "jax mosaic": _jax_mosaic,
+        "tokamax mosaic": _tokamax_mosaic,
     }  # fmt: skip
     run, loops_of = makers[case["who"]](case, mesh)
 
@@ -86,7 +93,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     functions = [run] if case["pass"] == "forward" else [jax.grad(loss, numbers) for numbers in gradients]
     kernels: list[Any] = []
     for function in functions:
-        with jax.set_mesh(mesh):
+        # tokamax asks the default device for its generation.
+        with jax.set_mesh(mesh), jax.default_device(mesh.devices.flat[0]):
             lowered = jax.jit(function, out_shardings=here).trace(x, x, x, *ids).lower(lowering_platforms=("cuda",))
         compiled = lowered.compile()
         kernels += gpu_kernels(compiled, compiled.as_text(), gpu_specs()[case["target"]])
@@ -98,7 +106,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         if not counts:
             continue
         assert kernel.loops is not None, "nvdisasm isn't installed: pip install 'attnops[cuda-sass]'"
-        warps = (kernel.threads or 0) // 32 - (LOADING_WARPS if case["who"] in MOSAIC else 0)
+        mosaic = case["who"] in MOSAIC.get(case["target"], ())
+        warps = (kernel.threads or 0) // 32 - (HELPING_WARPS[case["target"]] if mosaic else 0)
         # Warpgroups of attnops' kernel for keys have loops of their own.
         parts = len(kernel.loops) // len(counts) if case["who"] == "attnops mosaic" else 1
         found = f"{kernel.name} has {len(kernel.loops)} loops; wanted {len(counts)}"
@@ -106,6 +115,9 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         for one, tiles in zip(kernel.loops, parts * counts, strict=True):
             instructions += one.loop.instructions * warps * tiles / parts / live
             stalls += one.loop.stall_cycles * warps * tiles / parts / live
+        for sums in kernel.sum_loops:
+            instructions += sums.instructions * WARPS_OF_GROUP * sum(counts) / live
+            stalls += sums.stall_cycles * WARPS_OF_GROUP * sum(counts) / live
         visited += sum(counts) * logits / live
         used.append({"kernel": kernel.name, "registers": kernel.registers, "stack": kernel.stack_bytes, "warps": warps})
     return {"instructions": instructions, "stalls": stalls, "visited": visited, "kernels": used}
@@ -125,15 +137,17 @@ def _packed_tiles(block: tuple[int, int], slow: str) -> list[float]:
 
 
 def _attnops(case: dict[str, Any], mesh: Any) -> Any:
-    configs = {"flash_attn2": {"kernel": "mosaic" if case["who"] in MOSAIC else "triton"}}
+    configs = {"flash_attn2": {"kernel": "mosaic" if case["who"] == "attnops mosaic" else "triton"}}
     metadata = OperationMetadata(mesh=mesh, fallback="error", tuning="off", operation_configs=configs)
     attend = OperationRegistry.create("flash_attn2", metadata)
     mask = MASKS[case["mask"]]
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, case["dim"]), jnp.bfloat16)
-    config: Any = attend.plan(x, x, x, mask=mask).config
+    mode = "train" if case["pass"] == "backward" else "prefill"
+    config: Any = attend.plan(x, x, x, mask=mask, mode=mode).config
     sizes = {
         "attnops_flash_forward": (config.block_q, config.block_kv, "q"),
         "attnops_hopper_forward": (config.block_q, config.block_kv, "q"),
+        "attnops_blackwell_forward": (config.block_q, config.block_kv, "q"),
         **{
             f"attnops_{written}_dkv": (config.block_q_dkv, config.block_kv_dkv, "kv") for written in ("flash", "hopper")
         },
@@ -150,7 +164,7 @@ def _attnops(case: dict[str, Any], mesh: Any) -> Any:
         return list(loop_tiles(mask, (block_q, block_kv), slow, LENGTH, LENGTH, 0)), block_q * block_kv
 
     def run(q: Any, k: Any, v: Any, ids: Any = None) -> Any:
-        return attend(q, k, v, mask=mask, q_segment_ids=ids, kv_segment_ids=ids).attention_outputs
+        return attend(q, k, v, mask=mask, mode=mode, q_segment_ids=ids, kv_segment_ids=ids).attention_outputs
 
     return run, loops_of
 
@@ -225,6 +239,26 @@ def _tokamax(case: dict[str, Any], mesh: Any) -> Any:
         return [count * (count + 1) // 2 if causal else count * count], block * block
 
     return (lambda q, k, v: attend(q, k, v, is_causal=causal)), loops_of
+
+
+def _tokamax_mosaic(case: dict[str, Any], mesh: Any) -> Any:
+    """Tiles of 128 rows and 128 keys. That on the diagonal has no loop, and the first of a row has nothing to correct: both are
+    counted like the others."""
+    import tokamax
+    from absl import flags
+
+    del mesh
+    flags.FLAGS.mark_as_parsed()  # tokamax reads them
+    causal, block = case["mask"] != "full", 128
+    count = LENGTH // block
+
+    def loops_of(kernel: GpuKernelUse) -> tuple[list[float], int]:
+        return [count * (count + 1) // 2 if causal else count * count], block * block
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return tokamax.dot_product_attention(q, k, v, is_causal=causal, implementation="mosaic")
+
+    return run, loops_of
 
 
 def name_of(case: dict[str, Any]) -> str:

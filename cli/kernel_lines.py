@@ -52,6 +52,10 @@ def kernel_lines(
         else:
             yield f"{kernel.name}: {_resources(kernel)}{many}"
             yield from (f"{kernel.name}: {_loop(loop)}" for loop in kernel.loops or ())
+            yield from (
+                f"{kernel.name}: loop that corrects sums, of {loop.instructions} instructions; {loop.stall_cycles} stall cycles"
+                for loop in kernel.sum_loops
+            )
             missing += _missing(kernel)
     yield from dict.fromkeys(missing)
 

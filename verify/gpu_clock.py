@@ -27,6 +27,7 @@ from .local_call import LocalProblem
 __all__ = ["GpuCost", "compiled_kernels", "gpu_cost", "loop_tiles", "same_splits", "step_cost"]
 
 _WARP = 32
+_WARPS_OF_GROUP = 4
 
 
 class GpuCost(NamedTuple):
@@ -68,7 +69,7 @@ def gpu_cost(
         offset = None if problem.dynamic_query_offset else problem.query_offset or 0
         heads = local.kv_heads if folded else local.q_heads
         tiles = loop_tiles(problem.mask, block, size.outer, local.q_len, local.kv_len, offset, heads)
-        warps = (kernel.threads or 0) // _WARP - size.loading
+        warps, by_block = (kernel.threads or 0) // _WARP - size.loading, sum(tiles)
         if size.loading and tiles and len(kernel.loops) % len(tiles) == 0:  # parts of the warps have loops of their own
             parts = len(kernel.loops) // len(tiles)
             tiles, warps = tiles * parts, warps // (size.programs or parts)
@@ -77,7 +78,9 @@ def gpu_cost(
         if len(kernel.loops) != len(tiles):
             raise ConfigError(f"{name} has {len(kernel.loops)} loops where {len(tiles)} are known")
         by_head = sum(loop.loop.stall_cycles * count for loop, count in zip(kernel.loops, tiles, strict=True))
-        stalls += by_head * warps * heads * local.batch
+        # A warpgroup corrects the sums of all rows of a block, tile by tile.
+        of_sums = sum(loop.stall_cycles for loop in kernel.sum_loops) * by_block * _WARPS_OF_GROUP
+        stalls += (by_head * warps + of_sums) * heads * local.batch
         registers, shared = max(registers, kernel.registers), max(shared, kernel.shared_bytes or 0)
     seconds = stalls / (spec.issued_a_cycle * spec.cores * spec.clock)
     return GpuCost(round(stalls), seconds, registers, shared, "; ".join(spills) or None)

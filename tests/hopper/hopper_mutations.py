@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from attnops import Causal
@@ -26,8 +26,12 @@ from attnops.operators.mosaic.kernel import block as mosaic_block
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes, MosaicTiles
 from attnops.verify import reference_attention, reference_gradients
 
+sys.path.append(str(Path(__file__).parents[1]))
+from planted import Planted
+
 Q_LEN, KV_LEN, OFFSET = 192, 224, 32
 STAGES = 2
+CLASSES = forward.HopperForward, backward.HopperQueryGradient, backward.HopperKeyGradients
 
 
 class Kernel(NamedTuple):
@@ -50,38 +54,7 @@ KERNELS = {
 }
 
 
-class Planted:
-    """The functions of Mosaic GPU that the kernel calls, some of them replaced. names: of references and barriers."""
-
-    def __init__(self) -> None:
-        self.names: dict[int, str] = {}
-        self.refs: dict[str, Any] = {}
-        self.changed: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return self.changed.get(name) or getattr(plgpu, name)
-
-    def name(self, ref: Any) -> str:
-        return self.names.get(_place(ref), "")
-
-    def here(self, name: str, ref: Any) -> Any:
-        """Another reference, at the place of this one."""
-        return self.refs[name].at[ref.transforms[-1].indices]
-
-
-def _place(ref: Any) -> int:
-    """What references to the same place share."""
-    return id(ref.ref if hasattr(ref, "ref") else ref)
-
-
-PLANTED = Planted()
-
-
-def _without(function: str, which: str) -> None:
-    """Calls of a function with this barrier do nothing."""
-    PLANTED.changed[function] = lambda barrier: (
-        None if PLANTED.name(barrier) == which else getattr(plgpu, function)(barrier)
-    )
+PLANTED = Planted(STAGES)
 
 
 def _no_commit(module: Any) -> None:
@@ -98,7 +71,7 @@ def _released_early(name: str) -> None:
             plgpu.barrier_arrive(PLANTED.here(f"{name}_free", barrier))
 
     PLANTED.changed["barrier_wait"] = wait
-    _without("barrier_arrive", f"{name}_free")
+    PLANTED.without("barrier_arrive", f"{name}_free")
 
 
 def _released_before_sums(name: str) -> None:
@@ -110,66 +83,7 @@ def _released_before_sums(name: str) -> None:
         return plain(self, *terms)
 
     tensor_cores.Interpreted.add_values = add_values  # type: ignore[method-assign]
-    _without("barrier_arrive", f"{name}_free")
-
-
-def _a_phase_ahead(name: str, start: str) -> None:
-    """Each warpgroup that computes arrives once too often at a barrier, before its first wait."""
-
-    def wait(barrier: Any) -> None:
-        if PLANTED.name(barrier) == start:
-            for slot in range(STAGES):
-                plgpu.barrier_arrive(PLANTED.refs[name].at[slot])
-        plgpu.barrier_wait(barrier)
-
-    PLANTED.changed["barrier_wait"] = wait
-
-
-def _arrivals(name: str, count: int) -> None:
-    """A barrier of so many arrivals."""
-    plain = block.HopperBlock.scratch
-    for kernel in (forward.HopperForward, backward.HopperQueryGradient, backward.HopperKeyGradients):
-        plain = kernel.scratch
-
-        def scratch(self: Any, dtype: Any, plain: Any = plain) -> dict[str, Any]:
-            made = plain(self, dtype)
-            many = made[name].num_barriers if name in made else 1
-            return made | {name: plgpu.Barrier(num_arrivals=count, num_barriers=many)} if name in made else made
-
-        kernel.scratch = scratch  # type: ignore[method-assign]
-
-
-def _wait_for(which: str, instead: str) -> None:
-    """Waits for a barrier wait for another one."""
-
-    def wait(barrier: Any) -> None:
-        swapped = PLANTED.name(barrier) == which
-        plgpu.barrier_wait(PLANTED.here(instead, barrier) if swapped else barrier)
-
-    PLANTED.changed["barrier_wait"] = wait
-
-
-def _copy(change: Callable[[Any, Any, Any], tuple[Any, Any, Any]], target_name: str) -> None:
-    """The copies into one kind of place, changed."""
-
-    def copy(source: Any, target: Any, barrier: Any) -> None:
-        given = (source, target, barrier)
-        plgpu.copy_gmem_to_smem(*(change(*given) if PLANTED.name(target) == target_name else given))
-
-    PLANTED.changed["copy_gmem_to_smem"] = copy
-
-
-def _wait_for_next(which: str) -> None:
-    """Waits for a barrier wait for that of the next place."""
-    PLANTED.changed["barrier_wait"] = lambda barrier: plgpu.barrier_wait(
-        _next(barrier) if PLANTED.name(barrier) == which else barrier
-    )
-
-
-def _next(ref: Any) -> Any:
-    """The reference's next place."""
-    slot = ref.transforms[-1].indices[0]
-    return PLANTED.refs[PLANTED.name(ref)].at[lax.rem(slot + 1, STAGES)]
+    PLANTED.without("barrier_arrive", f"{name}_free")
 
 
 def _read(which: str) -> None:
@@ -177,7 +91,7 @@ def _read(which: str) -> None:
     plain = tensor_cores.TensorCores.numbers
 
     def numbers(self: Any, ref: Any, layout: Any) -> Any:
-        return plain(self, _next(ref) if PLANTED.name(ref) == which else ref, layout)
+        return plain(self, PLANTED.next(ref) if PLANTED.name(ref) == which else ref, layout)
 
     tensor_cores.TensorCores.numbers = numbers  # type: ignore[method-assign]
 
@@ -198,37 +112,37 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
     """The mistakes of a kernel, by name."""
     made: dict[str, Callable[[], None]] = {
         "none": lambda: None,
-        f"no wait for {kernel.start}": lambda: _without("barrier_wait", kernel.start),
+        f"no wait for {kernel.start}": lambda: PLANTED.without("barrier_wait", kernel.start),
         "output not committed": lambda: PLANTED.changed.update(commit_smem=lambda: None),
         "reads of products not committed": lambda: _no_commit(tensor_cores),
-        "copies that a warpgroup needs after one arrival fewer": lambda: _arrivals(kernel.start, 1),
+        "copies that a warpgroup needs after one arrival fewer": lambda: PLANTED.arrivals(CLASSES, kernel.start, 1),
     }
     if kernel.start == "query_full":  # of one copy
         del made["copies that a warpgroup needs after one arrival fewer"]
     for name, tiles in kernel.loaded.items():
         full, free = f"{name}_full", f"{name}_free"
         made |= {
-            f"no wait for {full}": lambda full=full: _without("barrier_wait", full),
-            f"no wait for {free}": lambda free=free: _without("barrier_wait", free),
+            f"no wait for {full}": lambda full=full: PLANTED.without("barrier_wait", full),
+            f"no wait for {free}": lambda free=free: PLANTED.without("barrier_wait", free),
             f"{name} released before it is read": lambda name=name: _released_early(name),
-            f"{full} a phase ahead": lambda full=full: _a_phase_ahead(full, kernel.start),
-            f"{free} a phase ahead": lambda free=free: _a_phase_ahead(free, kernel.start),
-            f"{name} free after one arrival": lambda free=free: _arrivals(free, 1),
-            f"the next place of {full} waited for": lambda full=full: _wait_for_next(full),
+            f"{full} a phase ahead": lambda full=full: PLANTED.a_phase_ahead(full, kernel.start),
+            f"{free} a phase ahead": lambda free=free: PLANTED.a_phase_ahead(free, kernel.start),
+            f"{name} free after one arrival": lambda free=free: PLANTED.arrivals(CLASSES, free, 1),
+            f"the next place of {full} waited for": lambda full=full: PLANTED.wait_for_next(full),
         }
         if len(tiles) > 1:
-            made[f"{full} after one copy fewer"] = functools.partial(_arrivals, full, len(tiles) - 1)
+            made[f"{full} after one copy fewer"] = functools.partial(PLANTED.arrivals, CLASSES, full, len(tiles) - 1)
         for one in tiles:
-            made[f"{one} in the next place"] = lambda one=one: _copy(lambda a, b, c: (a, _next(b), c), one)
+            made[f"{one} in the next place"] = lambda one=one: PLANTED.copy_to_next(one)
     last = {"query_full": "value", "rows_full": "key", "keys_full": "rows"}[kernel.start]
     made[f"{last} released before its last product"] = lambda: _released_before_sums(last)
     if last == "key":  # a place of values is filled after that of their keys, which is free only after both
         del made["value released before it is read"]
     if last == "value":
         made |= {
-            "keys waited for as values": lambda: _wait_for("key_full", "value_full"),
-            "values waited for as keys": lambda: _wait_for("value_full", "key_full"),
-            "free keys waited for as values": lambda: _wait_for("key_free", "value_free"),
+            "keys waited for as values": lambda: PLANTED.wait_for("key_full", "value_full"),
+            "values waited for as keys": lambda: PLANTED.wait_for("value_full", "key_full"),
+            "free keys waited for as values": lambda: PLANTED.wait_for("key_free", "value_free"),
         }
     if last == "rows":
         made |= {
@@ -239,8 +153,8 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
     if divided(kernel):
         del made["the next place of rows_full waited for"]  # waits forever
         made |= {
-            "the other warpgroup's keys not waited for": lambda: _without("barrier_wait", "keys_free"),
-            "the other warpgroup's keys after one arrival": lambda: _arrivals("keys_free", 1),
+            "the other warpgroup's keys not waited for": lambda: PLANTED.without("barrier_wait", "keys_free"),
+            "the other warpgroup's keys after one arrival": lambda: PLANTED.arrivals(CLASSES, "keys_free", 1),
         }
     return made
 
@@ -280,15 +194,7 @@ def right(which: str, kernel: Kernel) -> bool:
 def main(which: str, name: str, times: str = "1") -> None:
     """Plant a mistake, run, compare."""
     kernel = KERNELS[which]
-    for module in (mosaic_block, block, forward, backward):
-        module.plgpu = PLANTED  # type: ignore[attr-defined]
-    plain = block.HopperBlock.__call__
-
-    def traced(self: Any, refs: dict[str, Any]) -> None:
-        PLANTED.refs, PLANTED.names = refs, {_place(ref): key for key, ref in refs.items()}
-        plain(self, refs)
-
-    block.HopperBlock.__call__ = traced  # type: ignore[method-assign]
+    PLANTED.into(block.HopperBlock, (mosaic_block, block, forward, backward))
     mutations(kernel)[name]()
     for _ in range(int(times)):
         print("unnoticed" if right(which, kernel) else "numbers")

@@ -116,6 +116,13 @@ def test_warpgroups_with_programs_of_their_own(programs: int, each: int) -> None
     assert some.stalls == by_head * each * HEADS * BATCH
 
 
+def test_a_warpgroup_corrects_the_sums_of_all_rows() -> None:
+    decided = _plan()
+    config = decided.config.with_fields({"block_q": 64, "block_kv": 64, "fold": False})
+    kernel = replace(_kernel("attnops_flash_forward", 10, 1000), sum_loops=(TileLoop(50, 0, None, 0, 64, 70),))
+    assert _cost(decided, config, False, (kernel,)).stalls == (6 * 10 + 4 * 1000 + 10 * 70) * 4 * HEADS * BATCH
+
+
 def test_folded_heads_count_once() -> None:
     decided = _plan(q_len=1, mask=Full())
     assert decided.config.fold

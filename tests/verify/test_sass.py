@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from attnops.devices import gpu_specs
 from attnops.verify.gpu import sass
-from attnops.verify.gpu.sass import TileLoop, disassembled, tile_loops
+from attnops.verify.gpu.sass import TileLoop, disassembled, sum_loops, tile_loops
 from attnops.verify.gpu.units import loop_bound
 
 
@@ -56,6 +56,31 @@ def test_inner_loops_with_exponentials() -> None:
     first, second = tile_loops(KERNEL)
     assert first == TileLoop(5, 2, 2 * 2 * 16 * 8 * 16, 1, 1, 4 + 4 + 2 + 5 + 15)
     assert second == TileLoop(5, 1, 2 * 16 * 8 * 16, 1, 2, 4 + 1 + 1 + 2 + 5)
+
+
+def test_loops_that_correct_sums() -> None:
+    """They read and write tensor memory: neither a softmax, which has exponentials too, nor what only reads."""
+    text = _text(
+        ".L_x_9",
+        *(
+            ".L_x_0",
+            ("LDTM.x32 R0, tmem[UR4]", 2),
+            ("FMUL2 R0, R0, R2", 3),
+            ("STTM.x32 tmem[UR4], R0", 4),
+            ("BRA `(.L_x_0)", 5),
+        ),
+        *(
+            ".L_x_1",
+            ("LDTM.x32 R0, tmem[UR4]", 1),
+            ("MUFU.EX2 R0, R0", 1),
+            ("STTM.x32 tmem[UR4], R0", 1),
+            ("BRA `(.L_x_1)", 1),
+        ),
+        *(".L_x_2", ("LDTM.x32 R0, tmem[UR4]", 1), ("BRA `(.L_x_2)", 1)),
+        ("BRA `(.L_x_9)", 1),
+    )
+    assert sum_loops(text) == (TileLoop(4, 0, 0, 0, 2, 2 + 3 + 4 + 5),)
+    assert sum_loops(KERNEL) == ()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from .launches import Launch, launches
 from .mosaic_kernels import TARGET as MOSAIC
 from .mosaic_kernels import mosaic_binaries, mosaic_name
 from .occupancy import Occupancy, occupancy
-from .sass import TileLoop, disassembled, tile_loops
+from .sass import TileLoop, disassembled, sum_loops, tile_loops
 from .units import LoopBound, loop_bound
 
 __all__ = ["GpuKernelUse", "GpuLoop", "gpu_kernels", "triton_names"]
@@ -33,7 +33,8 @@ class GpuLoop(NamedTuple):
 class GpuKernelUse:
     """A kernel of a program. What can't be read is None: everything but the name without cramjam, loops without nvdisasm.
 
-    registers and stack_bytes (which holds spilled registers) are per thread, shared_bytes per block.
+    registers and stack_bytes (which holds spilled registers) are per thread, shared_bytes per block. sum_loops: of the warps that
+    correct sums in tensor memory, for each tile of all rows of the block.
     """
 
     name: str
@@ -44,6 +45,7 @@ class GpuKernelUse:
     blocks: int | None = None
     occupancy: Occupancy | None = None
     loops: tuple[GpuLoop, ...] | None = None
+    sum_loops: tuple[TileLoop, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
@@ -55,7 +57,8 @@ class GpuKernelUse:
                 for loop in self.loops
             ]
         occupied = None if self.occupancy is None else self.occupancy._asdict()
-        return vars(self) | {"occupancy": occupied, "loops": loops}
+        sums = [loop._asdict() for loop in self.sum_loops]
+        return vars(self) | {"occupancy": occupied, "loops": loops, "sum_loops": sums}
 
 
 def gpu_kernels(compiled: Any, text: str, spec: GpuSpec | None) -> tuple[GpuKernelUse, ...]:
@@ -110,6 +113,7 @@ def _of_mosaic(name: str, binaries: set[bytes], spec: GpuSpec | None) -> GpuKern
         None,
         occupied,
         _loops(binary, spec, occupied),
+        sum_loops(disassembled(binary) or ""),
     )
 
 

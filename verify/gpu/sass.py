@@ -1,4 +1,4 @@
-"""tile_loops: the loops over tiles of a compiled GPU kernel, from the text of NVIDIA's disassembler."""
+"""tile_loops, sum_loops: the loops over tiles of a compiled GPU kernel, from the text of NVIDIA's disassembler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["TileLoop", "disassembled", "disassembler", "tile_loops"]
+__all__ = ["TileLoop", "disassembled", "disassembler", "sum_loops", "tile_loops"]
 
 _LABEL = re.compile(r"^(\.L\w+):")
 _INSTRUCTION = re.compile(
@@ -79,21 +79,39 @@ def disassembled(cubin: bytes) -> str | None:
 
 def tile_loops(text: str) -> tuple[TileLoop, ...]:
     """The innermost loops with exponentials, in program order: the loops of a softmax over tiles."""
+    instructions, spans = _spans(text)
+    soft = [span for span in spans if _has(instructions, span, "MUFU.EX2")]
+    return tuple(_loop(instructions[start:end]) for start, end in _innermost(soft))
+
+
+def sum_loops(text: str) -> tuple[TileLoop, ...]:
+    """The innermost loops that read and write tensor memory without exponentials: those of warps that correct sums there."""
+    instructions, spans = _spans(text)
+    of_memory = [span for span in spans if all(_has(instructions, span, name) for name in ("LDTM", "STTM"))]
+    inner = [span for span in _innermost(of_memory) if not _has(instructions, span, "MUFU.EX2")]
+    return tuple(_loop(instructions[start:end]) for start, end in inner)
+
+
+def _innermost(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those without another one within."""
+    inner = [span for span in spans if not any(o != span and span[0] <= o[0] and o[1] <= span[1] for o in spans)]
+    # A branch back out of code behind the loops, such as a wait for a barrier, is no loop: it begins within one.
+    return [span for span in inner if not any(o[0] < span[0] < o[1] < span[1] for o in inner)]
+
+
+def _spans(text: str) -> tuple[list[_Instruction], list[tuple[int, int]]]:
+    """The instructions, and where each loop begins and ends."""
     instructions, labels = _parsed(text)
     spans = set[tuple[int, int]]()
     for at, instruction in enumerate(instructions):
         target = _TARGET.search(instruction.rest)
         if instruction.name.startswith("BRA") and target and labels.get(target[1], at + 1) <= at:
             spans.add((labels[target[1]], at + 1))
-    soft = [
-        span
-        for span in sorted(spans)
-        if any(instruction.name.startswith("MUFU.EX2") for instruction in instructions[slice(*span)])
-    ]
-    inner = [span for span in soft if not any(o != span and span[0] <= o[0] and o[1] <= span[1] for o in soft)]
-    # A branch back out of code behind the loops, such as a wait for a barrier, is no loop: it begins within one.
-    inner = [span for span in inner if not any(o[0] < span[0] < o[1] < span[1] for o in inner)]
-    return tuple(_loop(instructions[start:end]) for start, end in inner)
+    return instructions, sorted(spans)
+
+
+def _has(instructions: list[_Instruction], span: tuple[int, int], name: str) -> bool:
+    return any(instruction.name.startswith(name) for instruction in instructions[slice(*span)])
 
 
 def _parsed(text: str) -> tuple[list[_Instruction], dict[str, int]]:

@@ -1,0 +1,173 @@
+"""Run the forward kernel for Blackwell in the interpreter with a mistake planted in it: see tests/planted.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["NPROC"] = "8"  # warps and warpgroups wait in threads of XLA's, as many as there are cores by default
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from attnops import Causal
+from attnops.operators.blackwell.kernel import blackwell_attention, forward
+from attnops.operators.kernels.local_mask import LocalMask
+from attnops.operators.kernels.operands import Operands, split_static
+from attnops.operators.mosaic.kernel import block
+from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes, MosaicTiles
+from attnops.verify import reference_attention
+
+sys.path.append(str(Path(__file__).parents[1]))
+from planted import Planted
+
+STAGES = 2
+
+
+class Kernel(NamedTuple):
+    """A kernel under test. offset: of the queries' positions."""
+
+    sizes: MosaicSizes
+    dim: int
+    q_len: int
+    kv_len: int
+    offset: int
+
+
+KERNELS = {
+    # Two softmaxes, with weights beside the logits and in their place; one, whose tiles take turns.
+    "apart": Kernel(MosaicSizes(256, 64, STAGES), 64, 256, 256, 0),
+    "in_place": Kernel(MosaicSizes(256, 128, STAGES), 128, 256, 384, 128),
+    "alone": Kernel(MosaicSizes(128, 64, STAGES), 64, 128, 256, 128),
+}
+PLANTED = Planted(STAGES)
+
+
+def _mma(change: Callable[[str, Any, dict[str, Any]], dict[str, Any] | None]) -> None:
+    """Products with other options, by the name of what they sum into and what they read last; None: no product."""
+
+    def mma(to: Any, a: Any, b: Any, barrier: Any = None, **options: Any) -> None:
+        made = change(PLANTED.name(to), b, options)
+        if made is not None:
+            plgpu.tcgen05_mma(to, a, b, barrier, **made)
+
+    PLANTED.changed["tcgen05_mma"] = mma
+
+
+def _released_before(sums: str, name: str) -> None:
+    """A place of tiles is said to be free before the product is issued that reads it."""
+
+    def early(to: str, b: Any, options: dict[str, Any]) -> dict[str, Any]:
+        if to.startswith(sums) and to[len(sums)] == LAST[0]:
+            plgpu.tcgen05_commit_arrive(PLANTED.refs[name].at[b.transforms[0].indices[0]])
+        return options
+
+    _mma(early)
+    PLANTED.without("tcgen05_commit_arrive", name)
+
+
+LAST = ["1"]  # the number of the last softmax
+
+
+def _without_of(function: str, names: tuple[str, ...]) -> None:
+    """Waits for any of these do nothing."""
+    PLANTED.changed[function] = lambda barrier: (
+        None if PLANTED.name(barrier) in names else getattr(plgpu, function)(barrier)
+    )
+
+
+def _weights_released_early() -> None:
+    """The place of weights is said to be free when they are there."""
+
+    def wait(barrier: Any) -> None:
+        plgpu.barrier_wait(barrier)
+        if PLANTED.name(barrier) == "weights_full":
+            plgpu.tcgen05_commit_arrive(PLANTED.here("weights_free", barrier))
+
+    PLANTED.changed["barrier_wait"] = wait
+    PLANTED.without("tcgen05_commit_arrive", "weights_free")
+
+
+def _arrive_early(name: str, at: str) -> None:
+    """A barrier's arrival comes with that at another, before."""
+
+    def arrive(barrier: Any) -> None:
+        if PLANTED.name(barrier) == at:
+            plgpu.barrier_arrive(PLANTED.here(name, barrier))
+        if PLANTED.name(barrier) != name:
+            plgpu.barrier_arrive(barrier)
+
+    PLANTED.changed["barrier_arrive"] = arrive
+
+
+def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
+    """The mistakes of a kernel, by name."""
+    of_one = (forward.BlackwellForward,)
+    waits = [
+        "query_full",
+        "key_full",
+        "key_free",
+        "value_full",
+        "value_free",
+        "logits_full",
+        "weights_full",
+        "weights_free",
+    ]
+    waits += ["sums_full", "shrink_full", "totals_full"]
+    made: dict[str, Callable[[], None]] = {"none": lambda: None}
+    made |= {f"no wait for {name}": lambda name=name: PLANTED.without("barrier_wait", name) for name in waits}
+    made |= {
+        f"{name} in the next place": lambda name=name: PLANTED.copy_to_next(name)
+        for name in ("key_tiles", "value_tiles")
+    }
+    made |= {
+        "weights after one arrival": lambda: PLANTED.arrivals(of_one, "weights_full", 1),
+        "keys released before they are read": lambda: _released_before("logits", "key_free"),
+        "values released before they are read": lambda: _released_before("sums", "value_free"),
+        "weights released before they are read": _weights_released_early,
+        "weights not committed": lambda: PLANTED.nothing("commit_tmem"),
+        "output not committed": lambda: PLANTED.nothing("commit_smem"),
+        "loads of tensor memory not waited for": lambda: PLANTED.nothing("wait_load_tmem"),
+        "sums start anew": lambda: _mma(lambda to, b, o: o | {"accumulate": False}),
+        "logits are added": lambda: _mma(lambda to, b, o: o | {"accumulate": True} if to.startswith("logits") else o),
+        "keys waited for as values": lambda: PLANTED.wait_for("key_full", "value_full"),
+        "values waited for as keys": lambda: PLANTED.wait_for("value_full", "key_full"),
+        "weights said to be there with what shrinks sums": lambda: _arrive_early("weights_full", "shrink_full"),
+    }
+    return made
+
+
+def right(kernel: Kernel) -> bool:
+    """Whether the kernel's numbers are right."""
+    tiles = MosaicTiles(kernel.sizes, kernel.sizes, kernel.sizes)
+    part = blackwell_attention.PartialBlackwell("bthd", kernel.dim**-0.5, None, "cuda", True, None, tiles=tiles)
+    rng = np.random.default_rng(0)
+    lengths = kernel.q_len, kernel.kv_len, kernel.kv_len
+    q, k, v = (rng.standard_normal((1, n, 1, kernel.dim)).astype(jnp.bfloat16) for n in lengths)
+    static, dynamic = split_static(LocalMask(Causal(), 0, kernel.q_len, kernel.kv_len, kernel.offset), None)
+    output, lse = part.attend(static, Operands(*map(jnp.asarray, (q, k, v)), None, None), dynamic)
+    seen = np.arange(kernel.kv_len) <= np.arange(kernel.q_len)[:, None] + kernel.offset
+    exact = [x.astype(np.float64) for x in (q, k, v)]
+    want = reference_attention(*exact, scale=kernel.dim**-0.5, mask=seen[None, None])
+    pairs = (output, want.output), (lse, want.lse)
+    return max(float(np.abs(np.asarray(x, np.float64) - y).max()) for x, y in pairs) < 2e-2
+
+
+def main(which: str, name: str, times: str = "1") -> None:
+    """Plant a mistake, run, compare."""
+    kernel = KERNELS[which]
+    LAST[0] = str(kernel.sizes.block_q // 128 - 1)
+    PLANTED.into(forward.BlackwellForward, (block, forward))
+    mutations(kernel)[name]()
+    for _ in range(int(times)):
+        print("unnoticed" if right(kernel) else "numbers")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main(*sys.argv[1:])
