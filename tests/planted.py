@@ -15,7 +15,8 @@ from typing import Any
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-NOTICED = ("RACE DETECTED", "Barrier completed phase")  # a race, or a phase that nobody has waited for
+# A race, a phase that nobody has waited for, or one that was missed.
+NOTICED = ("RACE DETECTED", "Barrier completed phase", "must do so in all phases")
 SECONDS = 600
 
 
@@ -53,8 +54,8 @@ class Planted:
 
     def next(self, ref: Any) -> Any:
         """The reference's next place."""
-        slot = ref.transforms[-1].indices[0]
-        return self.refs[self.name(ref)].at[lax.rem(slot + 1, self.stages)]
+        slot, *rest = ref.transforms[-1].indices
+        return self.refs[self.name(ref)].at[(lax.rem(slot + 1, self.stages), *rest)]
 
     # -- mistakes ----------------------------------------------------------------------------------------------------
 

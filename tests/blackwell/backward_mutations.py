@@ -1,9 +1,4 @@
-"""Run a kernel of Blackwell's gradients in the interpreter with a mistake planted in it:
-`python backward_mutations.py KERNEL NAME [TIMES]`.
-
-Mistakes are planted from outside, in the functions that the kernels call while they are traced. Prints 'unnoticed' for each run
-whose numbers are right. A race leaves the interpreter unusable, so each mistake has a process of its own.
-"""
+"""Run a kernel of Blackwell's gradients in the interpreter with a mistake planted in it: see tests/planted.py."""
 
 from __future__ import annotations
 
@@ -11,16 +6,14 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ["NPROC"] = (
-    "8"  # the interpreter's warpgroups wait in threads of XLA's, as many as there are cores by default
-)
+os.environ["NPROC"] = "8"  # warpgroups wait in threads of XLA's, as many as there are cores by default
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from attnops import Causal
@@ -30,6 +23,9 @@ from attnops.operators.kernels.operands import Operands, split_static
 from attnops.operators.mosaic.kernel import block
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes, MosaicTiles
 from attnops.verify import reference_attention, reference_gradients
+
+sys.path.append(str(Path(__file__).parents[1]))
+from planted import Planted
 
 Q_LEN, KV_LEN, OFFSET = 264, 296, 32
 STAGES = 2
@@ -59,52 +55,8 @@ KERNELS = {
 }  # fmt: skip
 
 
-class Planted:
-    """The functions of Mosaic GPU that the kernel calls, some of them replaced. names: of references and barriers."""
-
-    def __init__(self) -> None:
-        self.names: dict[int, str] = {}
-        self.refs: dict[str, Any] = {}
-        self.changed: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return self.changed.get(name) or getattr(plgpu, name)
-
-    def name(self, ref: Any) -> str:
-        return self.names.get(_place(ref), "")
-
-
-def _place(ref: Any) -> int:
-    """What references to the same place share."""
-    return id(ref.ref if hasattr(ref, "ref") else ref)
-
-
-PLANTED = Planted()
-
-
-def _without(function: str, which: str) -> None:
-    """Calls of a function with this barrier do nothing."""
-    PLANTED.changed[function] = lambda barrier: (
-        None if PLANTED.name(barrier) == which else getattr(plgpu, function)(barrier)
-    )
-
-
-def _nothing(function: str) -> None:
-    """A function does nothing."""
-    PLANTED.changed[function] = lambda: None
-
-
-def _next(ref: Any) -> Any:
-    """The reference's next place."""
-    slot, *rest = ref.transforms[-1].indices
-    return PLANTED.refs[PLANTED.name(ref)].at[(lax.rem(slot + 1, STAGES), *rest)]
-
-
-def _wait_for_next(which: str) -> None:
-    """Waits for a barrier wait for that of the next place."""
-    PLANTED.changed["barrier_wait"] = lambda barrier: plgpu.barrier_wait(
-        _next(barrier) if PLANTED.name(barrier) == which else barrier
-    )
+PLANTED = Planted(STAGES)
+CLASSES = backward_query.BlackwellQueryGradient, backward_keys.BlackwellKeyGradients
 
 
 def _released_before(sums: str, name: str) -> None:
@@ -117,7 +69,7 @@ def _released_before(sums: str, name: str) -> None:
         plgpu.tcgen05_mma(to, a, b, barrier, **options)
 
     PLANTED.changed["tcgen05_mma"] = multiply
-    _without("tcgen05_commit_arrive", name)
+    PLANTED.without("tcgen05_commit_arrive", name)
 
 
 def _products(change: Callable[[str, Any, Any, dict[str, Any]], tuple[Any, Any, dict[str, Any]]]) -> None:
@@ -137,7 +89,7 @@ def _accumulate(sums: str, accumulate: bool) -> None:
 
 def _values_of_next(sums: str) -> None:
     """A sum's values are those of the next place."""
-    _products(lambda to, a, b, options: (a, _next(b) if to == sums else b, options))
+    _products(lambda to, a, b, options: (a, PLANTED.next(b) if to == sums else b, options))
 
 
 def _a_phase_ahead(name: str) -> None:
@@ -157,28 +109,7 @@ def _a_phase_ahead(name: str) -> None:
 
 def _arrivals(name: str, count: int) -> None:
     """A barrier of so many arrivals."""
-    for kernel in (backward_query.BlackwellQueryGradient, backward_keys.BlackwellKeyGradients):
-        plain = kernel.scratch
-
-        def scratch(self: Any, dtype: Any, plain: Any = plain) -> dict[str, Any]:
-            made = plain(self, dtype)
-            if name in made:
-                one = made[name]
-                made[name] = plgpu.Barrier(
-                    num_arrivals=count, num_barriers=one.num_barriers, orders_tensor_core=one.orders_tensor_core
-                )
-            return made
-
-        kernel.scratch = scratch  # type: ignore[method-assign]
-
-
-def _copy(target_name: str) -> None:
-    """The copies into one kind of place go to the next one."""
-
-    def copy(source: Any, target: Any, barrier: Any) -> None:
-        plgpu.copy_gmem_to_smem(source, _next(target) if PLANTED.name(target) == target_name else target, barrier)
-
-    PLANTED.changed["copy_gmem_to_smem"] = copy
+    PLANTED.arrivals(CLASSES, name, count)
 
 
 def _numbers(change: dict[str, str]) -> None:
@@ -187,7 +118,7 @@ def _numbers(change: dict[str, str]) -> None:
     def load(ref: Any, **options: Any) -> Any:
         name = PLANTED.name(ref)
         if name in change:
-            ref = _next(ref) if change[name] == name else PLANTED.refs[change[name]].at[ref.transforms[-1].indices]
+            ref = PLANTED.next(ref) if change[name] == name else PLANTED.here(change[name], ref)
         return plgpu.load(ref, **options)
 
     PLANTED.changed["load"] = load
@@ -235,24 +166,24 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
     """The mistakes of a kernel, by name."""
     made: dict[str, Callable[[], None]] = {
         "none": lambda: None,
-        **{f"no wait for {name}": functools.partial(_without, "barrier_wait", name) for name in kernel.start},
-        "writes to shared memory not committed": lambda: _nothing("commit_smem"),
-        "writes to tensor memory not committed": lambda: _nothing("commit_tmem"),
-        "reads of tensor memory not waited for": lambda: _nothing("wait_load_tmem"),
-        "no wait for stored": lambda: _without("barrier_wait", "stored"),
+        **{f"no wait for {name}": functools.partial(PLANTED.without, "barrier_wait", name) for name in kernel.start},
+        "writes to shared memory not committed": lambda: PLANTED.nothing("commit_smem"),
+        "writes to tensor memory not committed": lambda: PLANTED.nothing("commit_tmem"),
+        "reads of tensor memory not waited for": lambda: PLANTED.nothing("wait_load_tmem"),
+        "no wait for stored": lambda: PLANTED.without("barrier_wait", "stored"),
         "stored after one half": lambda: _arrivals("stored", 1),
         "both halves in one place": _same_columns,
     }
     for name in PRODUCTS:
         made |= {
-            f"no wait for {name}_full": lambda name=name: _without("barrier_wait", f"{name}_full"),
-            f"no wait for {name}_read": lambda name=name: _without("barrier_wait", f"{name}_read"),
+            f"no wait for {name}_full": lambda name=name: PLANTED.without("barrier_wait", f"{name}_full"),
+            f"no wait for {name}_read": lambda name=name: PLANTED.without("barrier_wait", f"{name}_read"),
             f"{name} read by one": lambda name=name: _arrivals(f"{name}_read", 1),
         }
     for factor, sums in kernel.sums.items():
         made |= {
-            f"no wait for {factor}_full": lambda factor=factor: _without("barrier_wait", f"{factor}_full"),
-            f"no wait for {factor}_read": lambda factor=factor: _without("barrier_wait", f"{factor}_read"),
+            f"no wait for {factor}_full": lambda factor=factor: PLANTED.without("barrier_wait", f"{factor}_full"),
+            f"no wait for {factor}_read": lambda factor=factor: PLANTED.without("barrier_wait", f"{factor}_read"),
             f"{factor} of one half": lambda factor=factor: _arrivals(f"{factor}_full", 1),
             f"{factor} said to be there early": lambda factor=factor: _early(factor),
             f"{factor} free before the product": lambda f=factor, sums=sums: _released_before(sums, f"{f}_read"),
@@ -264,15 +195,15 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
     for name, tiles in kernel.loaded.items():
         full, free = f"{name}_full", f"{name}_free"
         made |= {
-            f"no wait for {full}": lambda full=full: _without("barrier_wait", full),
-            f"no wait for {free}": lambda free=free: _without("barrier_wait", free),
+            f"no wait for {full}": lambda full=full: PLANTED.without("barrier_wait", full),
+            f"no wait for {free}": lambda free=free: PLANTED.without("barrier_wait", free),
             f"{free} a phase ahead": lambda free=free: _a_phase_ahead(free),
-            f"the next place of {full} waited for": lambda full=full: _wait_for_next(full),
+            f"the next place of {full} waited for": lambda full=full: PLANTED.wait_for_next(full),
         }
         if len(tiles) > 1:
             made[f"{full} after one copy fewer"] = functools.partial(_arrivals, full, len(tiles) - 1)
         for one in tiles:
-            made[f"{one} in the next place"] = functools.partial(_copy, one)
+            made[f"{one} in the next place"] = functools.partial(PLANTED.copy_to_next, one)
     made.pop("the next place of value_full waited for", None)  # waits forever
     of_keys = len(kernel.sums) > 1
     last = ("key_sums", "rows_free") if of_keys else ("query_sums", "key_free")
@@ -281,14 +212,14 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
         made["rows_full after one copy"] = lambda: _arrivals("rows_full", 1)
     else:
         made |= {
-            "no wait for sums_full": lambda: _without("barrier_wait", "sums_full"),
+            "no wait for sums_full": lambda: PLANTED.without("barrier_wait", "sums_full"),
             "lse of the next place": lambda: _numbers({"lse_tiles": "lse_tiles"}),
             "delta of the next place": lambda: _numbers({"delta_tiles": "delta_tiles"}),
             "lse for delta": lambda: _numbers({"lse_tiles": "delta_tiles", "delta_tiles": "lse_tiles"}),
         }
     if kernel.dim > 128:
         made |= {
-            "no wait for value_free": lambda: _without("barrier_wait", "value_free"),
+            "no wait for value_free": lambda: PLANTED.without("barrier_wait", "value_free"),
             "value_free before it is written": _loaded_early,
         }
     return made
@@ -321,15 +252,7 @@ def right(which: str, kernel: Kernel) -> bool:
 def main(which: str, name: str, times: str = "1") -> None:
     """Plant a mistake, run, compare."""
     kernel = KERNELS[which]
-    for module in (block, backward, backward_keys, backward_query):
-        module.plgpu = PLANTED  # type: ignore[attr-defined]
-    plain = backward.BlackwellGradients.__call__
-
-    def traced(self: Any, refs: dict[str, Any]) -> None:
-        PLANTED.refs, PLANTED.names = refs, {_place(ref): key for key, ref in refs.items()}
-        plain(self, refs)
-
-    backward.BlackwellGradients.__call__ = traced  # type: ignore[method-assign]
+    PLANTED.into(backward.BlackwellGradients, (block, backward, backward_keys, backward_query))
     mutations(kernel)[name]()
     for _ in range(int(times)):
         print("unnoticed" if right(which, kernel) else "numbers")
