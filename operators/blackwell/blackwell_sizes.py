@@ -33,7 +33,7 @@ class BlackwellSizing(Sizing):
     tiles: ClassVar[Mapping[str, tuple[MosaicSizes, ...]]] = {
         "forward": (
             *(MosaicSizes(2 * ROWS, *rest) for rest in ((128, 4), (128, 2), (64, 4), (64, 2))),
-            *(MosaicSizes(ROWS, *rest) for rest in ((128, 4), (128, 2), (64, 4), (64, 2), (64, 1))),
+            *(MosaicSizes(ROWS, *rest) for rest in ((128, 4), (128, 2), (128, 1), (64, 2), (64, 1))),
         ),
         "dkv": tuple(MosaicSizes(rows, ROWS, n) for rows, n in ((128, 4), (128, 2), (64, 4), (64, 2), (64, 1))),
         "dq": tuple(MosaicSizes(ROWS, *rest) for rest in ((128, 4), (128, 2), (64, 4), (64, 2), (64, 1))),

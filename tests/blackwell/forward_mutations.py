@@ -64,7 +64,8 @@ def _released_before(sums: str, name: str) -> None:
 
     def early(to: str, b: Any, options: dict[str, Any]) -> dict[str, Any]:
         if to.startswith(sums) and to[len(sums)] == LAST[0]:
-            plgpu.tcgen05_commit_arrive(PLANTED.refs[name].at[b.transforms[0].indices[0]])
+            slot = next(one.indices[0] for one in b.transforms if hasattr(one, "indices"))
+            plgpu.tcgen05_commit_arrive(PLANTED.refs[name].at[slot])
         return options
 
     _mma(early)

@@ -155,7 +155,7 @@ def test_chosen_sizes_fit(dims: tuple[int, int], lengths: tuple[int, int]) -> No
     sizes = tiles_of(plan.config).forward
     assert sizes.block_q == (128 if dims[1] > 192 or lengths[0] <= 128 else 256)
     assert sizes.block_kv in (64, 128)
-    assert sizes.stages >= 2
+    assert sizes.stages >= (1 if dims[1] > 192 else 2)
     parts = shared_bytes(sizes, *dims)
     assert plan.runs.memory(plan.problem, plan.placement, plan.config) == {"attnops_blackwell_forward": parts}
     assert sum(parts.values()) <= SHARED
