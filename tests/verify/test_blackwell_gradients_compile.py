@@ -44,6 +44,7 @@ if jax.__version_info__ < JAX_NEEDED:
 FORWARD, GRADIENTS = "attnops_blackwell_forward", ("attnops_blackwell_dkv", "attnops_blackwell_dq")
 # 512 threads share the 65536 registers of a multiprocessor.
 REGISTERS, THREADS, COMPUTING = 128, 512, 8
+SPILLED = 8  # bytes, outside of the loops: chunks of 96, a slope by head
 
 
 def _report(
@@ -79,8 +80,14 @@ def _gradients(report: TargetReport) -> tuple[GpuKernelUse, GpuKernelUse]:
     return dkv, dq
 
 
+def _check_stack(report: TargetReport) -> None:
+    dkv, dq = _gradients(report)
+    assert dkv.stack_bytes <= SPILLED
+    assert dq.stack_bytes == 0
+
+
 def _check_loops(report: TargetReport) -> None:
-    """An exponential for each weight, and three operations for it and its gradient, two in the first turn of divided sums."""
+    """An exponential for each weight, in each turn."""
     if disassembler() is None:
         return
     for kernel, sizes in zip(_gradients(report), tiles_of(report.plan.config)[1:], strict=True):  # type: ignore[arg-type,union-attr]
@@ -131,7 +138,7 @@ MASKS: dict[str, Mask] = {
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, dim: int) -> None:
-    assert [kernel.stack_bytes for kernel in _gradients(_report(dims=(dim, dim), mask=MASKS[name]))] == [0, 0]
+    _check_stack(_report(dims=(dim, dim), mask=MASKS[name]))
 
 
 @pytest.mark.slow
@@ -152,7 +159,7 @@ def test_masks(name: str, dim: int) -> None:
     ids=lambda call: next(iter(call)),
 )
 def test_other_features(call: dict[str, Any]) -> None:
-    assert [kernel.stack_bytes for kernel in _gradients(_report(**call))] == [0, 0]
+    _check_stack(_report(**call))
 
 
 @pytest.mark.slow
