@@ -16,7 +16,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # A race, a phase that nobody has waited for, or one that was missed.
-NOTICED = ("RACE DETECTED", "Barrier completed phase", "must do so in all phases")
+NOTICED = (
+    "RACE DETECTED", "Barrier completed phase", "must do so in all phases", "must observe each barrier completion",
+)  # fmt: skip
 SECONDS = 600
 
 
