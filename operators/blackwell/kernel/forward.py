@@ -267,23 +267,26 @@ class BlackwellForward(MosaicBlock):
         batch, head, q_block = place
         count = self.count(refs, place)
 
-        @pl.loop(0, count)
+        @pl.when(count > 0)
+        def _first() -> None:  # there are no sums yet
+            for group in range(self.groups):
+                at = self.at(jnp.int32(0), group)
+                plgpu.barrier_wait(refs["shrink_full"].at[at])
+                plgpu.barrier_arrive(refs["weights_full"].at[at])
+
+        @pl.loop(1, count)
         def _tile(tile: Any) -> None:
             for group in range(self.groups):
                 at = self.at(tile, group)
                 plgpu.barrier_wait(refs["shrink_full"].at[at])
-
-                @pl.when(tile > 0)
-                def _shrink(group: int = group, at: Any = at) -> None:
-                    shrink = plgpu.load(refs["shrink"].at[at], layout=BY_ROW, optimized=False)  # type: ignore[call-arg]
-                    plgpu.barrier_wait(refs["sums_full"].at[group])
-                    for first in range(0, self.dims[1], self.chunk):
-                        ref = refs[f"sums{group}"].at[:, pl.ds(first, self.chunk)]
-                        sums = plgpu.async_load_tmem(ref, layout=TILE)
-                        plgpu.wait_load_tmem()
-                        plgpu.async_store_tmem(ref, sums * along_rows(shrink, sums.shape))
-                    plgpu.commit_tmem()
-
+                shrink = plgpu.load(refs["shrink"].at[at], layout=BY_ROW, optimized=False)  # type: ignore[call-arg]
+                plgpu.barrier_wait(refs["sums_full"].at[group])
+                for first in range(0, self.dims[1], self.chunk):
+                    ref = refs[f"sums{group}"].at[:, pl.ds(first, self.chunk)]
+                    sums = plgpu.async_load_tmem(ref, layout=TILE)
+                    plgpu.wait_load_tmem()
+                    plgpu.async_store_tmem(ref, sums * along_rows(shrink, sums.shape))
+                plgpu.commit_tmem()
                 plgpu.barrier_arrive(refs["weights_full"].at[at])
 
         for group in range(self.groups):
