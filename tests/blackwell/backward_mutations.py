@@ -51,7 +51,10 @@ KERNELS = {
         {"d_logits": "query_sums"},
     ),
     "dkv": Kernel(MosaicSizes(64, 128, STAGES), ("key_full", "value_full"), BY_ROWS, OF_KEYS),
-    "divided": Kernel(MosaicSizes(64, 128, STAGES), ("key_full", "value_full"), BY_ROWS, OF_KEYS, 224),
+    # Its sums have one place, and one name.
+    "divided": Kernel(
+        MosaicSizes(64, 128, STAGES), ("key_full", "value_full"), BY_ROWS, dict.fromkeys(OF_KEYS, "value_sums"), 224
+    ),
 }  # fmt: skip
 
 
@@ -206,7 +209,7 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
             made[f"{one} in the next place"] = functools.partial(PLANTED.copy_to_next, one)
     made.pop("the next place of value_full waited for", None)  # waits forever
     of_keys = len(kernel.sums) > 1
-    last = ("key_sums", "rows_free") if of_keys else ("query_sums", "key_free")
+    last = [*kernel.sums.values()][-1], "rows_free" if of_keys else "key_free"
     made[f"{last[1]} before the last product"] = functools.partial(_released_before, *last)
     if not of_keys:
         made["rows_full after one copy"] = lambda: _arrivals("rows_full", 1)
