@@ -176,19 +176,14 @@ def _primitives_of(function: Callable[..., Any], dtypes: tuple[np.dtype, ...]) -
 
 
 def _names(jaxpr: Jaxpr) -> Iterator[str]:
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for part in _parts(equation):
-            yield from _names(part)
-
-
-def _parts(equation: Any) -> Iterator[Jaxpr]:
     from jax.extend.core import ClosedJaxpr, Jaxpr
 
-    for value in equation.params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(part, ClosedJaxpr | Jaxpr):
-                yield part.jaxpr if isinstance(part, ClosedJaxpr) else part
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for value in equation.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(part, ClosedJaxpr | Jaxpr):
+                    yield from _names(part.jaxpr if isinstance(part, ClosedJaxpr) else part)
 
 
 _ALIGNED = ("batch", "heads", "q_len", "kv_len")
