@@ -10,6 +10,7 @@ from ..verify.compiled import KernelUse
 from ..verify.devices import AnyKernelUse
 from ..verify.gpu.gpu_device import GpuDevice
 from ..verify.gpu.gpu_kernels import GpuKernelUse, GpuLoop
+from ..verify.gpu.sass import TileLoop
 from ..verify.report import TargetReport
 
 __all__ = ["kernel_limits", "kernel_lines"]
@@ -56,18 +57,18 @@ def kernel_lines(
                 f"{kernel.name}: loop that corrects sums, of {loop.instructions} instructions; {loop.stall_cycles} stall cycles"
                 for loop in kernel.sum_loops
             )
+            yield from (f"{kernel.name}: {_loading(loop)}" for loop in kernel.loading)
             missing += _missing(kernel)
     yield from dict.fromkeys(missing)
 
 
 def _resources(kernel: GpuKernelUse) -> str:
-    if kernel.registers is None or kernel.shared_bytes is None:
+    if kernel.registers is None:
         return "compiled"
     spills = f"{kernel.stack_bytes} B per thread spilled" if kernel.stack_bytes else "none spilled"
-    text = (
-        f"{kernel.registers} registers per thread, {spills}; {bytes_text(kernel.shared_bytes)} of shared memory per block of "
-        f"{kernel.threads} threads"
-    )
+    # A kernel of Mosaic GPU asks for its shared memory where it is launched, which can't be read.
+    shared = "" if kernel.shared_bytes is None else f"{bytes_text(kernel.shared_bytes)} of shared memory per block of "
+    text = f"{kernel.registers} registers per thread, {spills}; {shared or 'blocks of '}{kernel.threads} threads"
     if (occupancy := kernel.occupancy) is None:
         return text
     blocks = f"{occupancy.blocks} block{'s' if occupancy.blocks != 1 else ''}"
@@ -88,6 +89,13 @@ def _loop(gpu_loop: GpuLoop) -> str:
     cycles = ", ".join(f"{unit} {count:.0f}" for unit, count in gpu_loop.bound.cycles.items() if count is not None)
     qualifier = ", as far as is known" if None in gpu_loop.bound.cycles.values() else ""
     return f"{text}; bound by {gpu_loop.bound.bound}{qualifier} (cycles: {cycles})"
+
+
+def _loading(loop: TileLoop) -> str:
+    return (
+        f"loop of the warps that load, of {loop.instructions} instructions, {loop.copies} of TMA; "
+        f"{loop.stall_cycles} stall cycles"
+    )
 
 
 def _missing(kernel: GpuKernelUse) -> Iterator[str]:

@@ -16,6 +16,7 @@ from ..planning.tables.table_plan import TablePlan
 from ..planning.text import bytes_text, fields_text
 from ..verify.compiled import KernelUse
 from ..verify.gpu.gpu_device import GpuDevice
+from ..verify.gpu.gpu_kernels import GpuKernelUse
 from ..verify.report import AnyPlan, PassReport, TargetReport
 from ..verify.work import exact_products
 from .console import seconds_text
@@ -96,6 +97,12 @@ def _target(report: TargetReport) -> Iterator[str]:
             yield bars([Bar(what, size, bytes_text(size)) for what, size in pass_report.held])
         if pass_report.compiled and pass_report.peak_bytes:
             yield bars([*_memory(report, pass_report), *_sent(report, pass_report)])
+        for kernel in dict.fromkeys(pass_report.kernels or ()):
+            if isinstance(kernel, GpuKernelUse) and (lanes := list(_lanes(kernel))):
+                yield paragraph(
+                    f"What a tile of keys keeps each role of {kernel.name} busy with, in stall cycles of a warp:"
+                )
+                yield bars(lanes)
         yield from (paragraph(f"The program {line}.") for label, line in pass_lines if label == "compared")
     yield from _roofline(report)
 
@@ -111,12 +118,25 @@ def _memory(report: TargetReport, pass_report: PassReport) -> Iterator[Bar]:
             if kernel.vmem_used is not None:
                 text = f"{bytes_text(kernel.vmem_used)} of {bytes_text(capacity)} of VMEM"
                 yield Bar(kernel.name, kernel.vmem_used, text, capacity)
-        elif kernel.shared_bytes is not None and kernel.registers is not None:
-            capacity = report.device.shared_bytes if isinstance(report.device, GpuDevice) else kernel.shared_bytes
-            text = f"{bytes_text(kernel.shared_bytes)} of {bytes_text(capacity)} of shared memory"
-            yield Bar(kernel.name, kernel.shared_bytes, text, capacity)
+        elif kernel.registers is not None:
+            if kernel.shared_bytes is not None:
+                capacity = report.device.shared_bytes if isinstance(report.device, GpuDevice) else kernel.shared_bytes
+                text = f"{bytes_text(kernel.shared_bytes)} of {bytes_text(capacity)} of shared memory"
+                yield Bar(kernel.name, kernel.shared_bytes, text, capacity)
             text = f"{kernel.registers} of {_REGISTERS} registers, {kernel.stack_bytes or 0} B spilled"
-            yield Bar("", kernel.registers, text, _REGISTERS)
+            yield Bar("" if kernel.shared_bytes is not None else kernel.name, kernel.registers, text, _REGISTERS)
+
+
+def _lanes(kernel: GpuKernelUse) -> Iterator[Bar]:
+    """The loops of a kernel whose warps have roles: a lane for each of those that compute and of those that load."""
+    if not kernel.loading:
+        return
+    for gpu_loop in kernel.loops or ():
+        loop = gpu_loop.loop
+        text = f"{loop.stall_cycles}; {loop.tensor} products, {loop.ex2} exponentials"
+        yield Bar("computes", loop.stall_cycles, text, good=True)
+    for loop in kernel.loading:
+        yield Bar("loads", loop.stall_cycles, f"{loop.stall_cycles}; {loop.copies} copies")
 
 
 def _sent(report: TargetReport, pass_report: PassReport) -> Iterator[Bar]:

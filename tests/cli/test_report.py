@@ -143,7 +143,8 @@ def test_gpus_and_failures(tmp_path: Path) -> None:
     from attnops.registry.declaration import Declaration
     from attnops.verify.compiled import Failure, KernelUse
     from attnops.verify.devices import device_limits
-    from attnops.verify.gpu.gpu_kernels import GpuKernelUse
+    from attnops.verify.gpu.gpu_kernels import GpuKernelUse, GpuLoop
+    from attnops.verify.gpu.sass import TileLoop
     from attnops.verify.report import PassReport, TargetReport
     from attnops.verify.targets import devices_named
 
@@ -168,6 +169,15 @@ def test_gpus_and_failures(tmp_path: Path) -> None:
     assert "168 of 255 registers, 0 B spilled" in said
     assert "Roofline of NVIDIA H100 80GB HBM3" in said
     assert "a warning" in said
+    computing, loading = TileLoop(322, 12, 1e6, 34, 100, 667), TileLoop(210, 0, 0.0, 0, 0, 513, 8)
+    roles = GpuKernelUse(
+        "attnops_hopper_pages", 157, 0, None, 256, loops=(GpuLoop(computing, None),), loading=(loading,)
+    )
+    said = page("h100", PassReport("forward", True, None, kernels=(roles,), **work))
+    assert "157 registers per thread, none spilled; blocks of 256 threads" in said
+    assert "157 of 255 registers, 0 B spilled" in said
+    assert "computes 667; 12 products, 34 exponentials" in said
+    assert "loads 513; 8 copies" in said
     failure = Failure("needs 20.0 MiB of 16.0 MiB of VMEM", "vmem")
     said = page("v5e", PassReport("forward", True, failure, "smaller blocks: block_q=128", (("query block", 2**20),)))
     assert "doesn't compile: needs 20.0 MiB" in said

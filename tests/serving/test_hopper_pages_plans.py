@@ -248,7 +248,12 @@ def test_shared_memory_by_hand() -> None:
     assert sum(wide.values()) == 232608  # as Mosaic says, which refuses it
     assert (latent["query"], latent["key"], latent["value"], latent["output"]) == (73728, 147456, 0, 0)
     of_int8 = shared_bytes(StepShape(32, 32, 8, (128, 128), 16, False, True), PageTiles(64, 2, stored=8))
-    assert (of_int8["key"], of_int8["value"], of_int8["stored"], of_int8["scales"]) == (32768, 32768, 131072, 4096)
+    assert (of_int8["key"], of_int8["value"], of_int8["stored"], of_int8["scales"]) == (
+        32768,
+        32768,
+        131072,
+        4096 + 1024,
+    )
 
 
 def test_what_is_stored_of_quantised_pages_by_rule() -> None:
@@ -256,6 +261,9 @@ def test_what_is_stored_of_quantised_pages_by_rule() -> None:
     llama = StepShape(32, 32, 8, (128, 128), 16, False, True)
     assert hopper_step(llama, CORES).decode == PageTiles(64, 2, stored=8)
     assert hopper_step(llama, CORES).chunks == PageTiles(64, 2, 2, stored=3)
+    # Four warpgroups leave each thread too few registers for 256 columns of two tiles of rows.
+    wide = StepShape(32, 16, 8, (256, 256), 16, False, True)
+    assert (block_tokens(wide), hopper_step(wide, CORES).chunks.row_groups) == ((32,), 1)
     latent = hopper_step(StepShape(32, 128, 1, (576, 512), 64, True, True), CORES)
     assert latent.decode == PageTiles(64, 1, 1, 2, stored=2)  # two of 64 x 576 x 2 bytes don't fit beside the query's
 

@@ -93,6 +93,8 @@ def test_a_decoding_step() -> None:
     kernel = kernels[DECODE]
     assert (set(kernels), kernel.stack_bytes, kernel.threads) == ({DECODE}, 0, 256)
     _check_loops(kernel, sizes.decode.block_kv, (128, 128))
+    if disassembler() is not None:  # four pages of keys and four of values
+        assert [loop.copies for loop in kernel.loading] == [8, 8]
 
 
 @pytest.mark.slow
@@ -142,7 +144,7 @@ QUANTISED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "dtype", "scale"), QUANTISED)
 def test_quantised_pages(model: str, dtype: str, scale: str) -> None:
-    """Numbers of 8 bits are widened by the warpgroup that loads; those that compute have the products of any other step."""
+    """Numbers of 8 bits are widened by warpgroups that load; those that compute have the products of any other step."""
     of_pages = {"dtype": dtype, "scale": scale}
     kernels, sizes = _kernels(model, q_lens=[1, 1, 100, 300, 1, 2, 40, 1], quantised=of_pages)
     fields = MODELS[model][1]
@@ -154,7 +156,10 @@ def test_quantised_pages(model: str, dtype: str, scale: str) -> None:
         assert spilled is not None
         # With one widened tile of latents the addresses of its 36 parts stay as they are, and are kept.
         assert spilled <= (700 if latent else 128 if fields["head_dim"] > 128 and name == CHUNKS else 8)
+        assert kernels[name].threads == 128 * (tiles.consumers + 2 - latent)
         _check_loops(kernels[name], tiles.block_kv, dims, tiles.parts)
+        if disassembler() is not None:  # of each warpgroup that loads: tiles ahead, whole ones, others
+            assert len(kernels[name].loading) == 3 * (2 - latent)
 
 
 @pytest.mark.slow

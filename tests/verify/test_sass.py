@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from attnops.devices import gpu_specs
 from attnops.verify.gpu import sass
-from attnops.verify.gpu.sass import TileLoop, disassembled, sum_loops, tile_loops
+from attnops.verify.gpu.sass import TileLoop, disassembled, loading_loops, sum_loops, tile_loops
 from attnops.verify.gpu.units import loop_bound
 
 
@@ -81,6 +81,19 @@ def test_loops_that_correct_sums() -> None:
     )
     assert sum_loops(text) == (TileLoop(4, 0, 0, 0, 2, 2 + 3 + 4 + 5),)
     assert sum_loops(KERNEL) == ()
+
+
+def test_loops_that_load() -> None:
+    """Copies by TMA in loops of their own; not those beside exponentials, nor loads to registers."""
+    text = _text(
+        ".L_x_0", ("UTMALDG.4D [UR8], [UR4]", 2), ("@P0 UBLKCP [UR8], [UR4], UR6", 3), ("@P1 BRA `(.L_x_0)", 5),
+        ".L_x_1", ("UTMALDG.2D [UR8], [UR4]", 1), ("MUFU.EX2 R0, R0", 1), ("@P1 BRA `(.L_x_1)", 1),
+        ".L_x_2", ("LDG.E R0, [R2.64]", 1), ("@P1 BRA `(.L_x_2)", 1), ("EXIT", 5),
+    )  # fmt: skip
+    (loop,) = loading_loops(text)
+    assert (loop.instructions, loop.copies, loop.ex2, loop.stall_cycles) == (3, 2, 0, 2 + 3 + 5)
+    (soft,) = tile_loops(text)
+    assert soft.copies == 1
 
 
 @pytest.mark.parametrize(

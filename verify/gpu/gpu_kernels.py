@@ -13,7 +13,7 @@ from .launches import Launch, launches
 from .mosaic_kernels import TARGET as MOSAIC
 from .mosaic_kernels import mosaic_binaries, mosaic_name
 from .occupancy import Occupancy, occupancy
-from .sass import TileLoop, disassembled, sum_loops, tile_loops
+from .sass import TileLoop, disassembled, loading_loops, sum_loops, tile_loops
 from .units import LoopBound, loop_bound
 
 __all__ = ["GpuKernelUse", "GpuLoop", "gpu_kernels", "triton_names"]
@@ -33,8 +33,9 @@ class GpuLoop(NamedTuple):
 class GpuKernelUse:
     """A kernel of a program. What can't be read is None: everything but the name without cramjam, loops without nvdisasm.
 
-    registers and stack_bytes (which holds spilled registers) are per thread, shared_bytes per block. sum_loops: of the warps that
-    correct sums in tensor memory, for each tile of all rows of the block.
+    registers and stack_bytes (which holds spilled registers) are per thread, shared_bytes per block. loops: over tiles, of the
+    warps that compute; loading: of those that load for them, if there are any; sum_loops: of those that correct sums in tensor
+    memory, for each tile of all rows of the block.
     """
 
     name: str
@@ -45,6 +46,7 @@ class GpuKernelUse:
     blocks: int | None = None
     occupancy: Occupancy | None = None
     loops: tuple[GpuLoop, ...] | None = None
+    loading: tuple[TileLoop, ...] = ()
     sum_loops: tuple[TileLoop, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,8 +59,8 @@ class GpuKernelUse:
                 for loop in self.loops
             ]
         occupied = None if self.occupancy is None else self.occupancy._asdict()
-        sums = [loop._asdict() for loop in self.sum_loops]
-        return vars(self) | {"occupancy": occupied, "loops": loops, "sum_loops": sums}
+        loading, sums = ([loop._asdict() for loop in some] for some in (self.loading, self.sum_loops))
+        return vars(self) | {"occupancy": occupied, "loops": loops, "loading": loading, "sum_loops": sums}
 
 
 def gpu_kernels(compiled: Any, text: str, spec: GpuSpec | None) -> tuple[GpuKernelUse, ...]:
@@ -112,8 +114,7 @@ def _of_mosaic(name: str, binaries: set[bytes], spec: GpuSpec | None) -> GpuKern
         function.threads,
         None,
         occupied,
-        _loops(binary, spec, occupied),
-        sum_loops(disassembled(binary) or ""),
+        *_loops(binary, spec, occupied),
     )
 
 
@@ -134,18 +135,22 @@ def _use(launch: Launch, spec: GpuSpec | None) -> GpuKernelUse:
     occupied = None if spec is None else occupancy(spec, function.registers, launch.threads, shared)
     loops = _loops(launch.cubin, spec, occupied)
     return GpuKernelUse(
-        launch.name, function.registers, function.stack_bytes, shared, launch.threads, launch.blocks, occupied, loops
+        launch.name, function.registers, function.stack_bytes, shared, launch.threads, launch.blocks, occupied, *loops
     )
 
 
-def _loops(cubin: bytes, spec: GpuSpec | None, occupied: Occupancy | None) -> tuple[GpuLoop, ...] | None:
+def _loops(
+    cubin: bytes, spec: GpuSpec | None, occupied: Occupancy | None
+) -> tuple[tuple[GpuLoop, ...] | None, tuple[TileLoop, ...], tuple[TileLoop, ...]]:
+    """(the loops of warps that compute, None if they can't be read; those of warps that load; those that correct sums)."""
     text = disassembled(cubin)
     if text is None:
-        return None
-    return tuple(
+        return None, (), ()
+    computing = tuple(
         GpuLoop(loop, None if spec is None or occupied is None else loop_bound(spec, loop, occupied.warps))
         for loop in tile_loops(text)
     )
+    return computing, loading_loops(text), sum_loops(text)
 
 
 def _capability(spec: GpuSpec | None) -> tuple[int, int]:

@@ -8,10 +8,11 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["TileLoop", "disassembled", "disassembler", "sum_loops", "tile_loops"]
+__all__ = ["TileLoop", "disassembled", "disassembler", "loading_loops", "sum_loops", "tile_loops"]
 
 _LABEL = re.compile(r"^(\.L\w+):")
 _INSTRUCTION = re.compile(
@@ -21,7 +22,10 @@ _SECOND_WORD = re.compile(r"^/\*\s*0x([0-9a-f]{16})\s*\*/")
 _TARGET = re.compile(r"\((\.L\w+)\)")
 # Since Volta each instruction says how many cycles its warp waits before the next: bits 105 to 108 of its 128.
 _STALL_SHIFT, _STALL_BITS = 105 - 64, 0xF
+_EXPONENTIAL = re.compile(r"MUFU\.EX2")
 _TENSOR = re.compile(r"(?P<kind>[HI]MMA|[HIQ]GMMA|UTC[A-Z]*MMA)\b")
+_READ, _WRITTEN = re.compile("LDTM"), re.compile("STTM")  # of tensor memory
+_COPY = re.compile(r"UTMALDG|UBLKCP")  # by TMA, of a tensor or of bytes
 _OF_WARP = {"884": 8 * 8 * 4, "1688": 16 * 8 * 8, "16816": 16 * 8 * 16, "16832": 16 * 8 * 32}
 _OF_GROUP = re.compile(r"\.(\d+)x(\d+)x(\d+)")
 _WARPS_OF_GROUP = 4
@@ -36,7 +40,7 @@ class TileLoop(NamedTuple):
 
     tensor_flops: in units of 16-bit products; TF32 counts twice and 8-bit half; None where the instructions don't show the shape
     of their product. float32: additions, multiplications and fused ones per lane. stall_cycles: the sum of the instructions'
-    waits in the compiler's schedule, without waits for memory.
+    waits in the compiler's schedule, without waits for memory. copies: to shared memory by TMA.
     """
 
     instructions: int
@@ -45,6 +49,7 @@ class TileLoop(NamedTuple):
     ex2: int
     float32: int
     stall_cycles: int
+    copies: int = 0
 
 
 class _Instruction(NamedTuple):
@@ -79,39 +84,37 @@ def disassembled(cubin: bytes) -> str | None:
 
 def tile_loops(text: str) -> tuple[TileLoop, ...]:
     """The innermost loops with exponentials, in program order: the loops of a softmax over tiles."""
-    instructions, spans = _spans(text)
-    soft = [span for span in spans if _has(instructions, span, "MUFU.EX2")]
-    return tuple(_loop(instructions[start:end]) for start, end in _innermost(soft))
+    return _inner_loops(text, lambda body: _some(body, _EXPONENTIAL))
+
+
+def loading_loops(text: str) -> tuple[TileLoop, ...]:
+    """The innermost loops with copies by TMA and without exponentials, in program order: those of warps that load for others."""
+    return _inner_loops(text, lambda body: _some(body, _COPY) and not _some(body, _EXPONENTIAL))
 
 
 def sum_loops(text: str) -> tuple[TileLoop, ...]:
     """The innermost loops that read and write tensor memory without exponentials: those of warps that correct sums there."""
-    instructions, spans = _spans(text)
-    of_memory = [span for span in spans if all(_has(instructions, span, name) for name in ("LDTM", "STTM"))]
-    inner = [span for span in _innermost(of_memory) if not _has(instructions, span, "MUFU.EX2")]
-    return tuple(_loop(instructions[start:end]) for start, end in inner)
+    return _inner_loops(
+        text, lambda body: _some(body, _READ) and _some(body, _WRITTEN) and not _some(body, _EXPONENTIAL)
+    )
 
 
-def _innermost(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Those without another one within."""
-    inner = [span for span in spans if not any(o != span and span[0] <= o[0] and o[1] <= span[1] for o in spans)]
-    # A branch back out of code behind the loops, such as a wait for a barrier, is no loop: it begins within one.
-    return [span for span in inner if not any(o[0] < span[0] < o[1] < span[1] for o in inner)]
+def _some(body: list[_Instruction], kind: re.Pattern[str]) -> bool:
+    return any(kind.match(instruction.name) for instruction in body)
 
 
-def _spans(text: str) -> tuple[list[_Instruction], list[tuple[int, int]]]:
-    """The instructions, and where each loop begins and ends."""
+def _inner_loops(text: str, wanted: Callable[[list[_Instruction]], bool]) -> tuple[TileLoop, ...]:
     instructions, labels = _parsed(text)
     spans = set[tuple[int, int]]()
     for at, instruction in enumerate(instructions):
         target = _TARGET.search(instruction.rest)
         if instruction.name.startswith("BRA") and target and labels.get(target[1], at + 1) <= at:
             spans.add((labels[target[1]], at + 1))
-    return instructions, sorted(spans)
-
-
-def _has(instructions: list[_Instruction], span: tuple[int, int], name: str) -> bool:
-    return any(instruction.name.startswith(name) for instruction in instructions[slice(*span)])
+    found = [span for span in sorted(spans) if wanted(instructions[slice(*span)])]
+    inner = [span for span in found if not any(o != span and span[0] <= o[0] and o[1] <= span[1] for o in found)]
+    # A branch back out of code behind the loops, such as a wait for a barrier, is no loop: it begins within one.
+    inner = [span for span in inner if not any(o[0] < span[0] < o[1] < span[1] for o in inner)]
+    return tuple(_loop(instructions[start:end]) for start, end in inner)
 
 
 def _parsed(text: str) -> tuple[list[_Instruction], dict[str, int]]:
@@ -141,6 +144,7 @@ def _loop(body: list[_Instruction]) -> TileLoop:
         names["MUFU.EX2"] + names["MUFU.EX2.F16"],
         sum(_FLOAT32.get(name.split(".")[0], 0) * times for name, times in names.items()),
         sum(instruction.stall for instruction in body),
+        sum(_COPY.match(instruction.name) is not None for instruction in body),
     )
 
 

@@ -78,9 +78,8 @@ def paged_attention_hopper(
 ) -> tuple[Array, Array]:
     """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]).
 
-    Semantics and layouts of `paged_attention`; query and pages in bfloat16 or in float16, or pages in int8 or fp8. A token's own
-    scale is multiplied into its key and value, rounded to the query's dtype. step: the sizes, as `hopper_step` has them.
-    interpret: Pallas' interpreter, which looks for races.
+    Semantics and layouts of `paged_attention`; query and pages in bfloat16 or in float16, or pages in int8 or fp8. step: the
+    sizes, as `hopper_step` has them. interpret: Pallas' interpreter, which looks for races.
 
     Errors: InputError or InputTypeError.
     """
@@ -333,6 +332,7 @@ def _run(
             scratch[f"{stream}_raw"] = barrier(kernel.copies + by_token, tiles.stored)
             if by_token:
                 scratch[f"{stream}_scale_rows"] = plgpu.SMEM(shape, jnp.float32)
+                scratch[f"{stream}_factors"] = plgpu.SMEM((tiles.stages, tiles.block_kv), jnp.float32)
     last = kernel.streams[-1]
     if not kernel.quantised:
         scratch |= {f"{last}_raw": barrier(kernel.copies), f"{last}_clean": barrier()}
@@ -352,7 +352,7 @@ def _run(
         out_type=tuple(shapes.values()),
         grid=(units * kernel.heads,),
         grid_names=(BLOCKS,),
-        num_threads=tiles.consumers + 1,
+        num_threads=tiles.consumers + kernel.loaders,
         thread_name=WARPGROUPS,
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),

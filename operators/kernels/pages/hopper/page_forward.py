@@ -1,4 +1,5 @@
-"""A block of threads over pages: one warpgroup loads pages of keys and values by TMA, the others compute.
+"""A block of threads over pages: one warpgroup loads pages of keys and values by TMA, the others compute. Of quantised pages two
+load, keys and values, and widen what has come.
 
 Its rows are tokens of one sequence with the query heads of a kv head, one after the other. The page table says where the next
 tile's keys are; each page is a copy of its own. First come the tiles of which every row sees every key, then the others: there
@@ -9,6 +10,7 @@ it: filled, cleaned, free.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -24,7 +26,7 @@ from .....page_layouts import PageLayout
 from ....flash.kernel.weigh import weigh
 from ....hopper.kernel.hopper_sizes import ROWS
 from ....hopper.kernel.tensor_cores import tensor_cores
-from ....hopper.kernel.tile import BY_ROW, TILE
+from ....hopper.kernel.tile import BY_COLUMN, BY_ROW, TILE
 from ....mosaic.kernel.block import BLOCKS, WARPGROUPS
 from ....mosaic.kernel.mosaic_sizes import swizzled_columns
 from ...block_words import seen_by_words
@@ -36,9 +38,11 @@ from .page_units import FIELDS
 
 __all__ = ["PagesForward"]
 
-# Registers per thread of the warpgroup that loads and of two that compute: what one gives up is all that others can take. With
-# one that computes they stay as compiled. One that widens quantised numbers needs more.
-_REGISTERS = {False: (40, 232), True: (56, 224)}
+# Registers per thread of a warpgroup that loads and of one that computes, by how many there are of each: what some give up is all
+# that others can take. With one of each they stay as compiled. One that widens quantised numbers needs more.
+_REGISTERS = {(1, 2): (40, 232), (2, 1): (120, 240), (2, 2): (56, 200)}
+_REGISTERS_OF_LATENTS = (56, 224)  # quantised ones
+_AT_ONCE = 128  # columns up to which numbers are widened without a loop: more would take registers that aren't there
 _WIDENED = plgpu.Layout.WGMMA_UPCAST_2X  # how a warpgroup holds numbers while it widens them
 
 
@@ -99,18 +103,24 @@ class PagesForward:
         head, number = lax.rem(block, self.heads), lax.div(block, self.heads)
         unit = Unit(*(refs["units"][number, field] for field in range(len(FIELDS))))
 
+        registers = _REGISTERS.get((self.loaders, self.tiles.consumers))
+        if self.quantised and self.latent:
+            registers = _REGISTERS_OF_LATENTS if self.tiles.consumers > 1 else None
+
         @pl.when(warpgroup < self.tiles.consumers)
         def _compute() -> None:
-            if self.tiles.consumers > 1:
-                plgpu.set_max_registers(_REGISTERS[self.quantised][1], action="increase")
+            if registers is not None:
+                plgpu.set_max_registers(registers[1], action="increase")
             pl.when(unit.sequence >= 0)(lambda: self._compute(refs, unit, number, head, warpgroup))
 
-        @pl.when(warpgroup == self.tiles.consumers)
-        def _load() -> None:
-            if self.tiles.consumers > 1:
-                plgpu.set_max_registers(_REGISTERS[self.quantised][0], action="decrease")
-            load = self._load_and_widen if self.quantised else self._load
-            pl.when(unit.sequence >= 0)(lambda: load(refs, unit, head))
+        for loader in range(self.loaders):
+
+            @pl.when(warpgroup == self.tiles.consumers + loader)
+            def _load(name: str = self.streams[loader]) -> None:
+                if registers is not None:
+                    plgpu.set_max_registers(registers[0], action="decrease")
+                load = functools.partial(self._load_and_widen, name) if self.quantised else self._load
+                pl.when(unit.sequence >= 0)(lambda: load(refs, unit, head))
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -127,6 +137,11 @@ class PagesForward:
     def quantised(self) -> bool:
         """Whether pages hold numbers of 8 bits, which the warpgroup that loads widens."""
         return self.tiles.stored > 0
+
+    @property
+    def loaders(self) -> int:
+        """Warpgroups that load: of quantised pages one for each of what is widened."""
+        return len(self.streams) if self.quantised else 1
 
     def step(self, stream: str) -> int:
         """Columns of a tile of this that are swizzled together."""
@@ -200,82 +215,72 @@ class PagesForward:
             return carry
 
         self._visit(unit, load, None)
-        self._drain(refs, unit)
+        self._drain(refs, unit, self.streams)
 
-    def _load_and_widen(self, refs: dict[str, Any], unit: Unit, head: Any) -> None:
-        """The same of quantised pages: tiles come into places of their own, some ahead of those that are widened."""
-        self._load_queries(refs, unit, head)
-        stages, stored = self.tiles.stages, self.tiles.stored
+    def _load_and_widen(self, name: str, refs: dict[str, Any], unit: Unit, head: Any) -> None:
+        """The same of the keys or the values of quantised pages: tiles come into places of their own, some ahead of those that
+        are widened."""
+        if name == self.streams[0]:
+            self._load_queries(refs, unit, head)
+        stages, stored, raw = self.tiles.stages, self.tiles.stored, refs[f"{name}_raw"]
 
-        def request(number: Any, name: str) -> None:
+        def request(number: Any) -> None:
             place, tile = lax.rem(number, jnp.int32(stored)), unit.tile(number, None)
-            here, full = refs[f"{name}_stored"].at[place], refs[f"{name}_raw"].at[place]
-            self._copy(refs, unit, head, name, tile, here, full, True)
+            self._copy(refs, unit, head, name, tile, refs[f"{name}_stored"].at[place], raw.at[place], True)
             if f"{name}_scales" in refs:
                 kv_head, size = lax.div(head, jnp.int32(self.head_tiles)), self.tiles.block_kv
                 scales = refs[f"{name}_scales"].at[unit.sequence, kv_head, pl.ds(tile * size, size)]
-                plgpu.copy_gmem_to_smem(scales, refs[f"{name}_scale_rows"].at[place], full)
+                plgpu.copy_gmem_to_smem(scales, refs[f"{name}_scale_rows"].at[place], raw.at[place])
 
-        @pl.loop(0, jnp.minimum(unit.tiles, stored))
-        def _ahead(number: Any) -> None:
-            for name in self.streams:
-                request(number, name)
+        pl.loop(0, jnp.minimum(unit.tiles, stored))(request)
 
         def widen(number: Any, carry: Any, masked: bool) -> Any:
             slot, place = lax.rem(number, jnp.int32(stages)), lax.rem(number, jnp.int32(stored))
-            for name in self.streams:
-
-                @pl.when(number >= stages)
-                def _wait(name: str = name) -> None:
-                    plgpu.barrier_wait(refs[f"{name}_free"].at[slot])
-
-                plgpu.barrier_wait(refs[f"{name}_raw"].at[place])
-                self._widen(refs, unit, name, unit.tile(number, masked), place, slot, masked)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(refs[f"{name}_full"].at[slot])
-
-                @pl.when(number + stored < unit.tiles)
-                def _request(name: str = name) -> None:
-                    request(number + stored, name)
-
+            pl.when(number >= stages)(lambda: plgpu.barrier_wait(refs[f"{name}_free"].at[slot]))
+            plgpu.barrier_wait(raw.at[place])
+            self._widen(refs, unit, name, unit.tile(number, masked), place, slot, masked)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(refs[f"{name}_full"].at[slot])
+            pl.when(number + stored < unit.tiles)(lambda: request(number + stored))
             return carry
 
         self._visit(unit, widen, None)
-        self._drain(refs, unit)
+        self._drain(refs, unit, (name,))
 
     def _widen(
         self, refs: dict[str, Any], unit: Unit, name: str, tile: Any, place: Any, slot: Any, masked: bool
     ) -> None:
-        """Numbers of a place as those of another, times their tokens' scales; zeros for values that no row sees."""
+        """Numbers of a place as those of another, with their tokens' scales; zeros for values that no row sees."""
         wide, first, step = refs[f"{name}_tiles"].at[slot], tile * self.tiles.block_kv, self.step(name)
         bits = self._there(refs, unit, tile) if masked else None
         for row in range(0, self.tiles.block_kv, ROWS):
-            rows, shape, seen, scales = pl.ds(row, ROWS), (ROWS, step), None, None
-            if masked and name == self.streams[-1]:
-                local = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WIDENED) + row
-                seen = self._seen(unit, local, first, bits)
+            rows, seen, numbers = pl.ds(row, ROWS), None, refs[f"{name}_stored"].at[place]
             if f"{name}_scales" in refs:
-                by_row = refs[f"{name}_scale_rows"].at[place, rows]
-                scales = plgpu.load(by_row, layout=_WIDENED.reduce(1), optimized=False)  # type: ignore[call-arg]
-            numbers, factor = refs[f"{name}_stored"].at[place], None if scales is None else _along_rows(scales, shape)
+                refs[f"{name}_factors"].at[slot, rows][...] = _by_row(refs[f"{name}_scale_rows"].at[place, rows])
+            if masked and name == self.streams[-1]:
+                local = plgpu.broadcasted_iota(jnp.int32, (ROWS, step), 0, layout=_WIDENED) + row
+                seen = self._seen(unit, local, first, bits)
 
-            # Of the row's parts, one after the other: all at once they would take more registers than are left.
-            @pl.loop(0, self.dims[name == "value"] // step)
-            def _part(
-                part: Any, rows: Any = rows, seen: Any = seen, numbers: Any = numbers, factor: Any = factor
-            ) -> None:
-                columns = pl.ds(part * step, step)
+            def part(column: Any, rows: Any = rows, seen: Any = seen, numbers: Any = numbers) -> None:
+                columns = pl.ds(column, step)
                 x = plgpu.load(numbers.at[rows, columns], layout=_WIDENED)  # type: ignore[call-arg] # of jax 0.10
-                x = widened(x, wide.dtype, factor)
+                x = widened(x, wide.dtype)
                 wide[rows, columns] = x if seen is None else jnp.where(seen, x, jnp.zeros((), x.dtype))
 
-    def _drain(self, refs: dict[str, Any], unit: Unit) -> None:
+            dim = self.dims[name == "value"]
+            if dim <= _AT_ONCE:
+                for column in range(0, dim, step):
+                    part(column)
+            else:
+                pl.loop(0, dim, step=step)(part)
+
+    def _drain(self, refs: dict[str, Any], unit: Unit, names: tuple[str, ...]) -> None:
         """A block ends only when its places have been read."""
         stages = self.tiles.stages
 
         @pl.loop(jnp.maximum(unit.tiles - stages, 0), unit.tiles)
         def _wait(number: Any) -> None:
-            for name in self.streams:
+            for name in names:
                 plgpu.barrier_wait(refs[f"{name}_free"].at[lax.rem(number, jnp.int32(stages))])
 
     def _copy(
@@ -355,10 +360,13 @@ class PagesForward:
             cleaned = masked and not self.quantised
             plgpu.barrier_wait(refs["key_clean" if cleaned and self.latent else "key_full"].at[slot])
             (raw,) = products.logits((query, keys))
+            of_keys = self._factors(refs, "key", slot, raw.shape)
             if not self.latent:
                 plgpu.barrier_arrive(refs["key_free"].at[slot])
             seen = [] if not masked else self._visible(refs, unit, tile, rows, low, high)
-            x, factor, _ = weigh(_PageTile(self.logits, refs, seen, raw.shape, kv_head), raw, masked)
+            if of_keys is None and "key_scale" in refs:
+                of_keys = refs["key_scale"][kv_head]
+            x, factor, _ = weigh(_PageTile(self.logits, refs, seen, raw.shape, of_keys), raw, masked)
             new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
             # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak) if masked else new_peak
@@ -368,6 +376,10 @@ class PagesForward:
             sums = sums * _along_rows(shrink, sums.shape)
             if not self.latent:
                 plgpu.barrier_wait(refs["value_clean" if cleaned else "value_full"].at[slot])
+            of_values = of_keys if self.latent else self._factors(refs, "value", slot, raw.shape)
+            if f"{last}_scales" in refs and of_values is not None:  # one that no row sees may be NaN
+                weights = weights * of_values
+                weights = jnp.where(seen[0], weights, 0.0) if masked else weights
             values = refs[f"{last}_tiles"].at[slot]
             if self.dims[1] != values.shape[1] or parts > 1:
                 values = values.at[:, pl.ds(part * columns, columns)]
@@ -376,6 +388,13 @@ class PagesForward:
             return sums, new_peak, total
 
         self._finish(refs, number, head, warpgroup, self._visit(unit, visit, carry))
+
+    def _factors(self, refs: dict[str, Any], name: str, slot: Any, shape: tuple[int, ...]) -> jax.Array | None:
+        """The scales of a tile's keys or values along its columns, where each token has its own."""
+        if f"{name}_factors" not in refs:
+            return None
+        of_keys = plgpu.load(refs[f"{name}_factors"].at[slot], layout=BY_COLUMN)  # type: ignore[call-arg] # of jax 0.10
+        return lax.broadcast_in_dim(of_keys, shape, (1,))
 
     def _place(self, warpgroup: Any) -> tuple[Any, Any]:
         """(group of rows, part of the columns) of a warpgroup; numbers where there is one, so that addresses are known."""
@@ -440,28 +459,26 @@ class PagesForward:
 
 
 class _PageTile:
-    """A tile as `weigh` takes it."""
+    """A tile as `weigh` takes it. scale: of its keys, a number or one for each column."""
 
     def __init__(
-        self, logits: TileLogits, refs: dict[str, Any], seen: list[jax.Array], shape: tuple[int, ...], kv_head: Any
+        self, logits: TileLogits, refs: dict[str, Any], seen: list[jax.Array], shape: tuple[int, ...], scale: Any
     ) -> None:
-        self.logits, self.static_args, self.refs, self.seen, self.shape = logits, logits.static_args, refs, seen, shape
-        self.kv_head = kv_head
+        self.logits, self.static_args, self.seen, self.shape = logits, logits.static_args, seen, shape
+        self.scale, self.refs = scale, refs if scale is None else refs | {"key_scale": scale}
 
     def visible(self) -> list[jax.Array]:
         return self.seen
 
     def key_scale(self) -> Any:
-        return self.refs["key_scale"][self.kv_head]
+        return self.scale
 
 
-def widened(x: jax.Array, dtype: Any, scale: jax.Array | None) -> jax.Array:
-    """Numbers of 8 bits in a dtype of 16, times a scale. What isn't scaled is exact. GPUs convert int8 to bfloat16 and fp8 to
-    float16; others go through float32."""
-    if scale is not None:
-        return (x.astype(jnp.float32) * scale).astype(dtype)
-    direct = (x.dtype == jnp.int8) == (dtype == jnp.bfloat16)
-    return x.astype(dtype) if direct else x.astype(jnp.float32).astype(dtype)
+def widened(x: jax.Array, dtype: Any) -> jax.Array:
+    """Numbers of 8 bits in a dtype of 16, which is exact. GPUs convert int8 to bfloat16 and fp8 to float16 with few instructions;
+    others go through float32."""
+    exact = x.astype(jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16)
+    return exact if exact.dtype == dtype else exact.astype(jnp.float32).astype(dtype)
 
 
 def _by_row(ref: Any) -> jax.Array:

@@ -106,8 +106,9 @@ def hopper_step(
     keys = None if pages is None else pages * shape.page
     parts, columns = _columns_in_parts(shape.dims[1]), max(map(padded_dim, shape.dims))
     # Up to 64 columns a thread's registers leave room for a second block on the multiprocessor.
-    decode = _fitted(shape, keys or KEYS[0], _MOST_STAGES, 1, parts, 2 if columns <= _NARROW else 1)
-    groups = 1 if parts > 1 or queries == block_tokens(shape)[0] else 2
+    alone = columns > _NARROW or (shape.quantised and not shape.latent)  # one more warpgroup loads
+    decode = _fitted(shape, keys or KEYS[0], _MOST_STAGES, 1, parts, 1 if alone else 2)
+    groups = 1 if len(block_tokens(shape)) == 1 or queries == block_tokens(shape)[0] else 2
     wide = _NARROW if shape.quantised else _WIDE
     chunks = _fitted(shape, keys or KEYS[columns <= wide], _STAGES_OF_CHUNKS, groups, parts)
     if splits is None:
@@ -118,8 +119,9 @@ def hopper_step(
 
 
 def block_tokens(shape: StepShape) -> tuple[int, ...]:
-    """Tokens of tiles of 64 rows, and of 128, where a warpgroup holds all columns of a row's values."""
-    rows = (ROWS, 2 * ROWS) if _columns_in_parts(shape.dims[1]) == 1 else (ROWS,)
+    """Tokens of tiles of 64 rows, and of 128, where a warpgroup holds all columns of a row's values beside all that load."""
+    crowded = shape.quantised and not shape.latent and padded_dim(shape.dims[1]) > _WIDE
+    rows = (ROWS, 2 * ROWS) if _columns_in_parts(shape.dims[1]) == 1 and not crowded else (ROWS,)
     return tuple(tokens_of_tile(shape.group, n) for n in rows)
 
 
@@ -158,7 +160,7 @@ def shared_bytes(shape: StepShape, tiles: PageTiles) -> dict[str, int]:
         "value": 0 if shape.latent else 2 * tiles.stages * tiles.block_kv * value_dim,
         "output": 0 if shares else output,
         "stored": stored * (dim + (0 if shape.latent else value_dim)),
-        "scales": streams * _unit(_FLOAT * stored),
+        "scales": streams * (_unit(_FLOAT * stored) + _unit(_FLOAT * tiles.stages * tiles.block_kv) * (stored > 0)),
         "lse": _unit(_FLOAT * ROWS * tiles.consumers),
         "barriers": _BARRIER * (tiles.row_groups + 1 + barriers),
         "alignment": _ALIGNMENT,
