@@ -176,14 +176,19 @@ def _primitives_of(function: Callable[..., Any], dtypes: tuple[np.dtype, ...]) -
 
 
 def _names(jaxpr: Jaxpr) -> Iterator[str]:
-    from jax.extend.core import ClosedJaxpr, Jaxpr
-
     for equation in jaxpr.eqns:
         yield equation.primitive.name
-        for value in equation.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(part, ClosedJaxpr | Jaxpr):
-                    yield from _names(part.jaxpr if isinstance(part, ClosedJaxpr) else part)
+        for part in _parts(equation):
+            yield from _names(part)
+
+
+def _parts(equation: Any) -> Iterator[Jaxpr]:
+    from jax.extend.core import ClosedJaxpr, Jaxpr
+
+    for value in equation.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(part, ClosedJaxpr | Jaxpr):
+                yield part.jaxpr if isinstance(part, ClosedJaxpr) else part
 
 
 _ALIGNED = ("batch", "heads", "q_len", "kv_len")
@@ -279,12 +284,9 @@ def _read_capture(function: str, name: Any, value: Any) -> tuple[str, tuple[str,
     if isinstance(dims, str):
         dims = (dims,)
     wanted = f"dims in the order of {', '.join(_ALIGNED)}, or (array, dims)"
-    if not isinstance(dims, tuple | list) or not all(dim in _ALIGNED for dim in dims):
-        close = (
-            "".join(nearest(dim, _ALIGNED) for dim in dims if isinstance(dim, str))
-            if isinstance(dims, tuple | list)
-            else ""
-        )
+    several = isinstance(dims, tuple | list)
+    if not several or not all(dim in _ALIGNED for dim in dims):
+        close = "".join(nearest(dim, _ALIGNED) for dim in dims if isinstance(dim, str)) if several else ""
         raise ScoreError(f"{what} is {shown(value)}; wanted {wanted}.{close}")
     dims = tuple(dims)
     if list(dims) != sorted(set(dims), key=_ALIGNED.index):

@@ -15,9 +15,10 @@ from typing import Any
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# A race, a phase that nobody has waited for, or one that was missed.
+# A race, a phase that nobody has waited for, one that was missed or comes too late, arrivals that complete none.
 NOTICED = (
     "RACE DETECTED", "Barrier completed phase", "must do so in all phases", "must observe each barrier completion",
+    "barrier is already at phase", "arrivals pending",
 )  # fmt: skip
 SECONDS = 600
 
@@ -52,7 +53,8 @@ class Planted:
 
     def here(self, name: str, ref: Any) -> Any:
         """Another reference, at the place of this one."""
-        return self.refs[name].at[ref.transforms[-1].indices]
+        other, indices = self.refs[name], next(one.indices for one in ref.transforms if hasattr(one, "indices"))
+        return other.at[indices[: len(other.shape)]]
 
     def next(self, ref: Any) -> Any:
         """The reference's next place."""

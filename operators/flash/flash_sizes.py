@@ -14,7 +14,7 @@ from .flash_config import FlashAttention2Config
 from .kernel.flash_sizes import TileSizes, TileSteps
 from .pass_fields import FIELDS
 
-__all__ = ["min_shared_bytes", "resolve_flash", "sizes_of", "steps_note", "steps_of", "unknown_gpu"]
+__all__ = ["min_shared_bytes", "resolve_flash", "sizes_of", "splits_of", "steps_note", "steps_of", "unknown_gpu"]
 
 
 _DIMS = (64, 128, 256)
@@ -115,7 +115,7 @@ def resolve_flash(
     assert isinstance(block_q, int)
     programs = local.batch * (local.kv_heads if fold else local.q_heads) * math.ceil(rows / block_q)
     sizes["fold"] = fold
-    sizes["kv_splits"] = config.kv_splits or _splits(problem, placement, programs)
+    sizes["kv_splits"] = config.kv_splits or splits_of(problem, placement, programs)
     chosen = config.with_fields(sizes)
     _check_shared(problem, chosen)
     return chosen
@@ -128,7 +128,7 @@ def unknown_gpu(problem: AttentionProblem, config: FlashAttention2Config) -> str
     return note("flash.unknown_gpu", device=problem.device, known=gpu_variants())
 
 
-def _splits(problem: AttentionProblem, placement: Placement, programs: int) -> int:
+def splits_of(problem: AttentionProblem, placement: Placement, programs: int) -> int:
     """Parts of the keys that make as many programs as the device has multiprocessors, if the queries alone don't."""
     gpu = gpu_variant(problem.device_kind)
     cores = _SOME_CORES if gpu is None else gpu.cores

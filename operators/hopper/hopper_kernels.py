@@ -26,7 +26,7 @@ class HopperKernels(MosaicKernels):
     interpreted_as: ClassVar[str] = "mosaic"
     sizing: ClassVar[Sizing] = HopperSizing()
     capability = declares(
-        consumes=MOSAIC_FEATURES,
+        consumes=MOSAIC_FEATURES | {"quantized_kv"},
         rules=HOPPER_RULES,
         # In the interpreter on CPU.
         tolerance={"bfloat16": (2e-2, 4e-2), "float16": (3e-3, 6e-3)},

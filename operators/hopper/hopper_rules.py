@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...scores.steps import Lookup, Product
 from ..mosaic.mosaic_rules import Generation, mosaic_rules
 from .kernel.hopper_sizes import KEYS, ROWS
 
@@ -17,5 +18,8 @@ HOPPER_RULES = mosaic_rules(
         # A product with keys goes through 64 of them at once, and one for logits has at most 256 columns.
         | dict.fromkeys(("block_kv", "block_kv_dq"), KEYS),
         "registers",
+        divides=True,
+        latent=(576, 512),
+        gathered=frozenset({Lookup.name, Product.name}),
     )
 )

@@ -7,20 +7,24 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from ...errors import ConfigError
-from ...planning import AttentionProblem
+from ...planning import AttentionProblem, Placement
+from ..flash.flash_sizes import splits_of
 from ..mosaic.kernel.mosaic_sizes import MosaicSizes
 from ..mosaic.mosaic_sizes import MOSAIC_FIELDS, Sizing, columns
-from .kernel.hopper_sizes import KEYS, ROWS, divided, shared_bytes
+from .kernel.hopper_sizes import KEYS, ROWS, column_parts, conversions, divided, shared_bytes
 
 __all__ = ["HopperSizing"]
 
 _STAGES_FROM_DIM = 64
+# Of one warpgroup's rows: a tile is loaded in more time than it is computed, so that as many as fit are on their way.
+_FEW = tuple(MosaicSizes(ROWS, 64, stages) for stages in range(8, 0, -1))
 # What takes registers beside the numbers that are counted: then a tile for the gradients of key and value has 64 rows.
 _IN_REGISTERS = frozenset({
     "segment_ids", "positions", "dense_mask", "blocks", "chosen_blocks", "bias", "score", "logits_soft_cap", "dropout",
 })  # fmt: skip
 # Registers of a thread that computes, for the numbers that `_registers` counts.
 _REGISTERS = {"forward": 192, "dkv": 224, "dq": 208}
+_OF_CONVERSION = (0, 32, 72)  # that each of two warpgroups has fewer, by how many others convert keys and values
 
 
 class HopperSizing(Sizing):
@@ -38,6 +42,22 @@ class HopperSizing(Sizing):
         "dq": tuple(MosaicSizes(2 * ROWS, *rest) for rest in ((128, 2), (64, 3), (64, 2), (64, 1))),
     }
 
+    def folds(self, problem: AttentionProblem, placement: Placement) -> bool:
+        """See Sizing. A warpgroup's rows have room for several heads' queries."""
+        local = placement.local
+        return local.q_heads > local.kv_heads and local.q_len <= ROWS
+
+    def splits(self, problem: AttentionProblem, placement: Placement, programs: int) -> int:
+        """See Sizing."""
+        return splits_of(problem, placement, programs)
+
+    def tiles_for(self, which: str, problem: AttentionProblem, rows: int) -> tuple[MosaicSizes, ...]:
+        """See Sizing."""
+        # Beside warpgroups that convert keys or values, two that compute would have registers for fewer columns.
+        wide = problem.quantised and columns(problem)[1] > 128
+        few = rows <= ROWS or wide or column_parts(columns(problem)[1]) > 1
+        return _FEW if which == "forward" and few else self.tiles[which]
+
     def rows(self, which: str, sizes: MosaicSizes, q_len: int) -> int:
         """See Sizing."""
         del which
@@ -53,14 +73,22 @@ class HopperSizing(Sizing):
         """See Sizing."""
         if which == "dkv" and divided(*columns(problem)) and sizes.block_kv != ROWS:
             return False
-        return self.fits_shared(which, problem, sizes) and _registers(which, problem, sizes) <= _REGISTERS[which]
+        return self.fits_shared(which, problem, sizes) and _registers(which, problem, sizes) <= _most(
+            which, problem, sizes
+        )
 
     def shared_of(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> dict[str, int]:
         """See Sizing."""
-        return shared_bytes(which, sizes, problem.head_dim, problem.value_dim)
+        stored = tuple(problem.quantised) if which == "forward" else ()
+        return shared_bytes(which, sizes, *columns(problem), in_key=problem.value_columns is not None, stored=stored)
 
     def check(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> None:
         """Errors: ConfigError for keys that a block can't hold."""
+        if which == "forward" and column_parts(columns(problem)[1]) > 1 and sizes.block_q != ROWS:
+            raise ConfigError(
+                f"FlashAttention2Config: block_q={sizes.block_q}, with value dim {problem.value_dim}: the columns of {ROWS} rows "
+                f"are shared by the warpgroups that compute. Hint: block_q={ROWS}."
+            )
         if which == "dkv" and divided(*columns(problem)) and sizes.block_kv != ROWS:
             block_kv = MOSAIC_FIELDS[which][1]
             raise ConfigError(
@@ -79,12 +107,19 @@ class HopperSizing(Sizing):
         return [MosaicSizes(q, kv, n) for q, n, kv in itertools.product(blocks, stages, keys)]
 
 
+def _most(which: str, problem: AttentionProblem, sizes: MosaicSizes) -> int:
+    """Registers for the numbers that are counted."""
+    shared = which == "forward" and sizes.block_q > ROWS
+    converting = conversions(tuple(problem.quantised), columns(problem)[1])
+    return _REGISTERS[which] - (_OF_CONVERSION[len(converting)] if shared else 0)
+
+
 def _registers(which: str, problem: AttentionProblem, sizes: MosaicSizes) -> int:
     """A thread's numbers: sums, logits, the gradients of weights, and 16-bit weights. Of a warpgroup's 64 rows, 128 threads hold
     half a row each."""
     dim, value_dim = columns(problem)
     if which == "forward":
-        return value_dim // 2 + sizes.block_kv // 2 + sizes.block_kv // 4
+        return value_dim // column_parts(value_dim) // 2 + sizes.block_kv // 2 + sizes.block_kv // 4
     if which == "dq":
         return dim // 2 + sizes.block_kv + sizes.block_kv // 4
     sums = max(dim, value_dim) if divided(dim, value_dim) else dim + value_dim

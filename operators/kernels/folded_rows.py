@@ -63,6 +63,10 @@ class FoldedRows:
         """[batch, kv heads, rows] as [batch, heads, q]."""
         return x.reshape(x.shape[0], self.kv_heads * self.group, self.q_len)
 
+    def sinks(self, x: jax.Array) -> jax.Array:
+        """[heads] as [kv heads, rows]."""
+        return jnp.repeat(x.reshape(self.kv_heads, self.group), self.q_len, axis=1)
+
     def array(self, x: jax.Array, dims: tuple[str, ...]) -> jax.Array:
         """An array of the mask, or one by query and key: its rows once for each head of a group."""
         if len(dims) == 4 and "q_blocks" not in dims:

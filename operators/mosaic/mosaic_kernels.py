@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem, Implementation, OperationConfig, PassSizes, Placement
+from ...planning.implementations import dequantised_copy
 from ...planning.notes import note
 from ..call.local import LocalCall, LocalOutput
 from ..choices.mask_blocks import block_remarks
@@ -76,7 +77,7 @@ class MosaicKernels(FlashKernels):
                 programs=self.programs if backward else 0,
             )
             for which, sizes in self._tiles(config).items()
-            if (which != "forward") == backward
+            if (which != "forward") == backward and sizes.block_q is not None
         )
 
     def memory(
@@ -87,7 +88,7 @@ class MosaicKernels(FlashKernels):
         return {
             self.kernel(which): self.sizing.shared_of(which, problem, sizes)
             for which, sizes in self._tiles(config).items()
-            if which == "forward" or problem.mode == "__train__"
+            if which == "forward" or (problem.mode == "__train__" and sizes.block_q is not None)
         }
 
     def tuned_fields(self, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
@@ -101,7 +102,7 @@ class MosaicKernels(FlashKernels):
         near = {which: list[dict[str, Any]]() for which in MOSAIC_FIELDS}
         for which, sizes in self._tiles(self.resolve(problem, placement)).items():
             found: dict[tuple[Any, ...], dict[str, Any]] = {}
-            for one in self.sizing.near(which, sizes):
+            for one in () if sizes.block_q is None else self.sizing.near(which, sizes):
                 fields = {name: size for name, size in fields_of(which, one).items() if name in free}
                 try:
                     self.sizing.resolve(problem, placement, config.with_fields(fields))
@@ -125,9 +126,13 @@ class MosaicKernels(FlashKernels):
         return None
 
     def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
-        """A mask's blocks, and columns that are added."""
-        sizes, heads = self.read(config), placement.local.q_heads
-        notes = block_remarks(problem, placement, sizes.block_q or 1, sizes.block_kv or 1, heads)
+        """A mask's blocks, what the gradient of quantised keys costs, and columns that are added."""
+        sizes, local = self.read(config), placement.local
+        # Each query head has its own tiles, if they aren't folded into one.
+        block_q, tables = (local.q_len, local.kv_heads) if sizes.fold else (sizes.block_q or 1, local.q_heads)
+        notes = block_remarks(problem, placement, block_q, sizes.block_kv or 1, tables)
+        if problem.quantised:
+            notes = (*notes, note("memory.dequantised_gradient", **dequantised_copy(problem, placement)))
         dims, padded = (problem.head_dim, problem.value_dim), columns(problem)
         if dims != padded:
             notes = (*notes, note("mosaic.columns", dims=dims, padded=padded))

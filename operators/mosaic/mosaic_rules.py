@@ -15,8 +15,8 @@ from ...scores.steps import Diagonal, Lookup, Product
 from ..choices.dtype_rules import float32_softmax
 from ..choices.function_rules import MOSAIC_GPU, function_rules
 from ..flash.flash_config import FlashAttention2Config
-from .kernel.mosaic_sizes import padded_dim
-from .mosaic_sizes import WARPS
+from .kernel.mosaic_sizes import MOST_COLUMNS, padded_dim
+from .mosaic_sizes import WARPS, columns
 
 __all__ = ["JAX_NEEDED", "MOSAIC_FEATURES", "Generation", "declared_field", "is_architecture", "mosaic_rules"]
 
@@ -35,7 +35,9 @@ _PADDED = 4 / 3  # columns computed for each of a head's
 @dataclass(frozen=True)
 class Generation:
     """The kernels of a generation. name: in codes. rows: of a warpgroup; block: of a block of threads, by default. fields: the
-    sizes that can be declared, by field. sums: where a tile's sums are held. warps: fields of warps that aren't read."""
+    sizes that can be declared, by field. sums: where a tile's sums are held. warps: fields of warps that aren't read. divides:
+    whether the kernels fold query heads into rows, and divide keys. latent: the most dims of key and value where values are the
+    first numbers of their keys; None if that isn't done. gathered: steps of a score that they don't take."""
 
     name: str
     rows: int
@@ -43,6 +45,9 @@ class Generation:
     fields: Mapping[str, tuple[int, ...]]
     sums: str
     warps: tuple[str, ...] = WARPS
+    divides: bool = False
+    latent: tuple[int, int] | None = None
+    gathered: frozenset[str] = frozenset({Diagonal.name, Lookup.name, Product.name})
 
 
 def is_architecture(problem: AttentionProblem, architecture: str) -> bool:
@@ -77,10 +82,10 @@ def _widened(problem: AttentionProblem) -> float:
     return sum(map(padded_dim, dims)) / sum(dims)
 
 
-def _gathered(problem: AttentionProblem) -> list[str]:
+def _gathered(problem: AttentionProblem, gathered: frozenset[str]) -> list[str]:
     """The score's steps that read a number for each pair from a place that follows from both."""
     names = frozenset() if problem.score is None else problem.score.step_names(problem.contiguous_positions)
-    return sorted(names & {Diagonal.name, Lookup.name, Product.name})
+    return sorted(names & gathered)
 
 
 def _size_rule(of: Generation, name: str) -> Rule:
@@ -132,17 +137,11 @@ def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
         Rule(
             f"{of.name}.head_dim",
             "head_dim",
-            lambda p, c: max(p.head_dim, p.value_dim) <= _MAX_DIM,
+            lambda p, c: p.value_columns is not None or max(p.head_dim, p.value_dim) <= _MAX_DIM,
             f"head_dim={{p.head_dim}}, value dim {{p.value_dim}}: a tile's sums are held in {of.sums}, up to a dim of {_MAX_DIM}",
             "Use 'vanilla'.",
         ),
-        Rule(
-            f"{of.name}.values_in_key",
-            "value",
-            lambda p, c: p.value_columns is None,
-            "values are the first {p.value_columns} numbers of their keys: the kernel would load them twice",
-            "Nothing to change: the kernel in Triton loads them once.",
-        ),
+        *_latent_rules(of),
         Rule(
             f"{of.name}.padding",
             "head_dim",
@@ -153,6 +152,68 @@ def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
             ),
             "Nothing to change: the kernel in Triton computes fewer columns. kernel='mosaic' runs this one.",
         ),
+        *(() if of.divides else _undivided(of)),
+        *(_size_rule(of, name) for name in of.fields),
+        *(_warps_rule(of, name) for name in of.warps),
+        Rule(
+            f"{of.name}.score_gathered",
+            "score",
+            lambda p, c: not _gathered(p, of.gathered),
+            lambda p, c: (
+                f"the score {p.score} adds numbers by {', '.join(_gathered(p, of.gathered))}: Mosaic GPU loads tiles, not a "
+                "number for each pair of a query and a key"
+            ),
+            "Nothing to change: the kernel in Triton gathers them.",
+        ),
+        *function_rules(of.name, MOSAIC_GPU),
+        Rule(
+            f"{of.name}.interpret.check_vma",
+            "interpret",
+            lambda p, c: not (p.vma and declared_field(c, "interpret")),
+            "called inside a shard_map with check_vma=True, which Pallas' interpreter can't be traced under",
+            "Leave interpret out, or pass check_vma=False to that shard_map.",
+        ),
+    )
+
+
+def _latent_rules(of: Generation) -> tuple[Rule, ...]:
+    """Where values are the first numbers of their keys."""
+    if of.latent is None:
+        return (
+            Rule(
+                f"{of.name}.values_in_key",
+                "value",
+                lambda p, c: p.value_columns is None,
+                "values are the first {p.value_columns} numbers of their keys: the kernel would load them twice",
+                "Nothing to change: the kernel in Triton loads them once.",
+            ),
+        )
+    dim, value_dim = of.latent
+    return (
+        Rule(
+            f"{of.name}.latent_dim",
+            "head_dim",
+            lambda p, c: (
+                p.value_columns is None or (p.head_dim <= dim and columns(p)[1] <= min(value_dim, columns(p)[0]))
+            ),
+            f"head_dim={{p.head_dim}}, whose first {{p.value_dim}} are the value: shared memory and {of.sums} hold up to {dim} "
+            f"and {value_dim}, and values of more than {MOST_COLUMNS} in steps of 128",
+            "Nothing to change: the kernel in Triton runs.",
+        ),
+        Rule(
+            f"{of.name}.latent_gradient",
+            "mode",
+            lambda p, c: p.value_columns is None or p.mode != "__train__",
+            "mode 'train', and values are the first {p.value_columns} numbers of their keys: no warpgroup's registers hold the "
+            "sums of such a gradient",
+            "Nothing to change: the kernel in Triton runs both passes. Pass mode='prefill' where there is no gradient.",
+        ),
+    )
+
+
+def _undivided(of: Generation) -> tuple[Rule, ...]:
+    """What kernels ask of a call that don't fold query heads and divide keys."""
+    return (
         Rule(
             f"{of.name}.few_queries",
             "q_len",
@@ -173,8 +234,6 @@ def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
             ),
             "Nothing to change. kernel='mosaic' runs this one.",
         ),
-        *(_size_rule(of, name) for name in of.fields),
-        *(_warps_rule(of, name) for name in of.warps),
         Rule(
             f"{of.name}.fold",
             "fold",
@@ -188,23 +247,5 @@ def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
             lambda p, c: declared_field(c, "kv_splits") in (None, 1),
             "kv_splits={c.kv_splits} is declared: the kernel doesn't divide the keys",
             "Leave kv_splits out.",
-        ),
-        Rule(
-            f"{of.name}.score_gathered",
-            "score",
-            lambda p, c: not _gathered(p),
-            lambda p, c: (
-                f"the score {p.score} adds numbers by {', '.join(_gathered(p))}: Mosaic GPU loads tiles, not a number for each "
-                "pair of a query and a key"
-            ),
-            "Nothing to change: the kernel in Triton gathers them.",
-        ),
-        *function_rules(of.name, MOSAIC_GPU),
-        Rule(
-            f"{of.name}.interpret.check_vma",
-            "interpret",
-            lambda p, c: not (p.vma and declared_field(c, "interpret")),
-            "called inside a shard_map with check_vma=True, which Pallas' interpreter can't be traced under",
-            "Leave interpret out, or pass check_vma=False to that shard_map.",
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from ...planning import AttentionProblem, Placement
 from ..choices.mask_blocks import fitted_block
 from ..flash.flash_config import FlashAttention2Config
 from ..flash.pass_fields import FIELDS
-from .kernel.mosaic_sizes import MosaicSizes, MosaicTiles, padded_dim
+from .kernel.mosaic_sizes import MosaicSizes, MosaicTiles, latent_columns, padded_dim
 
 __all__ = ["MOSAIC_FIELDS", "WARPS", "Sizing", "columns", "fields_of", "tiles_of"]
 
@@ -27,6 +28,21 @@ class Sizing:
     device: ClassVar[str]
     least: ClassVar[Mapping[str, int]]
     tiles: ClassVar[Mapping[str, tuple[MosaicSizes, ...]]]
+
+    def folds(self, problem: AttentionProblem, placement: Placement) -> bool:
+        """Whether the query heads of a kv head are rows of the same tiles of the forward pass."""
+        del problem, placement
+        return False
+
+    def splits(self, problem: AttentionProblem, placement: Placement, programs: int) -> int:
+        """Parts of the keys, for so many blocks of threads that have all keys."""
+        del problem, placement, programs
+        return 1
+
+    def tiles_for(self, which: str, problem: AttentionProblem, rows: int) -> tuple[MosaicSizes, ...]:
+        """Those for a head of so many rows."""
+        del problem, rows
+        return self.tiles[which]
 
     def rows(self, which: str, sizes: MosaicSizes, q_len: int) -> int:
         """The rows of a tile for so many queries."""
@@ -55,12 +71,17 @@ class Sizing:
         self, problem: AttentionProblem, placement: Placement, config: FlashAttention2Config
     ) -> FlashAttention2Config:
         """Fill in every size. Errors: ConfigError if none fits."""
-        fields: dict[str, Any] = {"kernel": config.kernel or "mosaic", "fold": False, "kv_splits": 1}
-        for which in self.tiles:
-            sizes = self._chosen(which, problem, placement, config)
+        local = placement.local
+        fold = self.folds(problem, placement) if config.fold is None else config.fold
+        rows = local.q_len * (local.q_heads // local.kv_heads) if fold else local.q_len
+        fields: dict[str, Any] = {"kernel": config.kernel or "mosaic", "fold": fold}
+        for which in self.tiles if problem.value_columns is None else ("forward",):
+            sizes = self._chosen(which, problem, placement, config, rows if which == "forward" else local.q_len)
             self.check(which, problem, sizes)
             self._check_shared(which, problem, sizes)
             fields |= fields_of(which, sizes)
+        programs = local.batch * (local.kv_heads if fold else local.q_heads) * math.ceil(rows / fields["block_q"])
+        fields["kv_splits"] = config.kv_splits or self.splits(problem, placement, programs)
         return config.with_fields(fields)
 
     def fits_shared(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:
@@ -68,17 +89,17 @@ class Sizing:
         return sum(self.shared_of(which, problem, sizes).values()) <= self._shared_limit(problem)
 
     def _chosen(
-        self, which: str, problem: AttentionProblem, placement: Placement, config: FlashAttention2Config
+        self, which: str, problem: AttentionProblem, placement: Placement, config: FlashAttention2Config, rows: int
     ) -> MosaicSizes:
         local = placement.local
         declared = [getattr(config, name) for name in MOSAIC_FIELDS[which]]
         found: list[MosaicSizes] = []
-        for sizes in self.tiles[which]:
+        for sizes in self.tiles_for(which, problem, rows):
             if self.passed_over(which, problem, sizes):
                 continue
             least = self.least[which]
             keys = _of_mask(problem, sizes.block_kv if local.kv_len > least else least, least)
-            tried = (self.rows(which, sizes, local.q_len), keys, sizes.stages)
+            tried = (self.rows(which, sizes, rows), keys, sizes.stages)
             sizes = MosaicSizes(*(x if given is None else given for given, x in zip(declared, tried, strict=True)))
             found.append(sizes)
             if self.fits(which, problem, sizes):
@@ -106,7 +127,7 @@ class Sizing:
 
 
 def tiles_of(config: FlashAttention2Config) -> MosaicTiles:
-    """The sizes of a filled config."""
+    """The sizes of a filled config. Those of passes that have no kernel are None each."""
     return MosaicTiles(
         **{which: MosaicSizes(*(getattr(config, name) for name in names)) for which, names in MOSAIC_FIELDS.items()}
     )
@@ -119,7 +140,8 @@ def fields_of(which: str, sizes: MosaicSizes) -> dict[str, Any]:
 
 def columns(problem: AttentionProblem) -> tuple[int, int]:
     """The columns of a tile of the query and of the output."""
-    return padded_dim(problem.head_dim), padded_dim(problem.value_dim)
+    dim, value_dim = problem.head_dim, problem.value_dim
+    return padded_dim(dim), padded_dim(value_dim) if problem.value_columns is None else latent_columns(dim, value_dim)
 
 
 def _of_mask(problem: AttentionProblem, size: int, least: int) -> int:

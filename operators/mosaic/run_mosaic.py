@@ -28,6 +28,9 @@ def run_mosaic(
         call.problem.platform,
         config.interpret,
         config.residual_checkpoint_name,
+        call.problem.value_columns,
         tiles=tiles_of(config),
+        fold=bool(config.fold),
+        kv_splits=config.kv_splits or 1,
     )
     return attend_call(call, kernel, call.query, call.key, call.value)

@@ -37,8 +37,10 @@ def test_agrees_or_refuses(generation: str, name: str, layout: str, dtype: str) 
         for r in rejected.reasons
         if rejected.implementation.endswith(f"_{generation}")
     }
-    refusal |= {f"{generation}.values_in_key"} if plan.problem.values_in_key else set()
-    refusal |= {f"{generation}.score_gathered"} if name == "relative_bias" else set()
+    blackwell = generation == "blackwell"
+    of_latents = "blackwell.values_in_key" if blackwell else "hopper.latent_gradient"
+    refusal |= {of_latents} if plan.problem.values_in_key else set()
+    refusal |= {"blackwell.score_gathered"} if name == "relative_bias" and blackwell else set()
     assert codes == refusal
     if refusal:
         assert plan.implementation is None

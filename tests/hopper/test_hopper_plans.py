@@ -17,10 +17,12 @@ from attnops import (
     MaskFunction,
     OperationMetadata,
     OperationRegistry,
+    Positions,
     RelativeBias,
     register_mask_function,
 )
 from attnops.compat import abstract_device
+from attnops.operators.call.key_columns import KeyColumns
 from attnops.operators.hopper.kernel.hopper_sizes import shared_bytes
 from attnops.operators.mosaic import mosaic_rules
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes
@@ -31,6 +33,7 @@ from attnops.planning.notes import has_note
 H100, A100, B200 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA B200"
 SHARED = 232448  # bytes that a block of threads may request on Hopper
 JAX = "hopper.jax"
+KERNEL = "attnops_hopper_forward"
 
 
 def _plan(
@@ -93,8 +96,6 @@ REFUSED = {
     "hopper.softmax_dtype": {"runtime_softmax_dtype": "bfloat16"},
     "hopper.head_dim": {"dims": (320, 128)},
     "hopper.padding": {"dims": (20, 20)},
-    "hopper.few_queries": {"lengths": (16, 100)},
-    "hopper.few_blocks": {"lengths": (256, 8192), "heads": (8, 4)},
     "hopper.block_q": {"config": {"block_q": 256}},
     "hopper.block_kv": {"config": {"block_kv": 512}},
     "hopper.block_q_dq": {"config": {"block_q_dq": 32}},
@@ -104,8 +105,6 @@ REFUSED = {
     "hopper.num_warps": {"config": {"num_warps": 8}},
     "hopper.num_warps_dkv": {"config": {"num_warps_dkv": 8}},
     "hopper.num_warps_dq": {"config": {"num_warps_dq": 8}},
-    "hopper.fold": {"config": {"fold": True}},
-    "hopper.kv_splits": {"config": {"kv_splits": 2}},
     "feature.return_weights": {"call": {"return_weights": True}},
     "hopper.score_gathered": {"call": {"score": "t5"}},
     "hopper.mask_function_operation": {"call": {"mask": "sine"}},
@@ -117,10 +116,11 @@ REFUSED = {
 def test_triton_runs_what_it_refuses(code: str) -> None:
     given = dict(REFUSED[code])
     call = dict(given.pop("call", {}))
-    if "score" in call:
-        call["score"] = RelativeBias(buckets=T5())
-        call["table"] = jax.ShapeDtypeStruct((32, 32), "float32")
-    if "mask" in call:
+    if "score" in call:  # by arrays of positions: no number for each distance
+        places = jax.ShapeDtypeStruct((2, 2048), "int32")
+        call = {"score": RelativeBias(buckets=T5()), "table": jax.ShapeDtypeStruct((32, 32), "float32")}
+        call |= {"mask": Positions(places, places), "query_offset": None}
+    if call.get("mask") == "sine":
         register_mask_function("hopper.sine", override=True)(lambda x, j: jnp.sin(x.astype(jnp.float32)) < j)
         call["mask"] = MaskFunction("hopper.sine")
     plan = _plan(call=call, **given)
@@ -129,10 +129,51 @@ def test_triton_runs_what_it_refuses(code: str) -> None:
 
 
 @pytest.mark.usefixtures("new_jax")
-@pytest.mark.parametrize("code", ["hopper.padding", "hopper.few_queries", "hopper.few_blocks"])
-def test_what_triton_only_does_better_can_be_declared(code: str) -> None:
-    given = dict(REFUSED[code])
+def test_what_triton_only_does_better_can_be_declared() -> None:
+    given = dict(REFUSED["hopper.padding"])
     assert _plan(**given, config={"kernel": "mosaic"}).method == "forward_hopper"
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_numbers_by_distance() -> None:
+    call = {"score": RelativeBias(buckets=T5()), "table": jax.ShapeDtypeStruct((32, 32), "float32")}
+    plan = _plan(call=call)
+    assert (plan.method, plan.rejected) == ("forward_hopper", ())
+
+
+# Two rows of a batch and 132 multiprocessors: parts of the keys fill those that the other blocks leave, of 256 keys at least.
+FEW = {
+    "decoding": ({"lengths": (1, 32768)}, (True, 64, 132 // 16)),
+    "decoding, a kv head each": ({"lengths": (1, 32768), "heads": (8, 8)}, (False, 64, 132 // 16)),
+    "40 queries of 4 heads": ({"lengths": (40, 8192)}, (True, 128, 132 // 32)),
+    "a chunk": ({"lengths": (256, 8192), "heads": (8, 4)}, (False, 128, 132 // 32)),
+    "few keys": ({"lengths": (1, 600)}, (True, 64, 2)),
+    "enough rows": ({"lengths": (2048, 8192)}, (False, 128, 1)),
+    "declared": ({"lengths": (1, 32768), "config": {"fold": False, "kv_splits": 3}}, (False, 64, 3)),
+}
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("name", FEW)
+def test_few_queries_fold_their_heads_and_divide_the_keys(name: str) -> None:
+    given, expected = FEW[name]
+    plan = _plan(**given)
+    assert (plan.method, plan.rejected) == ("forward_hopper", ())
+    assert (plan.config.fold, plan.config.block_q, plan.config.kv_splits) == expected
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(("dims", "stages"), [((64, 64), 8), ((128, 128), 6), ((192, 128), 4), ((256, 256), 2)])
+def test_few_rows_have_as_many_tiles_on_their_way_as_fit(dims: tuple[int, int], stages: int) -> None:
+    plan = _plan(dims=dims, lengths=(1, 32768))
+    sizes = tiles_of(plan.config).forward
+    assert (sizes.block_kv, sizes.stages) == (64, stages)
+    taken = [
+        sum(plan.runs.memory(plan.problem, plan.placement, plan.config.with_fields({"num_stages": n}))[KERNEL].values())
+        for n in (stages, min(stages + 1, 8))
+    ]
+    assert taken[0] <= SHARED
+    assert stages == 8 or taken[1] > SHARED
 
 
 @pytest.mark.usefixtures("new_jax")
@@ -174,8 +215,11 @@ def test_shared_memory_by_hand() -> None:
     queries and gradients; and so on."""
     counted = shared_bytes("forward", MosaicSizes(128, 128, 2), 128, 128)
     assert (counted["query"], counted["key"], counted["value"]) == (32768, 65536, 65536)
-    assert (counted["output"], counted["lse"], counted["columns"]) == (0, 1024, 1024)
-    assert shared_bytes("forward", MosaicSizes(128, 64, 2), 192, 128)["output"] == 32768
+    assert (counted["lse"], counted["columns"]) == (1024, 1024)
+    assert shared_bytes("forward", MosaicSizes(128, 64, 2), 192, 128)["query"] == 49152
+    assert shared_bytes("forward", MosaicSizes(128, 64, 2), 128, 192)["query"] == 49152
+    counted = shared_bytes("forward", MosaicSizes(64, 64, 2), 576, 512, in_key=True)
+    assert (counted["query"], counted["key"], counted["value"], counted["lse"]) == (73728, 147456, 0, 1024)
     counted = shared_bytes("dkv", MosaicSizes(64, 128, 2), 128, 64)
     assert (counted["query"], counted["d_output"]) == (32768, 16384)
     assert (counted["key"], counted["value"], counted["lse"], counted["columns"]) == (32768, 16384, 2048, 1024)
@@ -196,6 +240,62 @@ def test_columns_are_noted_where_there_are_more(dims: tuple[int, int], padded: s
     noted = [note for note in plan.notes if has_note([note], "mosaic.columns")]
     assert bool(noted) == (padded is not None or dims[1] == 20)
     assert padded is None or padded in noted[0]
+
+
+# (dims, queries) of latents whose values are a part of their keys -> rows, keys and stages of a tile
+LATENTS = {
+    (576, 512, 1): (64, 64, 2),
+    (576, 512, 2048): (64, 64, 2),
+    (320, 256, 1): (128, 64, 3),
+    (320, 256, 2048): (128, 64, 3),
+    (288, 256, 2048): (128, 64, 3),
+    (448, 384, 2048): (64, 64, 2),
+    (128, 64, 2048): (128, 128, 2),
+}
+
+
+def _latents(dim: int, columns: int, q_len: int, mode: str = "prefill", **config: Any) -> Any:
+    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(H100, 1, "gpu"))
+    metadata = OperationMetadata(
+        mesh=mesh, operation_configs={"flash_attn2": config}, tuning="off", runtime_dtype="bfloat16"
+    )
+    q, k = (jax.ShapeDtypeStruct((2, n, heads, dim), "bfloat16") for n, heads in ((q_len, 128), (4096, 1)))
+    call = {"mask": Causal(), "query_offset": 4096 - q_len, "mode": mode, "softmax_scale": 0.1}
+    return OperationRegistry.create("flash_attn2", metadata).plan(q, k, KeyColumns(columns), **call)
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("shape", LATENTS, ids=str)
+def test_latents_are_loaded_once(shape: tuple[int, int, int]) -> None:
+    plan = _latents(*shape)
+    assert (plan.method, plan.rejected) == ("forward_hopper", ())
+    assert tuple(tiles_of(plan.config).forward) == LATENTS[shape]
+    (counted,) = plan.runs.memory(plan.problem, plan.placement, plan.config).values()
+    assert counted["value"] == 0
+    assert sum(counted.values()) <= SHARED
+    assert plan.runs.passes(plan.config, True) == ()
+    for way in plan.runs.candidates(plan.problem, plan.placement)["forward"]:
+        assert sum(shared_of_latents(plan, way).values()) <= SHARED
+
+
+def shared_of_latents(plan: Any, way: dict[str, Any]) -> dict[str, int]:
+    (counted,) = plan.runs.memory(plan.problem, plan.placement, plan.config.with_fields(way)).values()
+    return counted
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(
+    ("shape", "mode", "config", "code"),
+    [
+        ((576, 512, 64), "train", {}, "hopper.latent_gradient"),
+        ((640, 512, 64), "prefill", {}, "hopper.latent_dim"),
+        ((544, 520, 64), "prefill", {}, "hopper.latent_dim"),
+        ((320, 300, 64), "prefill", {}, "hopper.latent_dim"),  # in two parts of 64 columns each time
+        ((576, 512, 64), "prefill", {"block_q": 128}, "config"),
+    ],
+)
+def test_latents_that_triton_takes(shape: tuple[int, int, int], mode: str, config: dict[str, int], code: str) -> None:
+    assert _codes(_latents(*shape, mode=mode, **config)) == {code}
 
 
 @pytest.mark.usefixtures("new_jax")

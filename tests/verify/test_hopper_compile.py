@@ -29,6 +29,8 @@ from attnops import (
     register_score_function,
 )
 from attnops.masks import Blocks
+from attnops.operators.call.key_columns import KeyColumns
+from attnops.operators.hopper.kernel.hopper_sizes import divided
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
 from attnops.verify.call import verify_call
@@ -48,6 +50,7 @@ needs_disassembler = pytest.mark.skipif(disassembler() is None, reason="pip inst
 NAME, GRADIENTS = "attnops_hopper_forward", ("attnops_hopper_dkv", "attnops_hopper_dq")
 # 384 threads share the 65536 registers of a multiprocessor, in units of 8.
 REGISTERS, THREADS = 168, 384
+FEW_REGISTERS, FEW_THREADS = 240, 256  # of one warpgroup that computes
 
 
 def _report(
@@ -119,7 +122,15 @@ def _gradients(report: TargetReport) -> tuple[GpuKernelUse, GpuKernelUse]:
     assert report.plan.method == "forward_hopper"  # type: ignore[union-attr]
     kernels = {k.name: k for k in report.passes[1].kernels or () if isinstance(k, GpuKernelUse)}
     assert set(kernels) == {NAME, *GRADIENTS}
-    assert {(kernel.registers, kernel.threads) for kernel in kernels.values()} == {(REGISTERS, THREADS)}
+    tiles = tiles_of(report.plan.config)  # type: ignore[arg-type, union-attr]
+    # A mask of small blocks has tiles of 64 keys, which one warpgroup has.
+    for which, rows in {"forward": tiles.forward.block_q, "dkv": tiles.dkv.block_kv, "dq": tiles.dq.block_q}.items():
+        alone = rows == 64 and (
+            which != "dkv" or not divided(report.plan.problem.head_dim, report.plan.problem.value_dim)
+        )
+        of_kernel = kernels[f"attnops_hopper_{which}"]
+        expected = (FEW_REGISTERS, FEW_THREADS) if alone else (REGISTERS, THREADS)
+        assert (of_kernel.registers, of_kernel.threads) == expected
     dkv, dq = (kernels[name] for name in GRADIENTS)
     return dkv, dq
 
@@ -175,7 +186,9 @@ MASKS: dict[str, Mask] = {
 def test_masks(name: str, dim: int) -> None:
     report = _report(dims=(dim, dim), mask=MASKS[name], mode="train")
     assert _kernel(report).stack_bytes == 0
-    assert [kernel.stack_bytes for kernel in _gradients(report)] == [0, 0]
+    dkv, dq = (kernel.stack_bytes for kernel in _gradients(report))
+    assert dkv <= (16 if (name, dim) == ("negated", 64) else 0)
+    assert dq == 0
 
 
 @pytest.mark.slow
@@ -200,9 +213,96 @@ def test_other_features(call: dict[str, Any]) -> None:
     dkv, dq = _gradients(report)
     assert _kernel(report).stack_bytes <= (8 if "dropout_prob" in call else 0)
     assert dkv.stack_bytes <= (
-        560 if "dropout_prob" in call else 24 if {"logits_soft_cap", "bias", "score"} & set(call) else 0
+        96 if "dropout_prob" in call else 24 if {"logits_soft_cap", "bias", "score"} & set(call) else 0
     )
     assert dq.stack_bytes == 0
+
+
+FEW = {
+    "decoding": {},
+    "sinks": {"softmax_aux": jax.ShapeDtypeStruct((8,), "float32")},
+    "lengths": {"mask": Causal() & Lengths(jax.ShapeDtypeStruct((1,), "int32"))},
+    "segments": {
+        "mask": Causal() & SegmentIds(jax.ShapeDtypeStruct((1, 5), "int32"), jax.ShapeDtypeStruct((1, 8192), "int32"))
+    },
+    "dense": {"mask": Dense(jax.ShapeDtypeStruct((1, 8, 5, 8192), "bool"))},
+    "bias": {"bias": jax.ShapeDtypeStruct((1, 8, 5, 8192), "float32")},
+    "alibi": {"score": ALiBi()},
+    "score": {"score": ScoreFunction("hopper_compile.gated")},
+    "lse": {"return_lse": True},
+    "dropout": {"dropout_prob": 0.1, "deterministic": False, "dropout_rng": jax.ShapeDtypeStruct((2,), "uint32")},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("name", FEW)
+def test_few_queries(name: str, dim: int) -> None:
+    """Query heads folded into rows, the keys in parts, whose outputs are float32."""
+    report = _report(dims=(dim, dim), lengths=(5, 8192), heads=(8, 2), **{"query_offset": 8187} | FEW[name])
+    assert report.passed, [one.failure for one in report.passes]
+    config: Any = report.plan.config  # type: ignore[union-attr]
+    assert (config.fold, config.kv_splits) == (True, 32)
+    (kernel,) = (k for k in report.passes[0].kernels or () if isinstance(k, GpuKernelUse))
+    assert (kernel.name, kernel.registers, kernel.threads) == (NAME, FEW_REGISTERS, FEW_THREADS)
+    assert kernel.stack_bytes <= (48 if (name, dim) == ("dropout", 256) else 0)
+
+
+QUANTISED = {(64, 64): 640, (128, 128): 640, (192, 128): 640, (256, 256): 384}  # dims -> threads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(1024, 1024), (1, 8192)], ids=str)
+@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dims", QUANTISED, ids=str)
+def test_quantised_keys(dims: tuple[int, int], stored: str, lengths: tuple[int, int]) -> None:
+    """One warpgroup converts keys and one values; of more than 128 columns one does both, beside one that computes."""
+    key, value = (jax.ShapeDtypeStruct((1, lengths[1], 2, dim), stored) for dim in dims)
+    scale = jax.ShapeDtypeStruct((1, lengths[1], 2, 1), "float32")
+    call = {"key": key, "value": value, "key_scale": scale, "value_scale": scale}
+    report = _report(dims=dims, lengths=lengths, query_offset=lengths[1] - lengths[0], **call)
+    assert report.passed, [one.failure for one in report.passes]
+    assert report.plan.method == "forward_hopper"  # type: ignore[union-attr]
+    (kernel,) = (k for k in report.passes[0].kernels or () if isinstance(k, GpuKernelUse))
+    threads = QUANTISED[dims] if lengths[0] > 64 or dims[1] > 128 else 512
+    registers = {640: 96, 512: 128, 384: 168}[threads]
+    assert (kernel.name, kernel.registers, kernel.threads) == (NAME, registers, threads)
+    assert kernel.stack_bytes <= (48 if dims == (256, 256) else 0)
+    padded = sum(-(-dim // 32) * 32 for dim in dims)
+    for one in kernel.loops or ():
+        assert one.loop.tensor_flops == 2 * 64 * 64 * padded / 4
+
+
+# (dims, queries, heads) of latents -> (registers, threads, bytes that a thread spills at most)
+LATENTS = {
+    (576, 512, 1, 16): (168, 384, 0),
+    (576, 512, 1024, 16): (168, 384, 56),
+    (320, 256, 1, 64): (240, 256, 0),
+    (320, 256, 1024, 16): (168, 384, 0),
+    (288, 256, 1024, 16): (168, 384, 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LATENTS, ids=str)
+def test_latents(case: tuple[int, int, int, int]) -> None:
+    """Each tile is loaded once; of 512 columns two warpgroups have a half each, and compute the logits both."""
+    dim, value_dim, q_len, heads = case
+    mesh = target_of("h100").mesh({"fsdp": 1})
+    metadata = OperationMetadata(mesh=mesh, fallback="error", tuning="off", runtime_dtype="bfloat16")
+    q, k = (jax.ShapeDtypeStruct((1, n, h, dim), "bfloat16") for n, h in ((q_len, heads), (8192, 1)))
+    arguments = {"query": q, "key": k, "value": KeyColumns(value_dim), "mask": Causal(), "mode": "prefill"}
+    arguments |= {"query_offset": 8192 - q_len, "softmax_scale": 0.1}
+    report = verify_call(OperationRegistry.create("flash_attn2", metadata), arguments, "h100")
+    assert report.passed, [one.failure for one in report.passes]
+    assert report.plan.method == "forward_hopper"  # type: ignore[union-attr]
+    (kernel,) = (k for k in report.passes[0].kernels or () if isinstance(k, GpuKernelUse))
+    registers, threads, spilled = LATENTS[case]
+    assert (kernel.name, kernel.registers, kernel.threads) == (NAME, registers, threads)
+    assert kernel.stack_bytes <= spilled
+    columns, warps = min(256, value_dim), 4
+    for one in kernel.loops or ():
+        assert one.loop.tensor_flops == 2 * 64 * 64 * (dim + columns) / warps
 
 
 @pytest.mark.slow

@@ -193,6 +193,11 @@ class Tile(TileMask):
         """The batch row and the query heads in the whole problem."""
         return self.global_row_and_head(self.batch, self.query_heads())
 
+    def diagonal(self, name: str, rows: int) -> jax.Array:
+        """Numbers of a Diagonal's array, for so many rows of the whole problem."""
+        of_tile, keys = self.global_places()
+        return self.gathered(name, keys - of_tile + (rows - 1))
+
     def gathered(self, name: str, *last: Any) -> jax.Array:
         """Numbers of an array, by their places in its last axes; those beyond an end read what is there."""
         ref = self.refs[name]

@@ -30,6 +30,8 @@ from .tile import BY_COLUMN, BY_ROW, HopperTile
 
 __all__ = ["HopperKeyGradients", "HopperQueryGradient"]
 
+_SUMS_BESIDE_DROPOUT = 128  # columns
+
 _ROWS = {"query": "lse", "d_output": "delta"}  # what is loaded by rows, and the numbers of the rows that come with it
 
 
@@ -53,6 +55,8 @@ class HopperQueryGradient(HopperBlock):
         shift, delta = (plgpu.load(some, layout=BY_ROW, optimized=False) for some in numbers)  # type: ignore[call-arg]
         plgpu.barrier_wait(ready)
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
+        # Dropout's random numbers take the registers that the gradients of weights would, beside so many sums.
+        both = "dropout" not in refs or self.dims[0] <= _SUMS_BESIDE_DROPOUT
 
         def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
             count, sums = carry
@@ -60,15 +64,18 @@ class HopperQueryGradient(HopperBlock):
             keys, values = refs["key_tiles"].at[slot], refs["value_tiles"].at[slot]
             for name in ("key", "value"):
                 plgpu.barrier_wait(refs[f"{name}_full"].at[slot])
-            raw, d_weights = products.logits((query, keys), (d_output, values))
-            plgpu.barrier_arrive(refs["value_free"].at[slot])
+            raw, *d_weights = products.logits((query, keys), *[(d_output, values)][:both])
+            if both:
+                plgpu.barrier_arrive(refs["value_free"].at[slot])
             tile = HopperTile(self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv, sizes, columns)
             x, factor, pull = weigh(tile, raw, masked)
             shifts = along_rows(shift, x.shape)
             x = without_padded_rows(self.logits.static_args.score, x, shifts)
-            weights = jnp.exp2(x * factor - shifts)
-            d_weights = tile.dropped(d_weights, tile.keep())
-            d_x = pull(weights) * (d_weights - along_rows(delta, x.shape))
+            weights, keep = jnp.exp2(x * factor - shifts), tile.keep()
+            if not both:
+                d_weights = list(products.logits((d_output, values)))
+                plgpu.barrier_arrive(refs["value_free"].at[slot])
+            d_x = pull(weights) * (tile.dropped(d_weights[0], keep) - along_rows(delta, x.shape))
             (sums,) = products.add_values((sums, d_x.astype(query.dtype), keys))
             plgpu.barrier_arrive(refs["key_free"].at[slot])
             return count + 1, sums
@@ -163,7 +170,9 @@ class HopperKeyGradients(HopperBlock):
                 queries, d_outputs = (refs[f"{name}_tiles"].at[slot] for name in _ROWS)
                 plgpu.barrier_wait(refs["rows_full"].at[slot])
                 factors = [(held["key"], queries), (held["value"], d_outputs)]
-                raw, *d_weights = products.logits(*factors[: 2 if "key" in names else 1])
+                # Dropout's random numbers take the registers that the gradients of weights would.
+                both = "key" in names and "dropout" not in refs
+                raw, *d_weights = products.logits(*factors[: 2 if both else 1])
                 tile = HopperTile(
                     self.logits, refs, (batch, head), q_block * sizes.block_q, first_key, sizes, columns, by_keys=True
                 )
@@ -171,6 +180,8 @@ class HopperKeyGradients(HopperBlock):
                 shifts = along_columns(products.numbers(refs["lse_tiles"].at[slot], BY_COLUMN), x.shape)
                 x = without_padded_rows(self.logits.static_args.score, x, shifts)
                 weights, keep = jnp.exp2(x * factor - shifts), tile.keep()
+                if "key" in names and not both:
+                    d_weights = list(products.logits(factors[1]))
                 terms = {"value": (tile.dropped(weights, keep), d_outputs)}
                 if d_weights:
                     delta = products.numbers(refs["delta_tiles"].at[slot], BY_COLUMN)

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...mosaic.kernel.block import WARPGROUPS, MosaicBlock
-from .hopper_sizes import ROWS
+from .hopper_sizes import ROWS, conversions
 from .tile import BY_COLUMN, BY_ROW, TILE
 
 __all__ = ["HopperBlock", "filled", "zeros"]
@@ -22,6 +22,8 @@ __all__ = ["HopperBlock", "filled", "zeros"]
 # warpgroups begins with an equal share of the multiprocessor's registers in units of 8, and what some give up is all that others
 # can take: they wait forever for more.
 _REGISTERS = {1: (40, 240), 2: (24, 240)}
+# The same, and of those that convert, by the number of those that compute and of those.
+_CONVERTING = {(1, 1): (24, 240, 72), (1, 2): (24, 240, 72), (2, 1): (24, 208, 72), (2, 2): (24, 168, 56)}
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ class HopperBlock(MosaicBlock):
 
     def __call__(self, refs: dict[str, Any]) -> None:
         warpgroup = lax.axis_index(WARPGROUPS)
-        loads, computes = _REGISTERS[self.consumers]
+        loads, computes, *converts = (
+            _CONVERTING[self.consumers, len(self.conversions)] if self.stored else _REGISTERS[self.consumers]
+        )
 
         def compute(which: Any) -> None:
             plgpu.set_max_registers(computes, action="increase")
@@ -50,10 +54,22 @@ class HopperBlock(MosaicBlock):
             plgpu.set_max_registers(loads, action="decrease")
             self.load(refs, self.place())
 
+        def convert(names: tuple[str, ...]) -> None:
+            plgpu.set_max_registers(*converts, action="decrease")
+            self.convert(refs, self.place(), names)
+
+        for number, names in enumerate(self.conversions):
+            pl.when(warpgroup == self.consumers + 1 + number)(functools.partial(convert, names))
+
     @property
     def warpgroups(self) -> int:
-        """Those that compute, and one that loads."""
-        return self.consumers + 1
+        """Those that compute, one that loads, and those that convert."""
+        return self.consumers + 1 + len(self.conversions)
+
+    @property
+    def conversions(self) -> tuple[tuple[str, ...], ...]:
+        """See `conversions`."""
+        return conversions(tuple(name for name, _ in self.stored), self.dims[1])
 
     @property
     def consumers(self) -> int:
@@ -62,6 +78,10 @@ class HopperBlock(MosaicBlock):
 
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """What the warpgroup does that loads."""
+        raise NotImplementedError
+
+    def convert(self, refs: dict[str, Any], place: tuple[Any, Any, Any], names: tuple[str, ...]) -> None:
+        """What a warpgroup does that converts: of keys and values those named."""
         raise NotImplementedError
 
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], warpgroup: Any) -> None:

@@ -6,6 +6,7 @@ work is that of another, so the softmax of one runs beside the products of the o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,29 +19,99 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...flash.kernel.weigh import weigh
 from ...kernels.lse import LN2, LOG2E
 from ...mosaic.kernel.block import along_rows
+from ...mosaic.kernel.mosaic_sizes import swizzled_columns
 from .block import HopperBlock, filled, zeros
-from .hopper_sizes import ROWS
+from .hopper_sizes import ROWS, column_parts
 from .tensor_cores import tensor_cores
-from .tile import HopperTile
+from .tile import BY_ROW, TILE, HopperTile
 
 __all__ = ["HopperForward"]
 
 
 @dataclass(frozen=True)
 class HopperForward(HopperBlock):
-    """`block_q` rows of a query head."""
+    """`block_q` rows of a query head, or of the query heads of a kv head, against one part of the keys or all.
+
+    Where a warpgroup can't hold the sums of a row's output, several have 64 rows together: each computes the logits, and has a
+    part of the output's columns.
+    """
+
+    def __call__(self, refs: dict[str, Any]) -> None:
+        if "rows" in refs:  # the output's place is that of the query
+            refs = {**refs, **dict(zip(("query_tile", "output_tile"), refs["rows"], strict=True))}
+        super().__call__(refs)
+
+    @property
+    def column_parts(self) -> int:
+        """Warpgroups that have the same rows."""
+        return column_parts(self.dims[1])
+
+    @property
+    def consumers(self) -> int:
+        """See HopperBlock."""
+        return super().consumers * self.column_parts
 
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """See HopperBlock."""
         self.load_keys(refs, place)
 
+    def convert(self, refs: dict[str, Any], place: tuple[Any, Any, Any], names: tuple[str, ...]) -> None:
+        """Every tile of 8-bit numbers to the query's dtype, exactly; values times their scales, rounded once.
+
+        wgmma takes both factors in one dtype, and keys and values from shared memory.
+        """
+        batch, head, block = place
+        stages = self.sizes.stages
+        scales = {"value": refs["value_scale"].at[batch, self.kv_head(head)]} if "value_scale" in refs else {}
+
+        def visit(tile: Any, count: Any, masked: bool) -> Any:
+            del masked
+            slot = lax.rem(count, stages)
+            for name in names:
+
+                @pl.when(count >= stages)
+                def _wait(name: str = name) -> None:
+                    plgpu.barrier_wait(refs[f"{name}_free"].at[slot])
+
+                plgpu.barrier_wait(refs[f"{name}_raw_full"].at[slot])
+                raw, converted = (refs[f"{of}_tiles"].at[slot] for of in (f"{name}_raw", name))
+                self._convert_tile(raw, converted, scales.get(name), tile * self.sizes.block_kv)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(refs[f"{name}_raw_free"].at[slot])
+                plgpu.barrier_arrive(refs[f"{name}_full"].at[slot])
+            return count + 1
+
+        self.drain(refs, self.fold_tiles(refs, (batch, head, block), visit, jnp.int32(0)), names)
+
+    def _convert_tile(self, raw: Any, converted: Any, scales: Any, first_key: Any) -> None:
+        """From and to places of [keys, columns]. scales: of a head's keys, or None."""
+        keys, columns = converted.shape
+        step = swizzled_columns(columns)
+        for row in range(0, keys, ROWS):
+            scale = None
+            if scales is not None:
+                of_rows = scales.at[pl.ds(first_key + row, ROWS)]
+                scale = along_rows(plgpu.load(of_rows, layout=BY_ROW, optimized=False), (ROWS, step))  # type: ignore[call-arg] # of jax 0.10
+            for column in range(0, columns, step):
+                at = pl.ds(row, ROWS), pl.ds(column, step)
+                x = plgpu.load(raw.at[at], layout=TILE, optimized=False)  # type: ignore[call-arg] # of jax 0.10
+                if jnp.issubdtype(x.dtype, jnp.floating):  # the one conversion of fp8 that Hopper has
+                    x = x.astype(jnp.float16).astype(jnp.float32)
+                if scale is not None:
+                    x = x.astype(jnp.float32) * scale
+                converted.at[at][...] = x.astype(converted.dtype)
+
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], warpgroup: Any) -> None:
         """See HopperBlock."""
         batch, head, q_block = place
-        first_row = q_block * self.sizes.block_q + warpgroup * ROWS
-        query, ready = refs["query_tile"].at[warpgroup], refs["query_full"].at[warpgroup]
-        plgpu.copy_gmem_to_smem(self.rows(refs["query"], batch, head, first_row, ROWS), query, ready)
+        group, part = (warpgroup, 0) if self.column_parts == 1 else (0, warpgroup)
+        first_row = q_block * self.sizes.block_q + group * ROWS
+        query, ready = refs["query_tile"].at[group], refs["query_full"].at[group]
+        self.of_part(
+            part, lambda: plgpu.copy_gmem_to_smem(self.rows(refs["query"], batch, head, first_row, ROWS), query, ready)
+        )
         plgpu.barrier_wait(ready)
+        width, last = self.dims[1] // self.column_parts, self.streams[-1]
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
 
         def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
@@ -48,8 +119,12 @@ class HopperForward(HopperBlock):
             slot = lax.rem(count, sizes.stages)
             plgpu.barrier_wait(refs["key_full"].at[slot])
             (raw,) = products.logits((query, refs["key_tiles"].at[slot]))
-            plgpu.barrier_arrive(refs["key_free"].at[slot])
-            tile = HopperTile(self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv, sizes, columns)
+            if not self.in_key:
+                plgpu.barrier_arrive(refs["key_free"].at[slot])
+            tile = HopperTile(
+                self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv, sizes, columns,
+                period=self.period, group=self.group,
+            )  # fmt: skip
             x, factor, _ = weigh(tile, raw, masked)
             new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
             # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
@@ -60,45 +135,78 @@ class HopperForward(HopperBlock):
             total = total * shrink + weights.sum(axis=1)
             weights = tile.dropped(weights, tile.keep())
             sums = sums * along_rows(shrink, sums.shape)
-            plgpu.barrier_wait(refs["value_full"].at[slot])
-            (sums,) = products.add_values((sums, weights.astype(query.dtype), refs["value_tiles"].at[slot]))
-            plgpu.barrier_arrive(refs["value_free"].at[slot])
+            if not self.in_key:
+                plgpu.barrier_wait(refs["value_full"].at[slot])
+            values = refs[f"{last}_tiles"].at[slot]
+            if values.shape[1] != width:
+                values = values.at[:, pl.ds(part * width, width)]
+            (sums,) = products.add_values((sums, weights.astype(query.dtype), values))
+            plgpu.barrier_arrive(refs[f"{last}_free"].at[slot])
             return count + 1, sums, new_peak, total
 
-        carry = (jnp.int32(0), *self._start(refs, head))
-        _, sums, peak, total = self.table.fold_tiles(refs["schedule"], batch, head, q_block, 0, 1, visit, carry)
+        carry = (jnp.int32(0), *self._start(refs, head, first_row))
+        _, sums, peak, total = self.fold_tiles(refs, (batch, head, q_block), visit, carry)
         visible = total > 0
         safe = jnp.where(visible, total, 1.0)
         lse = jnp.where(visible, (peak + jnp.log(safe) * LOG2E) * LN2, -jnp.inf)
-        # The query isn't read any more.
-        output = refs["output_tile"].at[warpgroup] if "output_tile" in refs else query
-        output[...] = (sums * along_rows(1.0 / safe, sums.shape)).astype(query.dtype)
+        sums, rows = sums * along_rows(1.0 / safe, sums.shape), pl.ds(first_row, ROWS)
+        columns_of_part = pl.ds(part * width, width)
+        if self.splits > 1:  # float32, which shared memory has no place for
+            batch = self.split() * (refs["lse"].shape[0] // self.splits) + batch
+            target = refs["output"].at[batch, head, rows, columns_of_part]
+            plgpu.store(target, sums, optimized=False)  # type: ignore[attr-defined] # of jax 0.10
+            output = None
+        else:  # the query isn't read any more
+            output = query
+            if "output_tile" in refs:  # where another warpgroup may still read its
+                plgpu.barrier_arrive(refs["query_free"])
+                plgpu.barrier_wait(refs["query_free"])
+                output = refs["output_tile"].at[warpgroup]
+            output[...] = sums.astype(query.dtype)
         refs["lse_rows"].at[warpgroup][...] = lse
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(output, self.rows(refs["output"], batch, head, first_row, ROWS))
-        plgpu.copy_smem_to_gmem(refs["lse_rows"].at[warpgroup], refs["lse"].at[batch, head, pl.ds(first_row, ROWS)])
+        if output is not None:
+            target = self.rows(refs["output"], batch, head, first_row, ROWS)
+            plgpu.copy_smem_to_gmem(output, target.at[:, columns_of_part])
+        written = refs["lse"].at[batch, head, rows]
+        self.of_part(part, lambda: plgpu.copy_smem_to_gmem(refs["lse_rows"].at[warpgroup], written))
         plgpu.wait_smem_to_gmem(0)
+
+    def of_part(self, part: Any, act: Callable[[], None]) -> None:
+        """What only the first of the warpgroups with the same rows does."""
+        act() if self.column_parts == 1 else pl.when(part == 0)(act)
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See HopperBlock."""
         sizes, (dim, value_dim) = self.sizes, self.dims
-        made = {
-            "query_tile": self.tiles(dtype, self.consumers, ROWS, dim),
-            "key_tiles": self.tiles(dtype, sizes.stages, sizes.block_kv, dim),
-            "value_tiles": self.tiles(dtype, sizes.stages, sizes.block_kv, value_dim),
+        groups, stored = self.consumers // self.column_parts, dict(self.stored)
+        query = self.tiles(dtype, groups, ROWS, dim)
+        made: dict[str, Any] = {"query_tile": query}
+        if value_dim != dim and self.splits == 1:
+            output = self.tiles(dtype, self.consumers, ROWS, value_dim // self.column_parts)
+            made = {"rows": plgpu.RefUnion(query, output), "query_free": plgpu.Barrier(num_arrivals=self.consumers)}
+        for name, columns in zip(self.streams, self.dims, strict=False):
+            made[f"{name}_tiles"] = self.tiles(dtype, sizes.stages, sizes.block_kv, columns)
+            if name in stored:
+                made[f"{name}_raw_tiles"] = self.tiles(stored[name], sizes.stages, sizes.block_kv, columns)
+        return made | {
             "columns": plgpu.SMEM((self.consumers, sizes.block_kv), jnp.int32),
             "lse_rows": plgpu.SMEM((self.consumers, ROWS), jnp.float32),
-            "query_full": plgpu.Barrier(num_barriers=self.consumers),
-            **self.barriers({"key": 1, "value": 1}, self.consumers),
+            "query_full": plgpu.Barrier(num_barriers=groups),
+            **self.barriers(dict.fromkeys(self.streams, 1), self.consumers),
+            **self.barriers({f"{name}_raw": 1 for name, _ in self.stored}, 1),
         }
-        if value_dim != dim:
-            made["output_tile"] = self.tiles(dtype, self.consumers, ROWS, value_dim)
-        return made
 
-    def _start(self, refs: dict[str, Any], head: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _start(self, refs: dict[str, Any], head: Any, first_row: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(weighted sums, peak, total) of rows that have seen no key: a sink is a key without a value."""
-        sums = zeros(self.dims[1])
+        sums = zeros(self.dims[1] // self.column_parts)
         if "sinks" not in refs:
             return sums, filled(-jnp.inf), filled(0.0)
-        sink = refs["sinks"][head] * LOG2E
-        return sums, filled(sink), filled(jnp.where(sink == -jnp.inf, 0.0, 1.0))
+        if self.period is None:
+            sinks = filled(refs["sinks"][head])
+        else:
+            sinks = plgpu.load(refs["sinks"].at[head, pl.ds(first_row, ROWS)], layout=BY_ROW, optimized=False)  # type: ignore[call-arg] # of jax 0.10
+        sinks = sinks * LOG2E
+        if self.splits > 1:  # seen once
+            sinks = sinks + jnp.where(self.split() == 0, 0.0, -jnp.inf)
+        return sums, sinks, jnp.where(sinks == -jnp.inf, 0.0, 1.0)

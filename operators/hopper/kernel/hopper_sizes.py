@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...mosaic.kernel.mosaic_sizes import BARRIER, FLOAT, MosaicSizes, padded_dim, placed
+from ...mosaic.kernel.mosaic_sizes import BARRIER, FLOAT, MOST_COLUMNS, MosaicSizes, padded_dim, placed
 
-__all__ = ["KEYS", "ROWS", "divided", "key_warpgroups", "shared_bytes"]
+__all__ = ["KEYS", "ROWS", "column_parts", "conversions", "divided", "key_warpgroups", "shared_bytes"]
 
 ROWS = 64  # of a warpgroup: those of a wgmma
 KEYS = (
@@ -13,7 +13,21 @@ KEYS = (
     256,
 )  # of a tile: a product with values goes through 64 keys at once, one for logits has at most 256 columns
 _REDUCTIONS = 2048  # what Mosaic takes for the sum and the maximum of a row
+_CONVERTED_APART = 128
 _MOST_SUMS = 256  # columns of gradients that a warpgroup can hold beside its tiles
+
+
+def column_parts(columns: int) -> int:
+    """Warpgroups among which the columns of an output are divided."""
+    return -(-columns // MOST_COLUMNS)
+
+
+def conversions(names: tuple[str, ...], columns: int) -> tuple[tuple[str, ...], ...]:
+    """What each warpgroup converts, of keys and values with 8 bits a number, for an output of so many columns.
+
+    A product with more columns takes more registers than threads of a fourth warpgroup would leave.
+    """
+    return tuple((name,) for name in names) if columns <= _CONVERTED_APART else (names,) if names else ()
 
 
 def divided(dim: int, value_dim: int) -> bool:
@@ -26,24 +40,39 @@ def key_warpgroups(sizes: MosaicSizes, dim: int, value_dim: int) -> int:
     return 2 if divided(dim, value_dim) else sizes.block_kv // ROWS
 
 
-def shared_bytes(which: str, sizes: MosaicSizes, dim: int, value_dim: int) -> dict[str, int]:
+def shared_bytes(
+    which: str,
+    sizes: MosaicSizes,
+    dim: int,
+    value_dim: int,
+    *,
+    in_key: bool = False,
+    stored: tuple[str, ...] = (),
+) -> dict[str, int]:
     """Bytes of shared memory of a block of threads, by what they hold. which: 'forward', 'dkv' or 'dq'. Numbers have 16 bits; an
-    output takes the place of an input of as many columns."""
+    output takes the place of the query. in_key: values are the first columns of their keys. stored: which of 'key' and 'value'
+    come with 8 bits a number, and are converted."""
     dim, value_dim = padded_dim(dim), padded_dim(value_dim)
     held = {"query": 2 * sizes.block_q * dim, "key": 2 * sizes.block_kv * dim, "value": 2 * sizes.block_kv * value_dim}
     if which != "forward":
         held["d_output"] = 2 * sizes.block_q * value_dim
     for name in ("query", "d_output") if which == "dkv" else ("key", "value"):
         held[name] *= sizes.stages
-    groups = key_warpgroups(sizes, dim, value_dim) if which == "dkv" else sizes.block_q // ROWS
+    row_groups = sizes.block_q // ROWS
+    groups = key_warpgroups(sizes, dim, value_dim) if which == "dkv" else row_groups
+    if which == "forward":
+        held["query"] = max(held["query"], 2 * sizes.block_q * value_dim)
+        held["value"] = 0 if in_key else held["value"]
+        groups *= column_parts(value_dim)
     held["columns"] = placed(FLOAT * groups * (sizes.block_q if which == "dkv" else sizes.block_kv))
     if which == "dkv":
         held["lse"] = 2 * placed(FLOAT * sizes.stages * sizes.block_q)
         barriers = sizes.block_kv // ROWS + 2 * sizes.stages + divided(dim, value_dim)
     else:
-        held["lse"] = placed(FLOAT * sizes.block_q) if which == "forward" else 0
-        barriers = groups + 4 * sizes.stages
+        held["lse"] = placed(FLOAT * ROWS * groups) if which == "forward" else 0
+        barriers = row_groups + (2 if in_key else 4) * sizes.stages + (which == "forward" and dim != value_dim)
     if which == "forward":
-        held["output"] = 2 * sizes.block_q * value_dim if value_dim != dim else 0
+        held |= {f"{name}_raw": held[name] // 2 for name in stored}
+        barriers += 2 * len(stored) * sizes.stages
         held["reductions"] = _REDUCTIONS
     return held | {"barriers": BARRIER * barriers}

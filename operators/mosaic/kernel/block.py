@@ -28,8 +28,13 @@ Copies = list[tuple[Any, str]]  # (what is loaded, the name of the tiles that it
 
 @dataclass(frozen=True)
 class MosaicBlock:
-    """One block of threads. Blocks are numbered (batch, block of rows or of keys, head), the head fastest. heads: of that grid;
-    group: query heads of a kv head; blocks: how many of rows, or of keys."""
+    """One block of threads. Blocks are numbered (batch, part of the keys, block of rows or of keys, head), the head fastest.
+
+    heads: of that grid; group: query heads of a kv head; blocks: how many of rows, or of keys. splits: parts of the keys.
+    period: rows have the queries of a kv head's heads, each with that many (see FoldedRows); the grid's heads are then kv heads.
+    in_key: values are the first columns of their keys, whose tiles are loaded once. stored: 'key', 'value' and their dtypes,
+    where these have one byte a number: such tiles are loaded as `<name>_raw`.
+    """
 
     sizes: MosaicSizes
     logits: TileLogits
@@ -40,6 +45,10 @@ class MosaicBlock:
     blocks: int
     dims: tuple[int, int]  # of keys and of values, padded
     interpret: bool
+    splits: int = 1
+    period: int | None = None
+    in_key: bool = False
+    stored: tuple[tuple[str, str], ...] = ()
     # Under a causal mask the last rows have the most keys, and the first keys the most rows: these blocks start first.
     last_first: ClassVar[bool] = True
 
@@ -60,8 +69,25 @@ class MosaicBlock:
         """(batch row, head, block of rows or keys)."""
         block = lax.axis_index(BLOCKS)
         head, rest = lax.rem(block, self.heads), lax.div(block, self.heads)
-        number = lax.rem(rest, self.blocks)
-        return lax.div(rest, self.blocks), head, self.blocks - 1 - number if self.last_first else number
+        number, batch = lax.rem(rest, self.blocks), lax.div(rest, self.blocks)
+        batch = batch if self.splits == 1 else lax.div(batch, self.splits)
+        return batch, head, self.blocks - 1 - number if self.last_first else number
+
+    def split(self) -> Any:
+        """Which part of the keys."""
+        return (
+            0 if self.splits == 1 else lax.rem(lax.div(lax.axis_index(BLOCKS), self.heads * self.blocks), self.splits)
+        )
+
+    def kv_head(self, head: Any) -> Any:
+        """Of one of the grid's heads."""
+        return head if self.period is not None else lax.div(head, self.group)
+
+    def fold_tiles(self, refs: dict[str, Any], row: tuple[Any, Any, Any], visit: Any, carry: Any) -> Any:
+        """visit(tile, carry, masked) for the tiles of a (batch row, head, block) that this block of threads goes through."""
+        batch, head, block = row
+        block = block if self.period is None else 0  # to the mask all rows are one block, whatever their head
+        return self.table.fold_tiles(refs["schedule"], batch, head, block, self.split(), self.splits, visit, carry)
 
     # -- who loads ---------------------------------------------------------------------------------------------------
 
@@ -70,13 +96,18 @@ class MosaicBlock:
         batch, head, block = place
 
         def copies(tile: Any) -> dict[str, Copies]:
-            first, kv_head = tile * self.sizes.block_kv, lax.div(head, self.group)
-            rows = {
-                name: self.rows(refs[name], batch, kv_head, first, self.sizes.block_kv) for name in ("key", "value")
-            }
-            return {name: [(some, f"{name}_tiles")] for name, some in rows.items()}
+            first, kv_head = tile * self.sizes.block_kv, self.kv_head(head)
+            rows = {name: self.rows(refs[name], batch, kv_head, first, self.sizes.block_kv) for name in self.streams}
+            return {loaded[name]: [(some, f"{loaded[name]}_tiles")] for name, some in rows.items()}
 
-        self.drain(refs, self.fill(refs, (batch, head, block), copies, jnp.int32(0)), ("key", "value"))
+        loaded = {name: f"{name}_raw" if name in dict(self.stored) else name for name in self.streams}
+        count = self.fill(refs, (batch, head, block), copies, jnp.int32(0))
+        self.drain(refs, count, tuple(loaded.values()))
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """What is loaded for a tile of keys; the last has the values."""
+        return ("key",) if self.in_key else ("key", "value")
 
     def fill(
         self, refs: dict[str, Any], row: tuple[Any, Any, Any], copies: Callable[[Any], dict[str, Copies]], count: Any
@@ -98,7 +129,7 @@ class MosaicBlock:
                     plgpu.copy_gmem_to_smem(source, refs[target].at[slot], refs[f"{name}_full"].at[slot])
             return count + 1
 
-        return self.table.fold_tiles(refs["schedule"], *row, 0, 1, load, count)
+        return self.fold_tiles(refs, row, load, count)
 
     def drain(self, refs: dict[str, Any], count: Any, names: tuple[str, ...]) -> None:
         """A block ends only when its places have been read."""
@@ -117,9 +148,9 @@ class MosaicBlock:
     # -- places and barriers -----------------------------------------------------------------------------------------
 
     def tiles(self, dtype: Any, *shape: int) -> Any:
-        """Places for tiles of 16-bit numbers."""
+        """Places for tiles of numbers of 16 bits, or of 8."""
         step = swizzled_columns(shape[-1])
-        swizzled = plgpu.TilingTransform((8, step)), plgpu.SwizzleTransform(2 * step)
+        swizzled = plgpu.TilingTransform((8, step)), plgpu.SwizzleTransform(jnp.dtype(dtype).itemsize * step)
         return plgpu.SMEM(shape, dtype, transforms=swizzled)
 
     def barriers(self, copies: dict[str, int], readers: int, **free: Any) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def launch(
     run = plgpu.kernel(
         body,
         out_type=tuple(varying_as(arrays[0], *shape_and_dtype) for shape_and_dtype in outputs.values()),
-        grid=(inputs["query"].shape[0] * kernel.heads * kernel.blocks,),
+        grid=(inputs["query"].shape[0] * kernel.heads * kernel.blocks * kernel.splits,),
         grid_names=(BLOCKS,),
         num_threads=kernel.warpgroups,
         thread_name=WARPGROUPS,

@@ -8,42 +8,84 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from ....scores.steps import Diagonal
 from ...flash.kernel.partial_gpu import PartialGpu
 from ...flash.kernel.tile_schedule import tile_schedule
 from ...kernels.block_words import block_words
+from ...kernels.folded_rows import FoldedRows
 from ...kernels.local_mask import Dropout, LocalMask
-from ...kernels.operands import DynamicArgs, Operands, StaticArgs, join_static
+from ...kernels.lse import merge_stacked
+from ...kernels.operands import DynamicArgs, Operands, Results, StaticArgs, join_static
 from ...kernels.seen_keys import seen_keys, zero_where_hidden
 from ...kernels.tile_mask import TileLogits, traced_numbers
 from .block import MosaicBlock
 from .launch import launch
-from .mosaic_sizes import MosaicSizes, MosaicTiles, padded_dim
+from .mosaic_sizes import MosaicSizes, MosaicTiles, latent_columns, padded_dim
 
 __all__ = ["PartialMosaic"]
 
 _GROUP = 8  # rows that are swizzled together
+_BY_PAIR = ("batch", "heads", "q", "kv")
 
 
 @dataclass(frozen=True)
 class PartialMosaic(PartialGpu):
-    """A generation's kernels as a PartialAttention, for bfloat16 and float16."""
+    """A generation's kernels as a PartialAttention, for bfloat16 and float16.
+
+    fold: the query heads of a kv head are rows of the same tiles of the forward pass. kv_splits: parts of the keys that it works
+    on separately, merged by their lse.
+    """
 
     tiles: MosaicTiles = field(kw_only=True)
+    fold: bool = field(default=False, kw_only=True)
+    kv_splits: int = field(default=1, kw_only=True)
     generation: ClassVar[str]  # as in the names of its kernels
+    lines: ClassVar[int] = 64  # rows, or keys, of a warpgroup's tile
     title: ClassVar[str]
     kernels: ClassVar[Mapping[str, type[MosaicBlock]]]  # by pass
 
     def attend(self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs) -> tuple[jax.Array, jax.Array]:
         """See PartialAttention."""
-        run = _Pass(self, static_args, operands, dynamic, "forward")
-        query, value, time = operands.query, operands.value, self.layout.index("t")
+        folded = FoldedRows.of(self.layout, operands) if self.fold else None
+        run = _Pass(self, static_args, operands, dynamic, "forward", folded)
+        columns = self.value_columns or operands.value.shape[3]
         more = {} if operands.sinks is None else {"sinks": operands.sinks}
+        if folded is not None:
+            short = (0, 0), (0, run.of_rows[2] - folded.rows)
+            more = {name: jnp.pad(folded.sinks(x), short) for name, x in more.items()}
+        output, lse = (self._whole if self.kv_splits == 1 else self._merged)(run, more, operands.query.dtype)
+        output, lse = lax.slice(output, (0,) * 4, (*run.query_shape[:3], columns)), lse[:, :, : run.rows]
+        return (output, lse) if folded is None else (folded.output(output), folded.numbers(lse))
+
+    def differentiate(
+        self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results
+    ) -> Operands:
+        """See PartialAttention. Where values are a part of their keys, XLA sums the gradients, a block at a time."""
+        if self.value_columns is None:
+            return super().differentiate(static_args, operands, dynamic, results)
+        made = self.in_xla(static_args, operands, dynamic, results)
+        if self.layout == "bthd":
+            made = made._replace(query=made.query.swapaxes(1, 2), key=made.key.swapaxes(1, 2))
+        return made
+
+    def _whole(self, run: _Pass, more: dict[str, jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """(output in the layout, lse), both with padding."""
         shape = (*run.inputs["query"].shape[:3], run.dims[1])
-        outputs = run.launch(more, {"output": (shape, query.dtype), "lse": (run.of_rows, jnp.float32)})
-        output = lax.slice(outputs["output"], (0,) * 4, (*query.shape[:3], value.shape[3]))
-        return output, outputs["lse"][:, :, : query.shape[time]]
+        outputs = run.launch(more, {"output": (shape, dtype), "lse": (run.of_rows, jnp.float32)})
+        return outputs["output"], outputs["lse"]
+
+    def _merged(self, run: _Pass, more: dict[str, jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """The same from parts of the keys, whose outputs are float32 [parts * batch, heads, rows, dim]."""
+        batch, *of_rows = run.of_rows
+        rows = (self.kv_splits * batch, *of_rows)
+        outputs = run.launch(more, {"output": ((*rows, run.dims[1]), jnp.float32), "lse": (rows, jnp.float32)})
+        parts = {name: x.reshape(self.kv_splits, batch, *x.shape[1:]) for name, x in outputs.items()}
+        output, lse = merge_stacked(parts["output"], parts["lse"])
+        output = output.astype(dtype)
+        return output.swapaxes(1, 2) if self.layout == "bthd" else output, lse
 
     def gradients(
         self,
@@ -96,40 +138,66 @@ class _Gradients:
 
 class _Pass:
     """One pass over the arrays. inputs: what each reads. dims: columns of keys and values. of_rows: the shape of an array with a
-    number for each row of the tiles."""
+    number for each row of the tiles; rows: how many belong to a head. folded: how queries become rows, if they aren't them."""
 
     def __init__(
-        self, part: PartialMosaic, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, which: str
+        self,
+        part: PartialMosaic,
+        static_args: StaticArgs,
+        operands: Operands,
+        dynamic: DynamicArgs,
+        which: str,
+        folded: FoldedRows | None = None,
     ) -> None:
-        self.part, self.static_args, self.which = part, static_args, which
+        self.part, self.static_args, self.which, self.folded = part, static_args, which, folded
         self.sizes: MosaicSizes = getattr(part.tiles, which)
         mask, dropout = join_static(static_args, dynamic)
-        query, key, value = operands.query, operands.key, operands.value
+        key, value = operands.key, operands.value
         head, time = part.layout.index("h"), part.layout.index("t")
-        seen = seen_keys(mask, key.shape[head], (key, value))
+        self.group = operands.query.shape[head] // key.shape[head]
+        scales = {"key_scale": operands.key_scale, "value_scale": operands.value_scale}
+        seen = seen_keys(mask, key.shape[head], operands.of_keys)
         if seen is not None:  # the weights of hidden keys are 0, and 0 times NaN isn't
-            value = zero_where_hidden(value, seen, part.layout)
-            key = key if which == "forward" else zero_where_hidden(key, seen, part.layout)
-        self.dims = padded_dim(query.shape[3]), padded_dim(value.shape[3])
+            value = None if value is None else zero_where_hidden(value, seen, part.layout)
+            scales = {name: x if x is None else zero_where_hidden(x, seen, part.layout) for name, x in scales.items()}
+            key = key if which == "forward" and value is not None else zero_where_hidden(key, seen, part.layout)
+        if folded is not None:
+            operands = folded.operands(operands, static_args.score)
+        query = operands.query
+        self.query_shape, self.rows = query.shape, query.shape[time]
+        dim, in_key = query.shape[3], part.value_columns
+        self.dims = padded_dim(dim), latent_columns(dim, in_key) if in_key else padded_dim(value.shape[3])
         self.heads, self.kv_heads = query.shape[head], key.shape[head]
         self.blocks = {
-            "q": -(-query.shape[time] // self.sizes.block_q),
+            "q": -(-self.rows // self.sizes.block_q),
             "kv": -(-key.shape[time] // self.sizes.block_kv),
         }
         self.slow = "kv" if which == "dkv" else "q"
         tables = self.heads if mask.heads_differ else 1
-        self.table = tile_schedule(mask, self.sizes.block_q, self.sizes.block_kv, self.slow, tables)
+        # To the mask the rows of all heads of a group are one block.
+        self.block_q = self.sizes.block_q if folded is None else folded.q_len
+        self.table = tile_schedule(mask, self.block_q, self.sizes.block_kv, self.slow, tables)
         rows = self.blocks["q"] * self.sizes.block_q
         self.of_rows = query.shape[0], self.heads, rows
         self.inputs = {
             "query": self.padded(query, self.dims[0]), "key": self.padded(key, self.dims[0]),
-            "value": self.padded(value, self.dims[1]), "schedule": jnp.asarray(self.table.table),
-            **self._of_mask(mask, dropout, rows, tables),
+            **({} if value is None else {"value": self.padded(value, self.dims[1])}),
+            "schedule": jnp.asarray(self.table.table), **self._of_mask(mask, dropout, rows, tables),
         }  # fmt: skip
+        for name, scale in scales.items():
+            if scale is not None:
+                self.inputs[name] = self._by_tiles(scale.astype(jnp.float32), ("batch", "heads", "kv"))
+        by_name = {"key": key, "value": value}.items()
+        self.stored = tuple((name, x.dtype.name) for name, x in by_name if x is not None and x.dtype.itemsize == 1)
         if operands.bias is not None:
-            self.inputs["bias"] = self._by_tiles(operands.bias, ("batch", "heads", "q", "kv"))
+            self.inputs["bias"] = self._by_tiles(operands.bias, _BY_PAIR)
+        steps = () if static_args.score is None else static_args.score.steps
+        rows_of = {read: step.rows for step in steps if isinstance(step, Diagonal) for read in step.reads}
         for number, x in enumerate(operands.captures):
-            self.inputs[f"capture{number}"] = self._by_tiles(x, ("batch", "heads", "q", "kv"))
+            diagonal = number in rows_of
+            self.inputs[f"capture{number}"] = (
+                self._diagonal(x, rows_of[number], mask) if diagonal else self._by_tiles(x, _BY_PAIR)
+            )
 
     def launch(
         self, more: dict[str, jax.Array], outputs: dict[str, tuple[tuple[int, ...], Any]]
@@ -142,10 +210,14 @@ class _Pass:
             self.table,
             part.layout,
             self.kv_heads if self.slow == "kv" else self.heads,
-            self.heads // self.kv_heads,
+            self.group,
             self.blocks[self.slow],
             self.dims,
             part.interpret,
+            part.kv_splits if self.which == "forward" else 1,
+            None if self.folded is None else self.folded.q_len,
+            part.value_columns is not None,
+            self.stored,
         )
         return launch(kernel, f"attnops_{part.generation}_{self.which}", part.title, self.inputs | more, outputs)
 
@@ -165,14 +237,36 @@ class _Pass:
         x = jnp.pad(x, [(0, n) for n in short]) if any(short) else x
         return x.swapaxes(2, 3) if len(dims) == 4 and self.slow == "kv" else x
 
+    def _diagonal(self, x: jax.Array, rows: int, mask: LocalMask) -> jax.Array:
+        """A Diagonal's array [batch, heads, rows + keys - 1] as [batch, heads, lines, places]: a line of any tile is a run of it.
+
+        Of folded rows, whose heads differ within a tile, as [batch, heads, q, kv]. What lies beyond an end is never seen.
+        """
+
+        def at(distance: np.ndarray) -> jax.Array:
+            """Of a local key's number less a local row's."""
+            return jnp.take(x, distance + (mask.k_start - mask.q_start + (rows - 1)), axis=2, mode="clip")
+
+        if self.folded is not None:
+            of_rows, of_keys = (np.arange(n, dtype=np.int32) for n in (self.folded.q_len, mask.kv_len))
+            return self._by_tiles(self.folded.array(at(of_keys[None] - of_rows[:, None]), _BY_PAIR), _BY_PAIR)
+        q, kv = (self.blocks[dim] * getattr(self.sizes, f"block_{dim}") for dim in ("q", "kv"))
+        before, after = (kv, q) if self.slow == "kv" else (q, kv)
+        places = np.arange(-before, after, dtype=np.int32)[None] - np.arange(self.part.lines, dtype=np.int32)[:, None]
+        return at(-places if self.slow == "kv" else places)
+
     def _of_mask(self, mask: LocalMask, dropout: Dropout | None, rows: int, tables: int) -> dict[str, jax.Array]:
         """What tiles read of the mask and the dropout."""
         arrays = traced_numbers(mask, dropout, None)
-        words = block_words(mask, self.sizes.block_q, self.sizes.block_kv, rows, tables)
-        arrays |= {f"words{number}": x.words for number, x in enumerate(words) if x is not None}
+        of_words = rows if self.folded is None else self.folded.q_len
+        for number, leaf_words in enumerate(block_words(mask, self.block_q, self.sizes.block_kv, of_words, tables)):
+            if leaf_words is not None:
+                words = leaf_words.words if self.folded is None else self.folded.words(leaf_words.words)
+                arrays[f"words{number}"] = jnp.pad(words, (*((0, 0),) * 4, (0, rows - words.shape[4])))
         for number, leaf in enumerate(mask.mask.split()[1]):
             if "q_blocks" in leaf.dims:
                 continue  # in words
             x = jnp.asarray(leaf.array)
+            x = x if self.folded is None else self.folded.array(x, leaf.dims)
             arrays[f"leaf{number}"] = self._by_tiles(x.astype(jnp.int8 if x.ndim == 4 else jnp.int32), leaf.dims)
         return arrays

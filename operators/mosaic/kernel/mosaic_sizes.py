@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BARRIER", "DIM_STEP", "FLOAT", "MosaicSizes", "MosaicTiles", "padded_dim", "placed", "swizzled_columns"]
+__all__ = [
+    "BARRIER",
+    "DIM_STEP",
+    "FLOAT",
+    "MOST_COLUMNS",
+    "MosaicSizes",
+    "MosaicTiles",
+    "latent_columns",
+    "padded_dim",
+    "placed",
+    "swizzled_columns",
+]
 
 DIM_STEP = 32  # 64 bytes of 16-bit numbers; of 64 columns and more, shared memory swizzles rows of 128 bytes
 BARRIER, FLOAT = 8, 4  # bytes
+MOST_COLUMNS = 256  # of an output, whose sums a warpgroup holds
 _ALIGNMENT = 1024
 
 
@@ -36,6 +48,13 @@ def padded_dim(dim: int) -> int:
 def swizzled_columns(*columns: int) -> int:
     """Numbers of a row of shared memory that are swizzled together, where so many lie in it or are read of it at once."""
     return DIM_STEP if any(n % (2 * DIM_STEP) for n in columns) else 2 * DIM_STEP
+
+
+def latent_columns(dim: int, value_dim: int) -> int:
+    """The columns of values that are the first numbers of their keys: whole parts of the key's tile, as it is swizzled, for each
+    of the warpgroups that share them."""
+    step = swizzled_columns(padded_dim(dim)) * (2 if value_dim > MOST_COLUMNS else 1)
+    return -(-value_dim // step) * step
 
 
 def placed(size: int) -> int:

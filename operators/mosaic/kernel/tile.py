@@ -51,7 +51,8 @@ def _with_negations(mask: Mask) -> Mask:
 class MosaicTile(TileMask):
     """A warpgroup's tile of a batch row and query head. first_row, first_key: where it begins on this device. sizes: of the tiles
     of its block. columns: a reference to 0, 1, ... in shared memory; None where the compiler knows the numbers of a thread's
-    columns. by_keys: [lines, block_q rows] instead of [lines, block_kv keys]. keys: those of a part of a tile."""
+    columns. by_keys: [lines, block_q rows] instead of [lines, block_kv keys]. keys: those of a part of a tile. period, group:
+    rows have the queries of the `group` heads of a kv head, which is then the head, each with that many."""
 
     lines: ClassVar[int]  # rows of a warpgroup, or its keys
     in_registers: ClassVar[Any]  # how the tile's numbers lie in the registers of a warpgroup
@@ -68,10 +69,13 @@ class MosaicTile(TileMask):
         *,
         by_keys: bool = False,
         keys: int | None = None,
+        period: int | None = None,
+        group: int = 1,
     ) -> None:
         batch, self.head = place
+        self.period, self.group = period, group
         super().__init__(logits.static_args, refs, batch)
-        self.logits, self.block_kv, self.columns = logits, sizes.block_kv, columns
+        self.logits, self.block_q, self.block_kv, self.columns = logits, sizes.block_q, sizes.block_kv, columns
         self.first = {"q": first_row, "kv": first_key}
         self.axis = {"q": int(by_keys), "kv": int(not by_keys)}
         self.shape = (self.lines, sizes.block_q if by_keys else keys or sizes.block_kv)
@@ -79,7 +83,7 @@ class MosaicTile(TileMask):
     def visible(self) -> list[jax.Array]:
         """The tests that a visible key passes, each of the tile's shape."""
         keys = self._numbers("kv")
-        seen = self._tests(_with_negations(self.static_args.mask), self._numbers("q"), self._global_keys(keys))
+        seen = self._tests(_with_negations(self.static_args.mask), self.local_rows(), self._global_keys(keys))
         if self.static_args.kv_len % self.block_kv:
             seen.append(keys < self.static_args.kv_len)
         return seen
@@ -88,19 +92,41 @@ class MosaicTile(TileMask):
         """Which weights dropout keeps; None without dropout."""
         if "dropout" not in self.refs:
             return None
-        rows, keys = self._global_rows(self._numbers("q")), self._global_keys(self._numbers("kv"))
-        return Dropout.keep_mask(*self._dropout_key(self.head), rows, keys, self.static_args.dropout)
+        rows, keys = self._global_rows(self.local_rows()), self._global_keys(self._numbers("kv"))
+        return Dropout.keep_mask(*self._dropout_key(self.query_heads()), rows, keys, self.static_args.dropout)
+
+    def key_scale(self) -> jax.Array:
+        """The scale of each key."""
+        kv_head = self.head if self.period is not None else lax.div(self.head, self.group)
+        return self._spread(self.refs["key_scale"], (self.batch, kv_head), "kv")
+
+    def local_rows(self) -> jax.Array:
+        """The queries' numbers on this device."""
+        rows = self._numbers("q")
+        if self.period is None:
+            return rows
+        # The rest of a division by a power of two, 1 among them, is one instruction.
+        even = self.period & (self.period - 1) == 0
+        return rows & (self.period - 1) if even else lax.rem(rows, jnp.full_like(rows, self.period))
+
+    def query_heads(self) -> Any:
+        """The query head, or that of each row."""
+        if self.period is None:
+            return self.head
+        rows, even = self._numbers("q"), self.period & (self.period - 1) == 0
+        number = rows >> (self.period.bit_length() - 1) if even else lax.div(rows, jnp.full_like(rows, self.period))
+        return number + self.head * self.group
 
     def row_and_head(self) -> tuple[Any, Any]:
         """The batch row and the query head in the whole problem."""
-        return self.global_row_and_head(self.batch, self.head)
+        return self.global_row_and_head(self.batch, self.query_heads())
 
     def positions(self) -> tuple[Any, Any]:
         """Positions of queries and keys, each of the tile's shape."""
         leaf = self.positions_leaf()
         if leaf is not None:
             return self._along(f"leaf{leaf}", "q"), self._along(f"leaf{leaf + 1}", "kv")
-        return self.position(self._global_rows(self._numbers("q"))), self._global_keys(self._numbers("kv"))
+        return self.position(self._global_rows(self.local_rows())), self._global_keys(self._numbers("kv"))
 
     def dense(self, name: str) -> jax.Array:
         """The tile of an array [batch, heads, q, kv], any of them 1; by keys [batch, heads, kv, q]."""
@@ -115,6 +141,26 @@ class MosaicTile(TileMask):
             line = ref.at[(*place, slice(None), 0)] if first else ref.at[(*place, 0)]
             return self._spread(line, (), dims[int(second)])
         return jnp.broadcast_to(ref[(*place, 0, 0)], self.shape)
+
+    def diagonal(self, name: str, rows: int) -> jax.Array:
+        """Numbers of a Diagonal's array, whose lines are those of a tile; of folded rows it is by query and key."""
+        del rows
+        if self.period is not None:
+            return self.dense(name)
+        ref, (first, second) = self.refs[name], ("kv", "q") if self.axis["q"] else ("q", "kv")
+        place = tuple(at if n > 1 else 0 for at, n in zip((self.batch, self.head), ref.shape[:2], strict=True))
+        # Place 0 of the second axis has as many numbers after it as the tiles are long.
+        start = self.first[second] - self.first[first] + (ref.shape[3] - self._padded(second))
+        cut = ref.at[(*place, slice(None), pl.ds(start, self.shape[1]))]
+        numbers: jax.Array = plgpu.load(cut, layout=self.in_registers, optimized=False)  # type: ignore[call-arg] # of jax 0.10
+        return numbers
+
+    def _padded(self, dim: str) -> int:
+        """Rows or keys of this device, in whole tiles."""
+        length, block = {"q": (self.static_args.q_len, self.block_q), "kv": (self.static_args.kv_len, self.block_kv)}[
+            dim
+        ]
+        return -(-length // block) * block
 
     def _dense(self, name: str, *where: Any) -> jax.Array:
         """See TileMask."""

@@ -1,0 +1,107 @@
+"""Values that are the first numbers of their keys, in the Hopper kernel's interpreter, which looks for races."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import Attention, Causal, SlidingWindow
+from attnops.operators.call.key_columns import KeyColumns
+from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
+from attnops.verify import reference_attention, reference_gradients
+from attnops.verify.closeness import row_error, row_sizes
+
+from . import harness
+
+if jax.__version_info__ < JAX_NEEDED:
+    pytest.skip(f"jax {jax.__version__}: the interpreter of {JAX_NEEDED} looks for races", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+SCALE, DTYPE = 0.1, "bfloat16"
+FORWARD, BACKWARD = harness.HOPPER.capability.tolerance[DTYPE]
+# (dims of key and value, queries, keys, heads, sizes that are declared)
+CALLS: dict[str, tuple[tuple[int, int], int, int, int, dict[str, Any]]] = {
+    "decoding": ((576, 512), 1, 300, 16, {}),
+    "two blocks of folded rows, in parts": ((576, 512), 3, 200, 24, {"kv_splits": 2}),
+    "a chunk": ((576, 512), 80, 140, 2, {"kv_splits": 1}),
+    "one stage": ((576, 512), 70, 140, 1, {"kv_splits": 1, "num_stages": 1}),
+    "columns of one warpgroup": ((320, 256), 130, 140, 1, {"kv_splits": 1}),
+    "columns of one warpgroup, decoding": ((320, 256), 2, 140, 4, {"kv_splits": 2}),
+    "odd steps": ((288, 256), 5, 140, 3, {"kv_splits": 1}),
+    "narrow": ((64, 32), 130, 140, 1, {"kv_splits": 1}),
+    "no more than the values": ((128, 128), 130, 140, 1, {"kv_splits": 1}),
+}
+
+
+def _arrays(dims: tuple[int, int], q_len: int, kv_len: int, heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = (q_len, heads, dims[0]), (kv_len, 1, dims[0]), (q_len, heads, dims[1])
+    query, key, pull = (rng.standard_normal((1, *shape)).astype(jnp.dtype(DTYPE)) for shape in shapes)
+    return query, key, pull
+
+
+def _attend(config: dict[str, Any], layout: str = "bthd") -> Any:
+    configs = {"flash_attn2": {"interpret": True, "kernel": "mosaic", **config}}
+    return Attention("flash_attn2", operation_configs=configs, softmax_scale=SCALE, layout=layout, fallback="error")
+
+
+def _known(query: np.ndarray, key: np.ndarray, left: int = 60) -> dict[str, Any]:
+    rows, keys = np.arange(query.shape[1])[:, None] + key.shape[1] - query.shape[1], np.arange(key.shape[1])
+    return {"scale": SCALE, "mask": ((keys <= rows) & (keys >= rows - left))[None, None]}
+
+
+def _close(got: Any, want: np.ndarray, tolerance: float) -> None:
+    got = np.asarray(got, np.float64)
+    assert got.shape == want.shape
+    assert np.isfinite(got).all()
+    assert row_error(got, want, row_sizes(want), jnp.dtype(DTYPE)) <= tolerance
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forward(name: str) -> None:
+    dims, q_len, kv_len, heads, config = CALLS[name]
+    query, key, _ = _arrays(dims, q_len, kv_len, heads)
+    known, exact = _known(query, key), [x.astype(np.float64) for x in (query, key)]
+    want = reference_attention(*exact, exact[1][..., : dims[1]], **known)
+    call = {"mask": Causal() & SlidingWindow(60), "query_offset": kv_len - q_len, "mode": "prefill", "return_lse": True}
+    layout = "bhtd" if "odd" in name else "bthd"
+    attend = _attend(config, layout)
+    given = [jnp.asarray(x if layout == "bthd" else x.swapaxes(1, 2)) for x in (query, key)]
+    if kv_len > q_len + 100:  # nobody sees the first keys
+        at = (
+            (slice(None), slice(0, kv_len - q_len - 60))
+            if layout == "bthd"
+            else (slice(None), slice(None), slice(0, 1))
+        )
+        given[1] = given[1].at[at].set(jnp.nan)
+    plan = attend.plan(*given, KeyColumns(dims[1]), **call)
+    assert plan.method == "forward_hopper", plan.rejected
+    got = jax.jit(lambda q, k: attend(q, k, KeyColumns(dims[1]), **call))(*given)
+    output = got.attention_outputs if layout == "bthd" else got.attention_outputs.swapaxes(1, 2)
+    _close(output, want.output, FORWARD)
+    np.testing.assert_allclose(np.asarray(got.lse), want.lse, atol=2e-2)
+
+
+@pytest.mark.parametrize("layout", ["bthd", "bhtd"])
+def test_gradients_of_a_call_that_was_not_declared_to_have_any(layout: str) -> None:
+    """By XLA, a block at a time: Triton's kernels have the gradient in mode 'train'."""
+    dims, q_len, kv_len, heads = (96, 64), 70, 100, 2
+    query, key, pull = _arrays(dims, q_len, kv_len, heads)
+    known, exact = _known(query, key), [x.astype(np.float64) for x in (query, key, pull)]
+    want = reference_gradients(exact[0], exact[1], exact[1][..., : dims[1]], exact[2], None, **known)
+    want["key"][..., : dims[1]] += want["value"]
+    attend = _attend({"kv_splits": 1}, layout)
+    call = {"mask": Causal() & SlidingWindow(60), "query_offset": kv_len - q_len, "mode": "prefill"}
+
+    def loss(q: Any, k: Any) -> Any:
+        output = attend(q, k, KeyColumns(dims[1]), **call).attention_outputs
+        output = output if layout == "bthd" else output.swapaxes(1, 2)
+        return (output.astype(jnp.float32) * pull.astype(jnp.float32)).sum()
+
+    given = [jnp.asarray(x if layout == "bthd" else x.swapaxes(1, 2)) for x in (query, key)]
+    for name, gradient in zip(("query", "key"), jax.jit(jax.grad(loss, (0, 1)))(*given), strict=True):
+        _close(gradient if layout == "bthd" else gradient.swapaxes(1, 2), want[name], BACKWARD)
