@@ -1,0 +1,201 @@
+"""The Blackwell kernel compiled for a described B200: registers, spills, memory, exponentials in its loops, its search."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import (
+    ALiBi,
+    Causal,
+    Chunked,
+    Dense,
+    Full,
+    Lengths,
+    Mask,
+    OperationMetadata,
+    OperationRegistry,
+    Positions,
+    Prefix,
+    SegmentIds,
+    SlidingWindow,
+)
+from attnops.masks import Blocks
+from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
+from attnops.operators.mosaic.mosaic_sizes import tiles_of
+from attnops.verify.call import verify_call
+from attnops.verify.gpu.gpu_kernels import GpuKernelUse
+from attnops.verify.gpu.gpu_mesh import described_gpus, has_cuda_plugin
+from attnops.verify.gpu.sass import disassembler
+from attnops.verify.report import TargetReport
+from attnops.verify.targets import target_of
+from attnops.verify.tune import tune_plan
+
+if not has_cuda_plugin() or importlib.util.find_spec("cramjam") is None:
+    pytest.skip("pip install 'attnops[cuda-compile]'", allow_module_level=True)
+if jax.__version_info__ < JAX_NEEDED:
+    pytest.skip(f"jax {jax.__version__}: plans choose the kernel in Triton", allow_module_level=True)
+needs_disassembler = pytest.mark.skipif(disassembler() is None, reason="pip install 'attnops[cuda-sass]'")
+
+NAME = "attnops_blackwell_forward"
+# The warpgroups share the 65536 registers of a multiprocessor, in units of 8: two for softmaxes, or one, and two more.
+SHARES = {256: (128, 512), 128: (168, 384)}
+
+
+def _report(
+    *,
+    dims: tuple[int, int] = (128, 128),
+    lengths: tuple[int, int] = (1024, 1024),
+    dtype: str = "bfloat16",
+    operation: str = "flash_attn2",
+    config: dict[str, Any] | None = None,
+    sizes: dict[str, int] | None = None,
+    target: str = "b200",
+    **call: Any,
+) -> TargetReport:
+    mesh = target_of(target).mesh(sizes or {"fsdp": target_of(target).count})
+    configs = {"flash_attn2": {"kernel": "mosaic"} | (config or {})}
+    metadata = OperationMetadata(
+        mesh=mesh, fallback="error", tuning="off", runtime_dtype=dtype, operation_configs=configs
+    )
+    q = jax.ShapeDtypeStruct((1, lengths[0], 4, dims[0]), dtype)
+    k, v = (jax.ShapeDtypeStruct((1, lengths[1], 2, dim), dtype) for dim in dims)
+    arguments = {"query": q, "key": k, "value": v, "mask": Causal(), "query_offset": 0, "mode": "prefill"} | call
+    return verify_call(OperationRegistry.create(operation, metadata), arguments, target)
+
+
+def _kernel(report: TargetReport) -> GpuKernelUse:
+    assert report.passed, [one.failure for one in report.passes]
+    assert report.plan.method == "forward_blackwell"  # type: ignore[union-attr]
+    (kernel,) = (k for k in report.passes[0].kernels or () if isinstance(k, GpuKernelUse))
+    block_q = tiles_of(report.plan.config).forward.block_q  # type: ignore[union-attr, arg-type]
+    assert (kernel.name, kernel.registers, kernel.threads) == (NAME, *SHARES[block_q])
+    return kernel
+
+
+def _check_loops(kernel: GpuKernelUse, block_kv: int, groups: int) -> None:
+    """A thread has a row: an exponential for each weight, and one to shrink it. Products are another warp's."""
+    assert len(kernel.loops or ()) == 2 * groups
+    for one in kernel.loops or ():
+        assert (one.loop.ex2, one.loop.tensor) == (block_kv + 1, 0)
+
+
+def test_a_forward_pass() -> None:
+    kernel = _kernel(_report())
+    assert kernel.stack_bytes == 0
+    assert kernel.occupancy is not None
+    assert kernel.occupancy.blocks == 1
+    if disassembler() is not None:
+        _check_loops(kernel, 128, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dims",
+    [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (64, 128), (64, 256), (80, 48), (32, 32), (96, 96)],
+    ids=str,
+)
+def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
+    report = _report(dims=dims, dtype=dtype)
+    kernel = _kernel(report)
+    assert kernel.stack_bytes == 0
+    sizes = tiles_of(report.plan.config).forward  # type: ignore[union-attr, arg-type]
+    if disassembler() is not None:
+        _check_loops(kernel, sizes.block_kv, sizes.block_q // 128)
+
+
+IDS = jax.ShapeDtypeStruct((1, 1024), "int32")
+MASKS: dict[str, Mask] = {
+    "full": Full(),
+    "window": Causal() & SlidingWindow(100),
+    "chunks": Causal() & Chunked(96),
+    "prefix": Prefix(100) | Causal(),
+    "negated": ~SlidingWindow(20, 20),
+    "blocks": Blocks(np.eye(8, dtype=bool), 128, 128),
+    "small_blocks": Blocks(np.tri(16, dtype=bool), 64, 64) & Causal(),
+    "segments": Causal() & SegmentIds(IDS, IDS),
+    "lengths": Causal() & Lengths(jax.ShapeDtypeStruct((1,), "int32")),
+    "positions": Positions(IDS, IDS),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, dim: int) -> None:
+    """Ids of keys take a register each beside the logits."""
+    spilled = {"segments": 40, "positions": 40}.get(name, 0)
+    assert _kernel(_report(dims=(dim, dim), mask=MASKS[name])).stack_bytes <= spilled  # type: ignore[operator]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"logits_soft_cap": 20.0},
+        {"softmax_aux": jax.ShapeDtypeStruct((4,), "float32")},
+        {"return_lse": True},
+        {"query_offset": jax.ShapeDtypeStruct((1,), "int32")},
+        {"bias": jax.ShapeDtypeStruct((1, 4, 1024, 1024), "float32")},
+        {"bias": jax.ShapeDtypeStruct((1, 1, 1, 1024), "bfloat16")},
+        {"score": ALiBi()},
+        {"mask": Dense(jax.ShapeDtypeStruct((1, 1, 1024, 1024), "bool"))},
+        {"dropout_prob": 0.1, "deterministic": False, "dropout_rng": jax.ShapeDtypeStruct((2,), "uint32")},
+    ],
+    ids=lambda call: next(iter(call)),
+)
+def test_other_features(call: dict[str, Any]) -> None:
+    bounds = {"dropout_prob": 408, "score": 32, "logits_soft_cap": 16}
+    spilled = max((size for name, size in bounds.items() if name in call), default=0)
+    assert _kernel(_report(**call)).stack_bytes <= spilled  # type: ignore[operator]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(1000, 1000), (130, 777), (1024, 60), (100, 1000)])
+def test_lengths_that_end_within_a_tile(lengths: tuple[int, int]) -> None:
+    assert _kernel(_report(lengths=lengths)).stack_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dims", "config"),
+    [
+        ((128, 128), {"block_kv": 64, "num_stages": 4}),
+        ((64, 64), {"block_kv": 128, "num_stages": 5}),
+        ((256, 256), {"block_q": 128, "block_kv": 128, "num_stages": 1}),
+        ((192, 192), {"block_q": 256, "block_kv": 64, "num_stages": 2}),
+    ],
+)
+def test_most_of_the_memory(dims: tuple[int, int], config: dict[str, int]) -> None:
+    """What the count lets pass compiles."""
+    _kernel(_report(dims=dims, config=config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("operation", "sizes"), [("flash_attn2", {"fsdp": 1, "tp": 2}), ("ring", {"sp": 2})])
+def test_several_gpus_send_what_is_needed(operation: str, sizes: dict[str, int]) -> None:
+    report = _report(target="b200:2", sizes=sizes, operation=operation)
+    assert report.passed, [(one.failure, one.differences) for one in report.passes]
+    assert report.plan.method == "forward_blackwell"  # type: ignore[union-attr]
+
+
+@needs_disassembler
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 256])
+def test_sizes_are_searched_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    monkeypatch.setenv("ATTNOPS_TUNE_CACHE", str(tmp_path))
+    configs = {"flash_attn2": {"kernel": "mosaic"}}
+    metadata = OperationMetadata(mesh=described_gpus("b200"), fallback="error", operation_configs=configs)
+    attend = OperationRegistry.create("flash_attn2", metadata)
+    x = jax.ShapeDtypeStruct((2, 1024, 4, dim), jnp.bfloat16)
+    report = tune_plan(attend.plan(x, x, x, mask=Causal(), mode="prefill"), most=2)
+    measured = report.measured("forward")
+    assert len(measured) == 2
+    assert all(one.seconds and one.detail["cycles"] > 0 for one in measured)
