@@ -91,6 +91,7 @@ def test_a_wrong_gradient_is_found() -> None:
     assert max(errors["output"], errors["gradient of q"], errors["gradient of v"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_what_is_wrong_only_together_is_found_and_made_small() -> None:
     certificate = _certified("wrong_together", "soft_cap", "causal", "bias", "heads.gqa", "dtype", pairs=30, seed=2)
     verdicts = {one.feature: one.verdict for one in certificate.features}
@@ -120,6 +121,7 @@ def test_what_is_refused_only_together_is_told() -> None:
     assert "a window or a bias" in why
 
 
+@pytest.mark.slow
 def test_a_right_function_has_nothing_wrong() -> None:
     subject = _subject("attend")
     certificate = certify(subject, CaseRunner(subject), pairs=6, seed=1, quick=True)
@@ -145,6 +147,7 @@ def test_what_rounding_and_underflow_make_is_not_wrong(dtype: str) -> None:
         assert run(made(levels | {"values": "denormal"}, 1)).verdict == "right"
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_certificate() -> None:
     one, other, third = (_certified("wrong_together", "soft_cap", "causal", pairs=4, seed=seed) for seed in (3, 3, 4))
     assert one == other
