@@ -1,4 +1,4 @@
-"""Run a kernel of Blackwell's gradients in the interpreter with a mistake planted in it: see tests/planted.py."""
+"""Run a kernel of Blackwell's gradients in the interpreter with a mistake planted in it: see tests/mosaic_mistakes.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes, MosaicTile
 from attnops.verify import reference_attention, reference_gradients
 
 sys.path.append(str(Path(__file__).parents[1]))
-from planted import Planted
+from mosaic_mistakes import Planted
 
 Q_LEN, KV_LEN, OFFSET = 264, 296, 32
 STAGES = 2

@@ -1,4 +1,4 @@
-"""Run the forward kernel for Blackwell in the interpreter with a mistake planted in it: see tests/planted.py."""
+"""Run the forward kernel for Blackwell in the interpreter with a mistake planted in it: see tests/mosaic_mistakes.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes, MosaicTile
 from attnops.verify import reference_attention
 
 sys.path.append(str(Path(__file__).parents[1]))
-from planted import Planted
+from mosaic_mistakes import Planted
 
 STAGES = 2
 

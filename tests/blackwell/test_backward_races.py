@@ -13,7 +13,7 @@ if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: its interpreter doesn't look for races", allow_module_level=True)
 
 from backward_mutations import KERNELS, mutations
-from planted import check_noticed
+from mosaic_mistakes import check_noticed
 
 TIMES = 2
 PLANTED = [(kernel, name) for kernel, one in KERNELS.items() for name in mutations(one)]

@@ -197,7 +197,7 @@ def test_elsewhere_it_is_the_native_path() -> None:
 
 
 def test_one_query_fills_the_device() -> None:
-    plan = _plan("flash_attn2", H100, ONE, CACHE, CACHE)
+    plan = _plan("flash_attn2", H100, ONE, CACHE, CACHE, configs={"flash_attn2": TRITON})
     assert (plan.config.fold, plan.config.block_q) == (True, 16)  # 4 query heads of a kv head
     assert plan.config.kv_splits == 16  # 8 kv heads on 132 multiprocessors
     assert _plan("flash_attn2", H100).config.kv_splits == 1
@@ -312,7 +312,8 @@ def test_few_queries_are_folded_where_a_tile_holds_them(dtype: str, dim: int, q_
 def test_queries_folded_into_one_tile_stay_there_under_a_mask_of_small_blocks(heads: int) -> None:
     few, keys = (jax.ShapeDtypeStruct((2, n, h, 64), "bfloat16") for n, h in ((48, heads), (160, heads)))
     mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(H100, 1, "gpu"))
-    attend = OperationRegistry.create("flash_attn2", OperationMetadata(mesh=mesh, fallback="error", causal=False))
+    metadata = OperationMetadata(mesh=mesh, fallback="error", causal=False, operation_configs={"flash_attn2": TRITON})
+    attend = OperationRegistry.create("flash_attn2", metadata)
     config = attend.plan(few, keys, keys, mask=Blocks(np.tri(3, 10, 7, dtype=bool), 16, 16)).config
     assert (config.fold, config.block_q) == (True, 64)
 
@@ -346,7 +347,7 @@ def test_block_sizes_of_the_metadata_are_not_for_gpus() -> None:
 def test_more_bytes_than_can_be_counted_are_refused() -> None:
     cache = jax.ShapeDtypeStruct((24, 131072, 8, 128), jnp.float8_e4m3fn)
     query = jax.ShapeDtypeStruct((24, 1, 32, 128), jnp.bfloat16)
-    plan = _plan("flash_attn2", H100, query, cache, cache, fallback="error")
+    plan = _plan("flash_attn2", H100, query, cache, cache, fallback="error", configs={"flash_attn2": TRITON})
     assert "3221225472 numbers of one byte" in plan.refusal()
 
 
@@ -397,7 +398,7 @@ def test_quantised_keys_are_processed_in_one_step() -> None:
     x = jax.ShapeDtypeStruct((2, 2048, 8, 128), jnp.bfloat16)
     kv = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn)
     for kind, block_kv in (("NVIDIA A100-SXM4-80GB", 64), (H100, 128)):
-        plan = _plan("flash_attn2", kind, x, kv, kv, fallback="error")
+        plan = _plan("flash_attn2", kind, x, kv, kv, fallback="error", configs={"flash_attn2": TRITON})
         assert plan.config.block_kv == block_kv
         assert flash_sizes.steps_of(plan.problem, plan.config) == (1, 1, 1)
 

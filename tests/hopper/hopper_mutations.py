@@ -27,7 +27,7 @@ from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes, MosaicTile
 from attnops.verify import reference_attention, reference_gradients
 
 sys.path.append(str(Path(__file__).parents[1]))
-from planted import Planted
+from mosaic_mistakes import Planted
 
 STAGES = 2
 CLASSES = forward.HopperForward, backward.HopperQueryGradient, backward.HopperKeyGradients
