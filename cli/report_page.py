@@ -128,13 +128,15 @@ def _memory(report: TargetReport, pass_report: PassReport) -> Iterator[Bar]:
 
 
 def _lanes(kernel: GpuKernelUse) -> Iterator[Bar]:
-    """The loops of a kernel whose warps have roles: a lane for each of those that compute and of those that load."""
-    if not kernel.loading:
+    """The loops of a kernel whose warps have roles: a lane for each of those that compute, that correct sums and that load."""
+    if not kernel.loading and not kernel.sum_loops:
         return
     for gpu_loop in kernel.loops or ():
         loop = gpu_loop.loop
         text = f"{loop.stall_cycles}; {loop.tensor} products, {loop.ex2} exponentials"
         yield Bar("computes", loop.stall_cycles, text, good=True)
+    for loop in kernel.sum_loops:
+        yield Bar("corrects sums", loop.stall_cycles, str(loop.stall_cycles))
     for loop in kernel.loading:
         yield Bar("loads", loop.stall_cycles, f"{loop.stall_cycles}; {loop.copies} copies")
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from ...errors import ConfigError
 from ...planning import AttentionProblem, Implementation, OperationConfig, Placement, declares
 from ..call.local import LocalCall, LocalOutput
 from ..kernels.library_attention import library_mask
 from ..notes.precision_notes import default_precision_notes
 from .flash_config import FlashAttention2Config
-from .tokamax_rules import TOKAMAX_FEATURES, TOKAMAX_RULES, tokamax_flags, tokamax_notes
+from .tokamax_rules import (
+    KEYS_WANTED,
+    TOKAMAX_FEATURES,
+    TOKAMAX_RULES,
+    keys_to_pad,
+    local_flags,
+    tokamax_notes,
+)
 
 __all__ = ["TokamaxKernels"]
 
@@ -29,7 +37,7 @@ class TokamaxKernels(Implementation[FlashAttention2Config]):
         from .kernel.tokamax_attention import tokamax_attention
 
         call = call.with_hidden_keys_zero()
-        flags = tokamax_flags(call.problem) if call.q_shards == 1 else None
+        flags = local_flags(call.problem, call.placement)
         is_causal, window = flags or (False, None)
         swap = call.layout == "bhtd"
         query, key, value = (x.swapaxes(1, 2) if swap else x for x in (call.query, call.key, call.value))
@@ -45,6 +53,15 @@ class TokamaxKernels(Implementation[FlashAttention2Config]):
             interpret=self.read(call.config).interpret,
         )
         return LocalOutput(output.swapaxes(1, 2) if swap else output)
+
+    def resolve(self, problem: AttentionProblem, placement: Placement) -> OperationConfig:
+        """The config as it is. Errors: ConfigError for rows of a mask on a device whose array the gradient can't take."""
+        if keys_to_pad(problem, local_flags(problem, placement)):
+            raise ConfigError(
+                f"FlashAttention2Config: kernel='tokamax' and kv_len={problem.kv_len}: {KEYS_WANTED}, and a device has "
+                "some rows of the mask. Hint: pad the keys, or leave kernel out."
+            )
+        return problem.config
 
     def check_vma(self, config: OperationConfig) -> bool:
         """It can't."""

@@ -15,7 +15,7 @@ from ...planning.notes import note
 from .flash_config import FlashAttention2Config
 from .pass_fields import FIELDS
 
-__all__ = ["TOKAMAX_FEATURES", "TOKAMAX_RULES", "tokamax_flags", "tokamax_notes"]
+__all__ = ["KEYS_WANTED", "TOKAMAX_FEATURES", "TOKAMAX_RULES", "keys_to_pad", "local_flags", "tokamax_notes"]
 
 TOKAMAX_FEATURES = STATIC_MASKS | {
     "blocks", "chosen_blocks", "segment_ids", "kv_lengths", "positions", "dense_mask", "dynamic_or", "dynamic_query_offset",
@@ -26,6 +26,7 @@ _MAX_TRAINED, _ALSO_TRAINED = 128, (192, 128)  # whose tiles fit the shared memo
 # Before, its function parsed the command line of the program that calls it, and its gradient didn't fit a Blackwell GPU.
 _FIRST_VERSION = (0, 0, 17)
 _SIZES = (*(name for names in FIELDS.values() for name in names), "kv_splits", "fold", "residual_checkpoint_name")
+KEYS_WANTED = f"on Hopper tokamax's gradient takes the array of a mask for a multiple of {_KEYS} keys"
 _LEAVE_OUT = "Leave kernel out: attnops' own has it."
 
 
@@ -41,6 +42,17 @@ def tokamax_flags(problem: AttentionProblem) -> tuple[bool, tuple[int, int] | No
     """
     flags = square_flags(problem.mask, problem.q_len, problem.kv_len)
     return None if flags is not None and flags[1] is not None and _architecture(problem) == "blackwell" else flags
+
+
+def local_flags(problem: AttentionProblem, placement: Placement) -> tuple[bool, tuple[int, int] | None] | None:
+    """These of a device's part: where it has some of the queries, its rows of the mask go as an array."""
+    return tokamax_flags(problem) if placement.local.q_len == problem.q_len else None
+
+
+def keys_to_pad(problem: AttentionProblem, flags: object) -> bool:
+    """Whether there is a gradient on Hopper that takes the array of a mask, for a number of keys that it can't."""
+    array = flags is None or _as_bias(problem)
+    return _trains_on(problem, "hopper") and array and problem.kv_len % _KEYS != 0
 
 
 def _declared(config: Any) -> list[str]:
@@ -113,9 +125,8 @@ TOKAMAX_RULES = (
     ),
     _rule(
         "mask_gradient", "kv_len",
-        lambda p, c: not _trains_on(p, "hopper") or p.kv_len % _KEYS == 0 or (tokamax_flags(p) is not None and not _as_bias(p)),
-        f"kv_len={{p.kv_len}}: on Hopper tokamax's gradient takes the array of a mask for a multiple of {_KEYS} keys",
-        f"Pad the keys to a multiple of {_KEYS}, or leave kernel out.",
+        lambda p, c: not keys_to_pad(p, tokamax_flags(p)),
+        f"kv_len={{p.kv_len}}: {KEYS_WANTED}", f"Pad the keys to a multiple of {_KEYS}, or leave kernel out.",
     ),
     _rule(
         "bias_gradient", "bias", lambda p, c: not (_trains_on(p, "blackwell") and _as_bias(p)),
@@ -142,7 +153,7 @@ def tokamax_notes(problem: AttentionProblem, placement: Placement, config: Flash
     notes = [] if version in TRIED else [note("flash.tokamax_untried", version=version, tried=TRIED)]
     if config.interpret:
         notes.append(note("flash.tokamax_interpret"))
-    if tokamax_flags(problem) is None:
+    if local_flags(problem, placement) is None:
         local = placement.local
         size = jnp.dtype(bool).itemsize * local.q_len * local.kv_len
         notes.append(note("flash.tokamax_mask", size=size, q_len=local.q_len, kv_len=local.kv_len))

@@ -63,7 +63,7 @@ def declared_field(config: OperationConfig, name: str) -> Any:
 
 def _asked(config: OperationConfig) -> bool:
     """Whether such a kernel is declared, so that only what it can't do is a reason against it."""
-    return declared_field(config, "kernel") not in (None, "triton")
+    return declared_field(config, "kernel") not in (None, "triton", "tokamax")
 
 
 def _programs(problem: AttentionProblem, block: int) -> int:

@@ -101,6 +101,22 @@ def test_features_that_it_lacks_are_refused_by_name(feature: str) -> None:
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("length", "carried"), [(1024, True), (1000, False)])
+def test_a_devices_rows_of_a_mask_are_an_array(length: int, carried: bool) -> None:
+    """Two devices with half of the queries each: causality from the first row on isn't theirs."""
+    mesh = AbstractMesh((2,), ("sp",), abstract_device=abstract_device(KINDS["h100"], None, "cuda"))
+    configs = {"flash_attn2": {"kernel": "tokamax"}}
+    metadata = OperationMetadata(
+        mesh=mesh, runtime_dtype="bfloat16", operation_configs=configs, fallback="allow", sequence_parallel="gather"
+    )
+    x = jax.ShapeDtypeStruct((2, length, 4, 128), "bfloat16")
+    plan = OperationRegistry.create("flash_attn2", metadata).plan(x, x, x, causal=True, mode="train")
+    assert plan.placement.local.q_len == length // 2
+    assert (plan.implementation == RUNS) == carried
+    assert not carried or _notes(plan)["flash.tokamax_mask"]["q_len"] == 512
+
+
+@pytest.mark.usefixtures("installed")
 def test_a_plan_says_what_runs_and_what_a_mask_takes() -> None:
     plan = _plan("h100", mode="train")
     assert (plan.implementation, plan.kind) == (RUNS, "platform")
