@@ -1,8 +1,9 @@
-"""attnops' kernels in Triton on a GPU against jax.nn, JAX's Pallas kernel, tokamax and torch, timed on the GPU of this machine.
+"""attnops' kernels on a GPU against jax.nn, JAX's kernels in Pallas, tokamax and torch, timed on the GPU of this machine.
 
     python benchmarks/gpu.py --json FILE [--only TEXT] [--rounds N]
     python benchmarks/gpu.py --json FILE --report
 
+`attnops` stands for the kernels in Triton, `attnops mosaic` for those in Mosaic GPU on the generations that have them.
 Every rival of a cell is compiled first, on many threads. Then the rivals of a cell take turns; a row has the median time of a
 call. `prefill` cells are causal, windowed, packed or full attention over 4,096 tokens, forward or with all gradients; `decode`
 cells are one query against a cache, timed in chains of CHAIN calls, each of which reads the one before. Half precision except
@@ -17,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops import Causal, Full, OperationMetadata, OperationRegistry, SlidingWindow
+from attnops.devices import gpu_variant
+from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 
 LENGTH, CHAIN, WINDOW = 4096, 8, 1024
 DOCUMENTS = (1000, 531, 747, 290, 873, 117, 401, 137)
@@ -63,6 +66,13 @@ def cells() -> dict[str, dict[str, Any]]:
                 made[f"{shape} {mask} {part}"] = {"shape": shape, "mask": mask, "part": part}
     made |= {f"decode {name}": {"decode": name} for name in DECODE}
     return made
+
+
+def generation() -> str | None:
+    """The architecture of this machine's GPU, if attnops has kernels in Mosaic GPU for it and this jax."""
+    gpu = gpu_variant(jax.devices()[0].device_kind)
+    known = gpu is not None and gpu.architecture in ("hopper", "blackwell") and jax.__version_info__ >= JAX_NEEDED
+    return gpu.architecture if gpu is not None and known else None
 
 
 def rivals(cell: dict[str, Any]) -> dict[str, Run]:
@@ -103,6 +113,16 @@ def rivals(cell: dict[str, Any]) -> dict[str, Run]:
         k, v = (jnp.repeat(x, groups, 2) if groups > 1 else x for x in (k, v))
         return attention.mha(q, k, v, ids, q.shape[-1] ** -0.5, mask != "full")
 
+    def jax_mosaic(q: Any, k: Any, v: Any) -> Any:
+        from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+        keys = 64 if q.shape[-1] == 256 else 128
+        gradients = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
+        config = attention_mgpu.TuningConfig(
+            block_q=64, block_kv=keys, max_concurrent_steps=2, causal=mask != "full", **gradients
+        )
+        return attention_mgpu.attention(q * q.shape[-1] ** -0.5, k, v, config)
+
     def tokamax(implementation: str) -> Run:
         import tokamax as package
 
@@ -127,6 +147,13 @@ def rivals(cell: dict[str, Any]) -> dict[str, Run]:
         }
     if mask != "window" and not decode:
         found["jax pallas"] = pallas
+    architecture = generation()
+    if architecture is not None and not decode:
+        found["attnops mosaic"] = operation("flash_attn2", f"forward_{architecture}", {"kernel": "mosaic"})
+    # Its gradient has no causal mask.
+    unmasked = mask == "full" or (mask == "causal" and cell.get("part") == "forward")
+    if architecture == "hopper" and unmasked and not decode:
+        found["jax mosaic"] = jax_mosaic
     if mask != "packed" and not decode:
         for one in ("triton", "mosaic"):
             try:
@@ -272,19 +299,37 @@ def measure(cell: dict[str, Any], programs: dict[str, Any], rounds: int) -> dict
     return row
 
 
-WHO = ("cudnn", "jax pallas", "tokamax triton", "tokamax mosaic", "jax.nn xla", "torch flash", "torch cudnn")
+WHO = (
+    "attnops mosaic",
+    "cudnn",
+    "jax pallas",
+    "jax mosaic",
+    "tokamax triton",
+    "tokamax mosaic",
+    "jax.nn xla",
+    "torch flash",
+    "torch cudnn",
+)
 
 
-def report(rows: dict[str, Any]) -> None:
-    """A table: attnops' milliseconds, and their ratio to those of the others."""
-    print("| Case | attnops, ms | " + " | ".join(WHO) + " |\n" + "|---" * (len(WHO) + 2) + "|")
+def report(rows: dict[str, Any]) -> str:
+    """A table: attnops' milliseconds, and their ratio to those of the others; what doesn't run."""
+    lines = ["| Case | attnops, ms | " + " | ".join(WHO) + " |", "|---" * (len(WHO) + 2) + "|"]
     for name, row in rows.items():
         ours = row["ms"].get("attnops", float("nan"))
         ratios = [f"{ours / row['ms'][who]:.2f}" if who in row["ms"] else "-" for who in WHO]
-        print(f"| {name} | {ours:.3f} | " + " | ".join(ratios) + " |")
-    for name, row in rows.items():
-        for who, why in row["failed"].items():
-            print(f"{name}, {who}: {why[:120]}", file=sys.stderr)
+        lines.append(f"| {name} | {ours:.3f} | " + " | ".join(ratios) + " |")
+    failed = [f"- {name}, {who}: {why[:120]}" for name, row in rows.items() for who, why in row["failed"].items()]
+    return "\n".join([*lines, *(["", *failed] if failed else [])])
+
+
+def time_cells(wanted: dict[str, dict[str, Any]], rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each cell's name and row, after all were compiled."""
+    work = {(n, who): (cell, run) for n, cell in wanted.items() for who, run in rivals(cell).items()}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        programs = dict(zip(work, pool.map(compiled, work.values()), strict=True))
+    for name, cell in wanted.items():
+        yield name, measure(cell, {who: p for (n, who), p in programs.items() if n == name}, rounds)
 
 
 def main() -> None:
@@ -297,17 +342,14 @@ def main() -> None:
     options = parser.parse_args()
     data = json.loads(options.json.read_text()) if options.json.exists() else {"rows": {}}
     if options.report:
-        report(data["rows"])
+        print(report(data["rows"]))
         return
     wanted = {n: c for n, c in cells().items() if options.only in n and n not in data["rows"]}
     data["versions"] = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    work = {(n, who): (cell, run) for n, cell in wanted.items() for who, run in rivals(cell).items()}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        programs = dict(zip(work, pool.map(compiled, work.values()), strict=True))
-    for name, cell in wanted.items():
-        data["rows"][name] = measure(cell, {who: p for (n, who), p in programs.items() if n == name}, options.rounds)
+    for name, row in time_cells(wanted, options.rounds):
+        data["rows"][name] = row
         options.json.write_text(json.dumps(data, indent=1) + "\n")
-    report(data["rows"])
+    print(report(data["rows"]))
 
 
 if __name__ == "__main__":
