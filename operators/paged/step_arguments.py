@@ -14,6 +14,7 @@ from ...planning.score_operands import captured_names
 from ...scores import Score
 from ..call.arguments import join_mask, split_arguments
 from ..call.arrays import Arrays
+from ..paged_cache.batch_checks import longest_row
 from ..paged_cache.state import CacheState
 
 __all__ = ["Step", "StepArguments", "StepArrays", "cache_of", "step_of"]
@@ -136,9 +137,7 @@ def step_of(call: StepArguments, default_causal: bool, query: Any) -> tuple[Step
             "mask holds arrays; wanted a Mask of Causal, SlidingWindow and Chunked: keys lie in pages, which no array can mask. "
             "Arrays of a step are spans, prefix_lengths, draft_tree and selected."
         )
-    longest = arguments.get("max_q_len")
-    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
-        raise InputError(f"max_q_len={shown(longest)}; wanted a whole number from 1 on, or None for any.")
+    longest = longest_row(arguments.get("max_q_len"))
     mode = _mode(arguments.get("mode"), longest)
     update = arguments.get("update")
     if update not in (None, "before", "fused", "none"):

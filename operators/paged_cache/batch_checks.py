@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...errors import InputError, InputTypeError, a_type, shown
+from ...errors import InputError, InputTypeError, a_type, is_whole, shown
 from ...masks.int_arrays import is_integer
 from .known_sizes import known_sizes
 from .sequence_shards import whole_table
@@ -20,7 +20,10 @@ _INT32 = np.iinfo(np.int32)
 
 def int32_numbers(name: str, value: Any) -> np.ndarray:
     """int32 [n] from whole numbers that fit in int32. Errors: InputTypeError, InputError."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # lists of different lengths
+        raise InputError(f"{name} has rows of different lengths; wanted [rows].") from error
     if array.size == 0:
         array = array.astype(np.int32)
     if not is_integer(array.dtype):
@@ -31,6 +34,15 @@ def int32_numbers(name: str, value: Any) -> np.ndarray:
     if wide.size:
         raise InputError(f"row {wide[0]}: {name} is {shown(int(array[wide[0]]))}; wanted a number that fits in int32.")
     return array.astype(np.int32)
+
+
+def longest_row(max_q_len: Any) -> int | None:
+    """The most tokens of a row, as declared; None if there may be any number. Errors: InputError."""
+    if max_q_len is None:
+        return None
+    if not is_whole(max_q_len, 1, numpy=True):
+        raise InputError(f"max_q_len={shown(max_q_len)}; wanted a whole number from 1 on, or None for any.")
+    return int(max_q_len)
 
 
 def int32_arrays(kind: str, arrays: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int32
 
-from ...errors import InputError, is_whole, shown
+from ...errors import InputError, InputTypeError, a_type, is_whole, shown
 from ...masks.int_arrays import known_values
 from ...pytree_export import exported
 from .batch_checks import int32_arrays, int32_numbers
@@ -60,11 +60,17 @@ class StateBatch:
         InputTypeError for values that aren't whole numbers; InputError, naming the row, for those that don't fit, slots that are
         out of range or written twice, and those that one row reads and another writes.
         """
+        if not is_whole(slots, 1, numpy=True):
+            raise InputError(f"slots={shown(slots)}; wanted the number of slots, from 1 on.")
         for name, size, least in (("max_sequences", max_sequences, 1), ("drafts", drafts, 0)):
             if size is not None and not is_whole(size, least, numpy=True):
                 raise InputError(f"{name}={shown(size)}; wanted a whole number from {least} on, or None.")
         lens, starts = int32_numbers("kv_lens", kv_lens), int32_numbers("cu_q_lens", cu_q_lens)
         read = int32_numbers("read_slots", read_slots)
+        if not np.iterable(write_slots) or isinstance(write_slots, str):
+            raise InputTypeError(
+                f"write_slots is {a_type(write_slots)}; wanted a slot, or a list of them, for each row."
+            )
         listed = [
             int32_numbers(f"write_slots[{row}]", [ids] if np.ndim(ids) == 0 else ids)
             for row, ids in enumerate(write_slots)

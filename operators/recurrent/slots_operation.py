@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import InputError, InputTypeError, a_type, is_whole, nearest, shown
+from ...errors import InputError, InputTypeError, a_type, nearest, shown
 from ...masks.int_arrays import known_values
 from ...planning import plan
 from ...planning.recurrent.step_operands import STATE_BATCH, of_step
@@ -19,6 +19,7 @@ from ...planning.tables.table_problem import TableProblem
 from ...sharding import OperandTable
 from ..call.arrays import is_array
 from ..call.program import Program, attention
+from ..paged_cache.batch_checks import longest_row
 from ..paged_cache.state_batch import StateBatch
 from ..paged_cache.state_checks import check_states_later, state_problem
 from .arithmetic import Results
@@ -130,11 +131,7 @@ class SlotsOperation(RecurrentOperation):
         return len(arrays["kv_lens"].shape) == 2
 
     def _options(self, call: Mapping[str, Any], config: Any) -> tuple[tuple[str, Any], ...]:
-        longest = call.get("max_q_len")
-        if longest is not None:
-            if not is_whole(longest, 1, numpy=True):
-                raise InputError(f"max_q_len={shown(longest)}; wanted a whole number from 1 on, or None for any.")
-            longest = int(longest)
+        longest = longest_row(call.get("max_q_len"))
         if longest is None and self._form(call)[1] == "autoregressive":
             longest = 1
         return (*super()._options(call, config), ("max_q_len", longest))

@@ -37,7 +37,7 @@ def test_rows_of_few_tokens_need_no_chunks(kind: str) -> None:
     """max_q_len is a promise that changes no number."""
     for mix, longest in (("decode", 1), (Rows((3, 2, 1), (4, 0, 9)), 3)):
         step = drawn(kind, mix)
-        output, (outputs, state) = step.run(max_q_len=longest), wanted(step)
+        output, (outputs, state) = step.run(max_q_len=longest and np.int64(longest)), wanted(step)
         close(output.attention_outputs, outputs)
         close(output.state, state)
         assert output.plan.problem.mode == "autoregressive"
@@ -158,7 +158,7 @@ def test_bfloat16_tokens_stay_near(kind: str) -> None:
     close(output.attention_outputs, outputs, 1e-2)
 
 
-def batch_of(slots: int = 4, **changes: Any) -> StateBatch:
+def batch_of(slots: Any = 4, **changes: Any) -> StateBatch:
     fields = {"cu_q_lens": [0, 2, 3], "kv_lens": [5, 1], "read_slots": [0, 4], "write_slots": [[0, 2], [1, 4]]}
     return StateBatch.make(slots, **(fields | changes))
 
@@ -183,10 +183,19 @@ def batch_of(slots: int = 4, **changes: Any) -> StateBatch:
         ({"max_sequences": 1}, "at most 1"),
         ({"drafts": 0}, "2 slots to write"),
         ({"read_slots": [2**40, 4]}, "fits in int32"),
+        ({"slots": "4"}, "slots='4'"),
+        ({"slots": 0}, "slots=0"),
+        ({"kv_lens": [[5], [1, 2]]}, "kv_lens has rows of different lengths"),
     ],
 )
 def test_wrong_batches_are_refused(change: dict[str, Any], names: str) -> None:
     with pytest.raises(InputError, match=names):
+        batch_of(**change)
+
+
+@pytest.mark.parametrize("change", [{"write_slots": None}, {"write_slots": "01"}, {"kv_lens": ["5", "1"]}])
+def test_other_types_in_batches_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(InputTypeError, match=next(iter(change))):
         batch_of(**change)
 
 

@@ -159,7 +159,7 @@ def test_modes() -> None:
     read = paged()(q, state=written.state, layer=1, batch=BATCH, update="none", mode="prefill", return_lse=True)
     np.testing.assert_array_equal(read.attention_outputs, mixed.attention_outputs)
     np.testing.assert_array_equal(read.lse, mixed.lse)
-    few = paged()(q, k, v, **call, max_q_len=6)
+    few = paged()(q, k, v, **call, max_q_len=np.int64(6))
     assert few.plan.problem.mode == "autoregressive"
     np.testing.assert_allclose(few.attention_outputs, mixed.attention_outputs, atol=2e-6)
     one = RaggedBatch.make(CACHE.plan(), cu_q_lens=[0, 1, 2], kv_lens=[6, 9], page_table=[[5, 2], [3, 4, 1]])
