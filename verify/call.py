@@ -15,10 +15,8 @@ from ..planning.placed_tensors import sent_itemsize
 from ..planning.traffic import Traffic, min_traffic
 from .advice import advice, vmem_breakdown
 from .call_program import call_program
-from .collectives import Collective
 from .compiled import Failure
-from .differences import differences
-from .passes import Planned, Work, target_reports
+from .passes import Planned, names_of_passes, target_reports
 from .report import PassReport, TargetReport
 from .search import Scheduled
 from .tune import scheduled_call
@@ -34,26 +32,18 @@ class PlannedCall(Planned):
         self.operation, self.arguments = operation, arguments
         self.call = self.plan = operation.plan(**arguments)
         self.mesh = operation.metadata.mesh
-        trains = self.call.problem.mode == "__train__"
-        self.names = ("forward", "forward and backward") if trains else ("forward",)
+        self.names = names_of_passes(self.call.problem.mode)
         self.exact = exact_products(self.call)
 
     def traced(self, name: str) -> Any:
         program, arrays = call_program(self.operation, self.arguments, self.call, "backward" in name)
         return program.trace(arrays)
 
-    def work(self, name: str, counted: Any, ends: int, loops: bool) -> Work:
-        if counted is not None and not loops:
-            return Work(float(counted.get("flops", 0.0)), float(counted.get("bytes accessed", 0.0)))
-        # Without counts it is a program for GPUs.
-        flops, looped = attention_flops(self.call, "backward" in name), counted is not None
-        return Work(flops, 0.0 if looped else float(ends), looped)
+    def flops(self, name: str) -> float:
+        return attention_flops(self.call, "backward" in name)
 
     def traffic(self, name: str) -> Traffic:
         return min_traffic(self.call, "backward" in name)
-
-    def differences(self, required: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
-        return differences(required, sent)
 
     def advice(self, name: str, failure: Failure, max_vmem: int) -> tuple[str | None, tuple[tuple[str, int], ...]]:
         if failure.memory not in ("vmem", "shared"):

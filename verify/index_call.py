@@ -7,16 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from ..masks.causal_window import ANY_CAUSAL, causal_window
 from ..operators.selection import Indexer
 from ..planning.selection.index_operands import INDEX
 from ..planning.selection.index_plan import IndexPlan
 from ..planning.traffic import Need, Traffic
-from .collectives import Collective
-from .differences import differences
-from .passes import Planned, Work
+from .passes import Planned
 
 __all__ = ["PlannedIndexer"]
 
@@ -35,7 +32,8 @@ class PlannedIndexer(Planned):
     def traced(self, name: str) -> Any:
         """Every array laid out as planned."""
         del name
-        arrays = {name: self._laid_out(name, x) for name, x in self.arguments.items() if hasattr(x, "shape")}
+        specs = self.index.specs
+        arrays = {name: self.laid_out(x, specs[name]) for name, x in self.arguments.items() if hasattr(x, "shape")}
         static = {name: x for name, x in self.arguments.items() if name not in arrays}
 
         def select(arrays: dict[str, Any]) -> Any:
@@ -44,15 +42,9 @@ class PlannedIndexer(Planned):
 
         return jax.jit(select).trace(arrays)
 
-    def _laid_out(self, name: str, x: Any) -> jax.ShapeDtypeStruct:
-        sharding = None if self.mesh is None else NamedSharding(self.mesh, self.index.specs[name])
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    def work(self, name: str, counted: Any, ends: int, loops: bool) -> Work:
+    def flops(self, name: str) -> float:
         """A product and a weight of each head, for the pairs that the mask shows."""
         del name
-        if counted is not None and not loops:
-            return Work(float(counted.get("flops", 0.0)), float(counted.get("bytes accessed", 0.0)))
         problem, placement = self.index.problem, self.index.placement
         causal, left, right = causal_window(problem.mask) or ANY_CAUSAL
         first = problem.query_offset or 0
@@ -63,8 +55,7 @@ class PlannedIndexer(Planned):
             pairs += max(0, last + 1 - (0 if left is None else max(0, row - left)))
         sizes = {axis.name: axis.size for axis in problem.mesh}
         split = math.prod(sizes[x] for at in (0, 1) for x in placement.axes("index_query", at))
-        flops = 2.0 * pairs * problem.batch * problem.q_heads * (problem.index_dim + 1) / split
-        return Work(flops, 0.0 if counted is not None else float(ends), counted is not None)
+        return 2.0 * pairs * problem.batch * problem.q_heads * (problem.index_dim + 1) / split
 
     def traffic(self, name: str) -> Traffic:
         """What lies split over the keys is gathered."""
@@ -79,6 +70,3 @@ class PlannedIndexer(Planned):
                 sent = fitted.local_bytes * (math.prod(sizes[x] for x in axes) - 1)
                 needs.append(Need("all-gather", sent, fitted.tensor, axes=axes))
         return Traffic(tuple(needs))
-
-    def differences(self, required: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
-        return differences(required, sent)

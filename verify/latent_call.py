@@ -26,7 +26,6 @@ from ..planning.traffic import Traffic
 from ..registry.latent_dims import LatentDims
 from .call import PlannedCall
 from .call_program import call_program
-from .passes import Work
 
 __all__ = ["PlannedLatent"]
 
@@ -59,15 +58,11 @@ class PlannedLatent(PlannedCall):
         program, arrays = call_program(attend, self._shapes() | rest, self.call, "backward" in name, spec_of)
         return program.trace(arrays)
 
-    def work(self, name: str, counted: Any, ends: int, loops: bool) -> Work:
-        counts = super().work(name, counted, ends, loops)
-        if counted is not None and not loops:
-            return counts
+    def flops(self, name: str) -> float:
         problem, dims = self.call.problem, self.latent.dims
         tokens, keys = problem.batch * problem.q_len, problem.batch * problem.kv_len
         products = projection_flops(dims, self.latent.form, self.latent.choice.folded, tokens, keys, dims.heads)
-        of_device = products * (3 if "backward" in name else 1) / problem.devices
-        return counts._replace(flops=counts.flops + of_device)
+        return super().flops(name) + products * (3 if "backward" in name else 1) / problem.devices
 
     def traffic(self, name: str) -> Traffic:
         inside = super().traffic(name)

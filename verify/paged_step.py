@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ..operators.paged.declared_step import DeclaredStep
 from ..operators.paged.step_operation import StepOperation
@@ -36,21 +35,21 @@ class PlannedStep(Planned):
         del name
         step, cache = self.step, self.paged.cache
         names = ("cu_q_lens", "kv_lens", "page_table", "num_seqs")
-        batch = RaggedBatch(*(self._laid_out(getattr(step.batch, n), cache[n].fitted.spec) for n in names))
+        batch = RaggedBatch(*(self.laid_out(getattr(step.batch, n), cache[n].fitted.spec) for n in names))
         specs = array_specs(self.operation, cache)
-        arrays = {name: self._laid_out(x, specs[name]) for name, x in step.arrays.items()}
+        arrays = {name: None if x is None else self.laid_out(x, specs[name]) for name, x in step.arrays.items()}
         run = jax.jit(step_program(self.operation, step, 0), donate_argnums=0)
         return run.trace(abstract(cache, self.mesh, layers=1), batch, arrays)
 
-    def _laid_out(self, x: Any, spec: PartitionSpec) -> Any:
-        sharding = None if self.mesh is None else NamedSharding(self.mesh, spec)
-        return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    def flops(self, name: str) -> float:
+        del name
+        return step_flops(self.paged.problem, self.step.batch)
 
     def work(self, name: str, counted: Any, ends: int, loops: bool) -> Work:
-        del name, counted, ends, loops
-        reads, problem = self.paged.reads, self.paged.problem
-        read = selected_bytes(problem) if reads is None else reads.device_bytes
-        return Work(step_flops(problem, self.step.batch), read)
+        """By attnops' count, whatever the compiler's is."""
+        del counted, ends, loops
+        reads = self.paged.reads
+        return Work(self.flops(name), selected_bytes(self.paged.problem) if reads is None else reads.device_bytes)
 
     def traffic(self, name: str) -> Traffic:
         del name

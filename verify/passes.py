@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
 from ..devices import vmem_of
 from ..errors import AttnOpsError, ConfigError
 from ..planning.text import bytes_text
@@ -16,12 +19,13 @@ from ..sharding.mesh import devices_cores
 from .collectives import Collective, collectives
 from .compiled import Failure, failure, program_text
 from .devices import DeviceLimits, compiles_here, device_limits, kernels_of_program, lowered_for, tracing_on, unheld
+from .differences import differences
 from .report import AnyPlan, KernelCycles, PassReport, TargetReport, refusals
 from .search import Scheduled
 from .static_cycles import static_cycles
 from .targets import not_compiled
 
-__all__ = ["Planned", "Work", "target_reports"]
+__all__ = ["Planned", "Work", "names_of_passes", "target_reports"]
 
 
 class Work(NamedTuple):
@@ -30,6 +34,11 @@ class Work(NamedTuple):
     flops: float
     bytes_moved: float
     looped: bool = False
+
+
+def names_of_passes(mode: str) -> tuple[str, ...]:
+    """The passes of a call: in mode train also that with its gradient."""
+    return ("forward", "forward and backward") if mode == "__train__" else ("forward",)
 
 
 class Planned(ABC):
@@ -53,18 +62,30 @@ class Planned(ABC):
         with tracing_on(self.mesh, platform):
             return lowered_for(self.traced(name), platform)
 
+    def laid_out(self, x: Any, spec: PartitionSpec) -> Any:
+        """The shape of an array with its place on the mesh."""
+        sharding = None if self.mesh is None else NamedSharding(self.mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     @abstractmethod
+    def flops(self, name: str) -> float:
+        """The operations of a pass on one device, as attnops counts them."""
+
     def work(self, name: str, counted: Any, ends: int, loops: bool) -> Work:
-        """counted: by the compiler, None if it doesn't count. ends: bytes of arguments and outputs. loops: the program has loops,
-        of which the compiler counts one turn."""
+        """counted: by the compiler, None if it doesn't count, as for GPUs. ends: bytes of arguments and outputs. loops: the
+        program has loops, of which the compiler counts one turn."""
+        if counted is not None and not loops:
+            return Work(float(counted.get("flops", 0.0)), float(counted.get("bytes accessed", 0.0)))
+        looped = counted is not None
+        return Work(self.flops(name), 0.0 if looped else float(ends), looped)
 
     @abstractmethod
     def traffic(self, name: str) -> Traffic:
         """The least that a pass has to send."""
 
-    @abstractmethod
     def differences(self, required: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:
         """Where a program sends something else."""
+        return differences(required, sent)
 
     def advice(self, name: str, failure: Failure, vmem_most: int) -> tuple[str | None, tuple[tuple[str, int], ...]]:
         """(what to declare so that a failed pass compiles, what its kernel holds), as far as that is known."""

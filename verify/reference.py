@@ -86,6 +86,7 @@ def forward(
     return Forward(q, k, v, raw, capped, weights, probabilities[..., kv_len:], dropped, lse, visible)
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def reference_attention(
     query: np.ndarray,
     key: np.ndarray,
@@ -110,12 +111,11 @@ def reference_attention(
     depends on.
     """
     placed = placed_score(score, captures, query_offset, query, key, key_offset)
-    arguments = (scale, mask, bias, soft_cap, sinks, keep, keep_probability, placed)
-    with np.errstate(invalid="ignore", over="ignore"):
-        terms = forward(query, key, value, *arguments)
-        return ReferenceOutput(_sums(terms.dropped, terms.visible, terms.value), terms.weights, terms.lse)
+    terms = forward(query, key, value, scale, mask, bias, soft_cap, sinks, keep, keep_probability, placed)
+    return ReferenceOutput(_sums(terms.dropped, terms.visible, terms.value), terms.weights, terms.lse)
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def reference_gradients(
     query: np.ndarray,
     key: np.ndarray,
@@ -138,17 +138,6 @@ def reference_gradients(
     softmax_aux if given."""
     placed = placed_score(score, captures, query_offset, query, key)
     arguments = (scale, mask, bias, soft_cap, sinks, keep, keep_probability, placed)
-    with np.errstate(invalid="ignore", over="ignore"):
-        return _gradients(query, key, value, d_output, d_lse, *arguments)
-
-
-def _gradients(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, d_output: np.ndarray, d_lse: np.ndarray | None, scale: float,
-    mask: np.ndarray | None, bias: np.ndarray | None, soft_cap: float | None, sinks: np.ndarray | None,
-    keep: np.ndarray | None, keep_probability: float, score: PlacedScore | None,
-) -> dict[str, np.ndarray]:  # fmt: skip
-    """See reference_gradients."""
-    arguments = (scale, mask, bias, soft_cap, sinks, keep, keep_probability, score)
     q, k, v, raw, capped, weights, sunk, dropped, _, visible = forward(query, key, value, *arguments)
     d_output = np.asarray(d_output, np.float64)
     d_dropped = np.where(visible, np.einsum("bqhd,bkhd->bhqk", d_output, v), 0)
@@ -156,7 +145,7 @@ def _gradients(
     inner = (weights * d_weights).sum(axis=-1, keepdims=True)
     through_lse = 0.0 if d_lse is None else np.asarray(d_lse, np.float64)[..., None]
     d_logits = weights * (d_weights - inner + through_lse)
-    d_capped, of_score = (d_logits, {}) if score is None else score.derivatives(capped, d_logits)
+    d_capped, of_score = (d_logits, {}) if placed is None else placed.derivatives(capped, d_logits)
     d_raw = d_capped if soft_cap is None else d_capped * (1 - np.tanh(raw / soft_cap) ** 2)
 
     kv_heads = np.shape(key)[2]

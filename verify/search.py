@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 import jax
 
 from ..errors import AttnOpsError
-from ..planning import OperationConfig
+from ..planning import OperationConfig, PlannedOperation
 from ..planning.text import fields_text
 from ..planning.tune_cache import Measured, StoredSearch, best_of, keep, load, mark_refused
+from ..planning.tuning import config_with
 from .clock_worker import ClockWorker, Compiled
 from .compiled import failure
 from .generations import clock_rate
+from .gpu_clock import GpuCost, same_splits
 from .report import AnyPlan
 
 __all__ = ["MAX_CANDIDATES", "Candidates", "Progress", "Scheduled", "Search", "Todo", "TuneReport", "run_search"]
@@ -72,18 +74,24 @@ class Scheduled(NamedTuple):
 
 
 class Search(ABC):
-    """What is searched: a call or a step, for one device. key: what a measurement depends on."""
+    """What is searched: a method of a call or a step, for one device. key: what a measurement depends on."""
 
-    key: dict[str, Any]
-    device_kind: str
+    def __init__(self, operation: type[PlannedOperation], method: str, problem: Any, placement: Any) -> None:
+        self.kind, self.method, self.problem, self.placement = operation, method, problem, placement
+        self.key = operation.planner.tune_key(method, problem, placement)
+        self.device_kind: str = problem.device_kind
 
-    @abstractmethod
     def candidates(self, how: str) -> Mapping[str, tuple[dict[str, Any], ...]]:
         """What is tried for each pass."""
+        runs = self.kind.implementation(self.method, self.problem.config)
+        offered = runs.candidates(self.problem, self.placement)
+        if how == "static" and self.problem.platform == "cuda":
+            return {part: same_splits(options) for part, options in offered.items()}
+        return offered
 
-    @abstractmethod
     def resolve(self, fields: Mapping[str, Any]) -> OperationConfig:
         """The whole config with some fields. Errors: ConfigError if they are refused."""
+        return config_with(self.kind, self.method, self.problem, self.placement, fields)
 
     @abstractmethod
     def program(self, part: str, fields: Mapping[str, Any]) -> Callable[[], Any]:
@@ -93,9 +101,26 @@ class Search(ABC):
     def scheduled(self, part: str, fields: dict[str, Any]) -> Scheduled:
         """What is compiled for a candidate's static clock on a TPU."""
 
+    def gpu_cost(self, part: str, fields: dict[str, Any]) -> GpuCost:
+        """What a candidate's kernels cost by their stalls, compiled for a GPU. Raises what the compiler raises."""
+        raise NotImplementedError
+
     def by_clock(self, todo: Todo) -> Iterator[Measured]:
-        """Estimates as they are made. Default: by a TPU's schedule; the parts take turns, so that different kernels compile in
-        parallel."""
+        """Estimates as they are made."""
+        if self.problem.platform != "cuda":
+            yield from self._by_schedule(todo)
+            return
+        for part, fields in todo:
+            yield _tried(part, fields, "static", self._by_stalls)
+
+    def _by_stalls(self, part: str, fields: dict[str, Any]) -> Measured:
+        """One that spills is refused, as is one that doesn't compile."""
+        cost = self.gpu_cost(part, fields)
+        detail = {"cycles": cost.stalls, "registers": cost.registers, "shared_bytes": cost.shared_bytes}
+        return Measured(part, fields, "static", None if cost.spills else cost.seconds, cost.spills, detail)
+
+    def _by_schedule(self, todo: Todo) -> Iterator[Measured]:
+        """By a TPU's schedules; the parts take turns, so that different kernels compile in parallel."""
         workers: dict[str, ClockWorker] = {}
         lock = threading.Lock()
 
@@ -127,15 +152,22 @@ class Search(ABC):
 
     def by_time(self, todo: Todo) -> Iterator[Measured]:
         """Median times, one candidate after the other: nothing else may run meanwhile."""
+
+        def timed(part: str, fields: dict[str, Any]) -> Measured:
+            return Measured(part, fields, "device", _median(self.program(part, fields)))
+
         for part, fields in todo:
-            try:
-                seconds = _median(self.program(part, fields))
-            except AttnOpsError as error:
-                yield Measured(part, fields, "device", None, str(error))
-            except Exception as error:  # raised by the compiler or the device
-                yield Measured(part, fields, "device", None, failure(error).message)
-            else:
-                yield Measured(part, fields, "device", seconds)
+            yield _tried(part, fields, "device", timed)
+
+
+def _tried(part: str, fields: dict[str, Any], how: str, measure: Callable[[str, dict[str, Any]], Measured]) -> Measured:
+    """A measurement, or why there is none."""
+    try:
+        return measure(part, fields)
+    except AttnOpsError as error:
+        return Measured(part, fields, how, None, str(error))
+    except Exception as error:  # raised by the compiler or the device
+        return Measured(part, fields, how, None, failure(error).message)
 
 
 def run_search(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -11,21 +11,19 @@ import jax
 
 from ..devices import gpu_specs, spec_of_kind
 from ..distribution import with_extras
-from ..errors import AttnOpsError, ConfigError, RefusedError, shown
+from ..errors import ConfigError, RefusedError, shown
 from ..operators.call.current_device import current_device
 from ..planning import AttentionProblem, Implementation, OperationConfig, PassSizes, Placement, Plan, PlannedOperation
 from ..planning.paged.paged_problem import PagedProblem
 from ..planning.tables.table_plan import TablePlan
 from ..planning.tables.table_problem import TableProblem
-from ..planning.tune_cache import Choice, Measured
-from ..planning.tuning import config_with, tune_key
-from .compiled import failure
+from ..planning.tune_cache import Choice
 from .generations import has_libtpu, topology_of
 from .gpu.gpu_mesh import has_cuda_plugin
 from .gpu.sass import disassembler
-from .gpu_clock import compiled_kernels, gpu_cost, same_splits
+from .gpu_clock import GpuCost, compiled_kernels, gpu_cost
 from .local_call import LocalProblem
-from .search import MAX_CANDIDATES, Progress, Scheduled, Search, Todo, TuneReport, run_search
+from .search import MAX_CANDIDATES, Progress, Scheduled, Search, TuneReport, run_search
 from .tile_counts import kernel_cycles
 from .tune_recurrence import RecurrenceSearch
 
@@ -38,20 +36,8 @@ class _CallSearch(Search):
     def __init__(
         self, operation: type[PlannedOperation], method: str, problem: AttentionProblem, placement: Placement
     ) -> None:
-        self.operation, self.method, self.problem, self.placement = operation, method, problem, placement
+        super().__init__(operation, method, problem, placement)
         self.local = LocalProblem.of(problem, placement)
-        self.key = tune_key(method, problem, placement)
-        self.device_kind = problem.device_kind
-
-    def candidates(self, how: str) -> Mapping[str, tuple[dict[str, Any], ...]]:
-        runs = self.operation.implementation(self.method, self.problem.config)
-        offered = runs.candidates(self.problem, self.placement)
-        if how == "static" and self.problem.platform == "cuda":
-            return {part: same_splits(options) for part, options in offered.items()}
-        return offered
-
-    def resolve(self, fields: Mapping[str, Any]) -> OperationConfig:
-        return config_with(self.operation, self.method, self.problem, self.placement, fields)
 
     def program(self, part: str, fields: Mapping[str, Any]) -> Callable[[], Any]:
         function, shapes = self.local.program(fields, part)
@@ -65,27 +51,14 @@ class _CallSearch(Search):
     def _kernels(self, part: str, fields: dict[str, Any]) -> tuple[OperationConfig, tuple[tuple[str, PassSizes], ...]]:
         """(the candidate's whole config, its kernels)."""
         candidate = replace(self.problem, config=self.problem.config.with_fields(fields))
-        runs = self.operation.implementation(self.method, candidate.config)
+        runs = self.kind.implementation(self.method, candidate.config)
         config = runs.resolve(candidate, self.placement)
         return config, readable_kernels(runs, config, part == "backward")
 
-    def by_clock(self, todo: Todo) -> Iterator[Measured]:
-        return self._by_stalls(todo) if self.problem.platform == "cuda" else super().by_clock(todo)
-
-    def _by_stalls(self, todo: Todo) -> Iterator[Measured]:
-        """The GPU kernels of each candidate, compiled and read. One that spills is refused, as is one that doesn't compile."""
-        for part, fields in todo:
-            try:
-                config, passes = self._kernels(part, fields)
-                kernels = compiled_kernels(self.device_kind, self.local, part, fields)
-                cost = gpu_cost(self.problem, self.placement, config, tuple(size for _, size in passes), kernels)
-            except AttnOpsError as error:
-                yield Measured(part, fields, "static", None, str(error))
-            except Exception as error:  # raised by the compiler
-                yield Measured(part, fields, "static", None, failure(error).message)
-            else:
-                detail = {"cycles": cost.stalls, "registers": cost.registers, "shared_bytes": cost.shared_bytes}
-                yield Measured(part, fields, "static", None if cost.spills else cost.seconds, cost.spills, detail)
+    def gpu_cost(self, part: str, fields: dict[str, Any]) -> GpuCost:
+        config, passes = self._kernels(part, fields)
+        kernels = compiled_kernels(self.device_kind, self.local, part, fields)
+        return gpu_cost(self.problem, self.placement, config, tuple(size for _, size in passes), kernels)
 
 
 def tune_problem(

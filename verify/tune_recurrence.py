@@ -8,11 +8,9 @@ from typing import Any
 
 import jax
 
-from ..planning import OperationConfig, PlannedOperation
-from ..planning.recurrent.planner import RECURRENCES
+from ..planning import PlannedOperation
 from ..planning.tables.table_plan import TablePlacement
 from ..planning.tables.table_problem import TableProblem
-from ..planning.tuning import config_with
 from .local_recurrence import LocalRecurrence, scheduled_recurrence
 from .search import Scheduled, Search
 
@@ -25,19 +23,8 @@ class RecurrenceSearch(Search):
     def __init__(
         self, operation: type[PlannedOperation], method: str, problem: TableProblem, placement: TablePlacement
     ) -> None:
-        self.operation, self.method, self.problem, self.placement = operation, method, problem, placement
+        super().__init__(operation, method, problem, placement)
         self.local = LocalRecurrence.of(problem, placement)
-        self.key = RECURRENCES.tune_key(method, problem, placement)
-        self.device_kind = problem.device_kind
-
-    def candidates(self, how: str) -> Mapping[str, tuple[dict[str, Any], ...]]:
-        del how
-        runs: Any = self.operation.implementation(self.method, self.problem.config)
-        candidates: Mapping[str, tuple[dict[str, Any], ...]] = runs.candidates(self.problem, self.placement)
-        return candidates
-
-    def resolve(self, fields: Mapping[str, Any]) -> OperationConfig:
-        return config_with(self.operation, self.method, self.problem, self.placement, fields)
 
     def program(self, part: str, fields: Mapping[str, Any]) -> Callable[[], Any]:
         function, _ = self.local.program(fields, part)
@@ -45,4 +32,4 @@ class RecurrenceSearch(Search):
 
     def scheduled(self, part: str, fields: dict[str, Any]) -> Scheduled:
         del part
-        return scheduled_recurrence(self.operation, self.method, self.problem, self.placement, fields)
+        return scheduled_recurrence(self.kind, self.method, self.problem, self.placement, fields)

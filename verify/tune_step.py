@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from ..devices import spec_of_kind
-from ..errors import AttnOpsError, ConfigError, RefusedError
+from ..errors import ConfigError, RefusedError
 from ..operators.paged.declared_step import DeclaredStep
 from ..operators.paged.step_operation import StepOperation
 from ..operators.paged.tpu_kernel import tpu_call
-from ..planning import OperationConfig
 from ..planning.paged.page_reads import sequence_reads
 from ..planning.paged.paged_plan import PagedPlan
-from ..planning.paged.step_tuning import step_key
-from ..planning.tune_cache import Measured
-from ..planning.tuning import config_with
-from .compiled import failure
 from .drawn_step import draw_step, plan_declared
 from .gpu.gpu_kernels import gpu_kernels
-from .gpu_clock import same_splits, step_cost
+from .gpu_clock import GpuCost, step_cost
 from .paged_clock import LocalStep, kernels_of_step, step_visits
 from .paged_step import PlannedStep
-from .search import MAX_CANDIDATES, Progress, Scheduled, Search, Todo, TuneReport, run_search
+from .search import MAX_CANDIDATES, Progress, Scheduled, Search, TuneReport, run_search
 from .tune import measured_by
 
 __all__ = ["tune_step"]
@@ -34,18 +29,8 @@ class _StepSearch(Search):
     """A declared step: its one pass, for the declared batch."""
 
     def __init__(self, operation: StepOperation, step: DeclaredStep, plan: PagedPlan, method: str) -> None:
-        self.operation, self.step, self.plan, self.method = operation, step, plan, method
-        self.key = step_key(method, plan.problem)
-        self.device_kind = plan.problem.device_kind
-
-    def candidates(self, how: str) -> Mapping[str, tuple[dict[str, Any], ...]]:
-        candidates: Mapping[str, tuple[dict[str, Any], ...]] = self.plan.runs.candidates(self.plan.problem, None)
-        if how == "static" and self.plan.problem.platform == "cuda":
-            return {part: same_splits(options) for part, options in candidates.items()}
-        return candidates
-
-    def resolve(self, fields: Mapping[str, Any]) -> OperationConfig:
-        return config_with(self.plan.operation, self.method, self.plan.problem, self.plan.placement, fields)
+        super().__init__(plan.operation, method, plan.problem, plan.placement)
+        self.operation, self.step, self.runs = operation, step, plan.runs
 
     def program(self, part: str, fields: Mapping[str, Any]) -> Callable[[], Any]:
         """The pages are donated, and those of one run are the next one's."""
@@ -69,31 +54,18 @@ class _StepSearch(Search):
         configs = dict(metadata.operation_configs) | {name: config.with_fields(fields)}
         return type(self.operation)(metadata.replace(operation_configs=configs, tuning="off"))
 
-    def by_clock(self, todo: Todo) -> Iterator[Measured]:
-        return self._by_stalls(todo) if self.plan.problem.platform == "cuda" else super().by_clock(todo)
-
-    def _by_stalls(self, todo: Todo) -> Iterator[Measured]:
-        """The GPU kernels of each candidate's step, compiled and read. One that spills is refused, as is one that doesn't
-        compile."""
-        problem, spec = self.plan.problem, spec_of_kind(self.device_kind)
-        for part, fields in todo:
-            try:
-                visits = self.plan.runs.visits(problem, self.resolve(fields), self.step.batch)
-                compiled = PlannedStep(self._with(fields), self.step).lowered("step").compile()
-                cost = step_cost(self.device_kind, visits, gpu_kernels(compiled, compiled.as_text(), spec))
-            except AttnOpsError as error:
-                yield Measured(part, fields, "static", None, str(error))
-            except Exception as error:  # raised by the compiler
-                yield Measured(part, fields, "static", None, failure(error).message)
-            else:
-                detail = {"cycles": cost.stalls, "registers": cost.registers, "shared_bytes": cost.shared_bytes}
-                yield Measured(part, fields, "static", None if cost.spills else cost.seconds, cost.spills, detail)
+    def gpu_cost(self, part: str, fields: dict[str, Any]) -> GpuCost:
+        del part
+        visits = self.runs.visits(self.problem, self.resolve(fields), self.step.batch)
+        compiled = PlannedStep(self._with(fields), self.step).lowered("step").compile()
+        return step_cost(
+            self.device_kind, visits, gpu_kernels(compiled, compiled.as_text(), spec_of_kind(self.device_kind))
+        )
 
     def scheduled(self, part: str, fields: dict[str, Any]) -> Scheduled:
         del part
-        problem = self.plan.problem
-        local = LocalStep(*tpu_call(problem, problem.config.with_fields(fields)))
-        visits = step_visits(problem, local, self.step.batch)
+        local = LocalStep(*tpu_call(self.problem, self.problem.config.with_fields(fields)))
+        visits = step_visits(self.problem, local, self.step.batch)
         return Scheduled(local, {}, {name: visits[name].cycles for name in kernels_of_step(local)})
 
 

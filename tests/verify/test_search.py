@@ -29,6 +29,7 @@ from attnops.masks import MaskFunction
 from attnops.operators.splash.candidates import BACKWARD, FORWARD
 from attnops.operators.splash.passes import splash_passes
 from attnops.planning import tune_cache
+from attnops.planning.tuning import tune_key
 from attnops.sharding import virtual_mesh
 from attnops.verify import tune as tune_module
 from attnops.verify.clock_worker import ClockWorker, Outcome
@@ -325,7 +326,7 @@ def test_a_search_that_was_cut_off_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     with pytest.raises(KeyboardInterrupt):
         tune_plan(decided, most=4)
-    found = tune_cache.load(tune_module.tune_key("forward_tpu", decided.problem, decided.placement))
+    found = tune_cache.load(tune_key("forward_tpu", decided.problem, decided.placement))
     assert found.choice is None
     assert len(found.measured) == 2
     before = len(asked)
