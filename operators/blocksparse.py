@@ -6,13 +6,9 @@ from typing import Literal
 
 from ..planning import AttentionProblem
 from ..planning.notes import note
-from .blackwell import BLACKWELL
-from .call.base import Operation
 from .choices.mask_blocks import has_blocks
-from .flash import FLASH, NO_ROCM
-from .hopper import HOPPER
-from .splash.splash_kernels import SPLASH
-from .vanilla.operation import NATIVE, VanillaConfig
+from .splash.kernel_operation import KernelOperation
+from .vanilla.operation import VanillaConfig
 
 __all__ = ["BlockSparse", "BlockSparseConfig"]
 
@@ -26,17 +22,11 @@ class BlockSparseConfig(VanillaConfig):
     operation: Literal["blocksparse"] = "blocksparse"  # type: ignore[assignment]
 
 
-class BlockSparse(Operation):
+class BlockSparse(KernelOperation):
     """Only tiles with visible keys are visited: splash's kernels on TPUs, flash_attn2's on CUDA, blocks in XLA."""
 
     name = "blocksparse"
     config = BlockSparseConfig
-    forward_tpu = SPLASH
-    forward_blackwell = BLACKWELL
-    forward_hopper = HOPPER
-    forward_cuda = FLASH
-    forward_rocm = NO_ROCM
-    forward_native = NATIVE
 
     @classmethod
     def remarks(cls, problem: AttentionProblem) -> tuple[str, ...]:

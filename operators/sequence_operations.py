@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from .blackwell import BLACKWELL
-from .call.base import Operation
-from .flash import FLASH, NO_ROCM
-from .hopper import HOPPER
+from .splash.kernel_operation import KernelOperation
 from .splash.splash_config import SplashConfig
-from .splash.splash_kernels import SPLASH
-from .vanilla.operation import NATIVE
 
 __all__ = ["RingAttention", "RingConfig", "UlyssesAttention", "UlyssesConfig"]
 
@@ -27,31 +22,19 @@ class UlyssesConfig(SplashConfig):
     operation: Literal["ulysses"] = "ulysses"  # type: ignore[assignment]
 
 
-class RingAttention(Operation):
+class RingAttention(KernelOperation):
     """Keys and values travel around the mesh axes that split the sequence; without such axes it is splash."""
 
     name = "ring"
     config = RingConfig
     sequence_parallel: ClassVar[str | None] = "ring"
     backend_operation: ClassVar[str | None] = "splash"
-    forward_tpu = SPLASH
-    forward_blackwell = BLACKWELL
-    forward_hopper = HOPPER
-    forward_cuda = FLASH
-    forward_rocm = NO_ROCM
-    forward_native = NATIVE
 
 
-class UlyssesAttention(Operation):
+class UlyssesAttention(KernelOperation):
     """Heads are split instead of the sequence while attention runs; without such axes it is splash."""
 
     name = "ulysses"
     config = UlyssesConfig
     sequence_parallel: ClassVar[str | None] = "ulysses"
     backend_operation: ClassVar[str | None] = "splash"
-    forward_tpu = SPLASH
-    forward_blackwell = BLACKWELL
-    forward_hopper = HOPPER
-    forward_cuda = FLASH
-    forward_rocm = NO_ROCM
-    forward_native = NATIVE
