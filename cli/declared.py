@@ -1,21 +1,20 @@
-"""What a file declares, for the commands that plan, compile or search it: a call, a latent attention, or a step over pages."""
+"""What a file declares, for the commands that plan, compile, search or run it: a call, a latent attention, a step over pages."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from ..operators import Operation
 from ..operators.latent import Choice, choose_form, form_arguments, form_notes
 from ..operators.paged.declared_step import DeclaredStep
 from ..operators.paged.step_operation import StepOperation
 from ..planning import Plan
 from ..planning.paged.paged_plan import PagedPlan
-from ..planning.selection.index_plan import IndexPlan
-from ..planning.tables.table_plan import TablePlan
 from ..registry import OperationMetadata, OperationRegistry
 from ..registry.declaration import Declaration
 from ..registry.latent_dims import FORMS, Form
@@ -23,18 +22,25 @@ from .call_arrays import call_shapes
 from .index_inputs import index_input_shapes
 from .step import one_layer, refuse_inputs, step_of
 
-if TYPE_CHECKING:  # what compiles and searches is imported by the command that does it
+if TYPE_CHECKING:  # what compiles, searches and runs is imported by the command that does it
     from ..verify.passes import Planned
     from ..verify.report import AnyPlan
     from ..verify.search import Progress, TuneReport
+    from .ran import Runnable
 
 __all__ = ["Declared", "declared"]
 
 
 class Declared(ABC):
-    """notes: on how its arrays were read."""
+    """A declaration, the file of its arrays if they aren't drawn, and the mode."""
 
-    notes: tuple[str, ...] = ()
+    def __init__(self, declaration: Declaration, inputs: Path | None, mode: str | None) -> None:
+        self.declaration, self.inputs, self.mode = declaration, inputs, mode
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on how its arrays were read."""
+        return ()
 
     @abstractmethod
     def plan(self, metadata: OperationMetadata) -> AnyPlan:
@@ -48,25 +54,39 @@ class Declared(ABC):
     def tune(self, metadata: OperationMetadata, how: str | None, max_candidates: int, progress: Progress) -> TuneReport:
         """The search for its sizes."""
 
+    @abstractmethod
+    def runnable(self, mesh: str | None, seed: int) -> Runnable:
+        """It with its arrays on this machine's devices. Errors: RefusedError if nothing can run it."""
 
-class _Call(Declared):
-    def __init__(self, declaration: Declaration, inputs: Path | None, mode: str | None) -> None:
-        shapes = call_shapes(declaration, inputs)
-        self._set(declaration, declaration.call_arguments(shapes.arrays, mode=mode))
-        self.notes = shapes.notes
 
-    def _set(self, declaration: Declaration, arguments: dict[str, Any]) -> None:
-        self.kind: Any = OperationRegistry.get(declaration.operation)
-        self.arguments = arguments
+class _OfOperation(Declared):
+    """A call of an operation, whose arrays are shapes for all but a run."""
 
-    def plan(self, metadata: OperationMetadata) -> Plan:
-        operation: Operation = self.kind(metadata)
-        return operation.plan(**self.arguments)
+    def read(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """The shapes of its arrays, and notes on them. Default: as declared."""
+        refuse_inputs(self.inputs)
+        return self.declaration.shapes(), ()
 
-    def planned(self, metadata: OperationMetadata) -> Planned:
-        from ..verify.call import PlannedCall
+    @cached_property
+    def _read(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        return self.read()
 
-        return PlannedCall(self.kind(metadata), self.arguments)
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._read[1]
+
+    @cached_property
+    def kind(self) -> Any:
+        """The operation's class."""
+        return OperationRegistry.get(self.declaration.operation)
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """Those of a call, with shapes."""
+        return self.declaration.call_arguments(self._read[0], mode=self.mode)
+
+    def plan(self, metadata: OperationMetadata) -> Any:
+        return self.kind(metadata).plan(**self.arguments)
 
     def tune(self, metadata: OperationMetadata, how: str | None, max_candidates: int, progress: Progress) -> TuneReport:
         from ..verify.tune import tune_plan
@@ -74,17 +94,27 @@ class _Call(Declared):
         return tune_plan(self.plan(metadata), how=how, most=max_candidates, progress=progress)
 
 
-class _Indexer(Declared):
+class _Call(_OfOperation):
+    def read(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        shapes, _, notes = call_shapes(self.declaration, self.inputs)
+        return shapes, notes
+
+    def planned(self, metadata: OperationMetadata) -> Planned:
+        from ..verify.call import PlannedCall
+
+        return PlannedCall(self.kind(metadata), self.arguments)
+
+    def runnable(self, mesh: str | None, seed: int) -> Runnable:
+        from .ran_call import RunnableCall
+
+        return RunnableCall(self.declaration, self.inputs, mesh, self.mode, seed)
+
+
+class _Indexer(_OfOperation):
     """A call that selects keys and doesn't attend."""
 
-    def __init__(self, declaration: Declaration, inputs: Path | None, mode: str | None) -> None:
-        arrays, self.notes = index_input_shapes(declaration, inputs)
-        self.kind: Any = OperationRegistry.get(declaration.operation)
-        self.arguments = declaration.call_arguments(arrays, mode=mode)
-
-    def plan(self, metadata: OperationMetadata) -> IndexPlan:
-        decided: IndexPlan = self.kind(metadata).plan(**self.arguments)
-        return decided
+    def read(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        return index_input_shapes(self.declaration, self.inputs)
 
     def planned(self, metadata: OperationMetadata) -> Planned:
         from ..verify.index_call import PlannedIndexer
@@ -98,42 +128,40 @@ class _Indexer(Declared):
             "blocks of 'paged_indexer' can be searched."
         )
 
+    def runnable(self, mesh: str | None, seed: int) -> Runnable:
+        from .run_indexer import RunnableIndexer
 
-class _Recurrence(Declared):
+        return RunnableIndexer(self.declaration, self.inputs, mesh, self.mode, seed)
+
+
+class _Recurrence(_OfOperation):
     """A call that carries a state along its tokens."""
-
-    def __init__(self, declaration: Declaration, inputs: Path | None, mode: str | None) -> None:
-        refuse_inputs(inputs)
-        self.kind: Any = OperationRegistry.get(declaration.operation)
-        self.arguments = declaration.call_arguments(declaration.shapes(), mode=mode)
-
-    def plan(self, metadata: OperationMetadata) -> TablePlan:
-        decided: TablePlan = self.kind(metadata).plan(**self.arguments)
-        return decided
 
     def planned(self, metadata: OperationMetadata) -> Planned:
         from ..verify.recurrent_call import PlannedRecurrence
 
         return PlannedRecurrence(self.kind(metadata), self.arguments)
 
-    def tune(self, metadata: OperationMetadata, how: str | None, max_candidates: int, progress: Progress) -> TuneReport:
-        from ..verify.tune import tune_plan
+    def runnable(self, mesh: str | None, seed: int) -> Runnable:
+        from .run_recurrence import RunnableRecurrence
 
-        return tune_plan(self.plan(metadata), how=how, most=max_candidates, progress=progress)
+        return RunnableRecurrence(self.declaration, self.inputs, mesh, self.mode, seed)
 
 
 class _Form(_Call):
     """The call inside a latent attention, in one form."""
 
     def __init__(self, declaration: Declaration, form: Form, mode: str | None) -> None:
-        self._set(declaration, form_arguments(declaration, form, mode))
+        super().__init__(declaration, None, mode)
+        self.arguments = form_arguments(declaration, form, mode)
 
 
 class _Latent(Declared):
     """A latent attention, in the form that the devices it is planned for make cheaper. Planned and tuned is the attention inside;
-    it is compiled with its projections."""
+    it is compiled and run with its projections."""
 
     def __init__(self, declaration: Declaration, inputs: Path | None, mode: str | None) -> None:
+        super().__init__(declaration, inputs, mode)
         if inputs is not None:
             raise ConfigError(f"--inputs {inputs} beside a latent attention; all its sizes are in the declaration.")
         assert declaration.latent is not None
@@ -145,7 +173,7 @@ class _Latent(Declared):
 
     def plan(self, metadata: OperationMetadata) -> Plan:
         choice = self._choice(metadata)
-        plan = self.forms[choice.form].plan(metadata)
+        plan: Plan = self.forms[choice.form].plan(metadata)
         return replace(plan, notes=(*plan.notes, *form_notes(self.dims, choice, plan)))
 
     def planned(self, metadata: OperationMetadata) -> Planned:
@@ -158,13 +186,18 @@ class _Latent(Declared):
     def tune(self, metadata: OperationMetadata, how: str | None, max_candidates: int, progress: Progress) -> TuneReport:
         return self.forms[self._choice(metadata).form].tune(metadata, how, max_candidates, progress)
 
+    def runnable(self, mesh: str | None, seed: int) -> Runnable:
+        from .run_latent import RunnableLatent
+
+        return RunnableLatent(self.declaration, mesh, self.mode, seed)
+
 
 class _Step(Declared):
-    """It is planned with the whole cache, and compiled with one layer, which is all that it uses."""
+    """It is planned with the whole cache, and compiled and run with one layer, which is all that it uses."""
 
     def __init__(self, declaration: Declaration, inputs: Path | None, mode: str | None) -> None:
+        super().__init__(declaration, inputs, mode)
         refuse_inputs(inputs)
-        self.declaration, self.mode = declaration, mode
 
     def plan(self, metadata: OperationMetadata) -> PagedPlan:
         from ..verify.drawn_step import plan_declared
@@ -183,6 +216,11 @@ class _Step(Declared):
         from ..verify.tune_step import tune_step
 
         return tune_step(*self._alone(metadata), how=how, most=max_candidates, progress=progress)
+
+    def runnable(self, mesh: str | None, seed: int) -> Runnable:
+        from .run_step import RunnableStep
+
+        return RunnableStep(self.declaration, mesh, self.mode, seed)
 
 
 def declared(declaration: Declaration, inputs: Path | None, mode: str | None) -> Declared:

@@ -1,11 +1,9 @@
-"""RunnableCall: a declared call on this machine's devices, for `attnops run` and for a report."""
+"""Calls of operations on this machine's devices, for `attnops run` and for a report; RunnableCall: one of attention."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-
-from jax.sharding import Mesh
 
 from ..planning import Plan
 from ..planning.score_operands import held_captures
@@ -19,30 +17,44 @@ from .ran import Runnable
 from .run_call import Compiled, compile_declared, on_devices
 from .target import run_metadata
 
-__all__ = ["RunnableCall"]
+__all__ = ["RunnableCall", "RunnableOperation"]
 
 
-class RunnableCall(Runnable):
-    """Its arrays are drawn, or read from a file. Errors: those of planning, and RefusedError if nothing can run it."""
+class RunnableOperation(Runnable):
+    """A declared call. Errors: those of planning, and RefusedError if nothing can run it."""
 
     def __init__(
         self, declaration: Declaration, inputs: Path | None, mesh: str | None, mode: str | None, seed: int
     ) -> None:
         kind: Any = OperationRegistry.get(declaration.operation)
         self.operation = kind(run_metadata(declaration, mesh=mesh))
-        self.arrays, self.expected, self.notes = call_arrays(declaration, inputs, seed)
-        if self.expected is not None:
-            self.unchecked = ("expected is in the inputs file; --check compares with it",)
-        self.source = "" if inputs is None else inputs.name
         self.declaration, self.mode = declaration, mode
-        arguments = declaration.call_arguments(self.arrays, mode=mode)
-        plan: Plan = self.operation.plan(**arguments).require()
-        self.call = self.plan = plan
-        devices = self.operation.metadata.mesh
-        self.placed = on_devices(self.arrays, plan, devices if isinstance(devices, Mesh) else None)
+        self.read(inputs, seed)
+        self.plan = self.operation.plan(**declaration.call_arguments(self.arrays, mode=mode)).require()
+        self.placed = on_devices(self.arrays, self.plan, self.operation.metadata.mesh)
+
+    def read(self, inputs: Path | None, seed: int) -> None:
+        """Draw the arrays, or read them from a file."""
+        raise NotImplementedError
 
     def compile(self) -> Compiled:
         return compile_declared(self.operation, self.declaration, self.placed, self.mode)
+
+
+class RunnableCall(RunnableOperation):
+    """Its arrays are drawn, or read from a file."""
+
+    def read(self, inputs: Path | None, seed: int) -> None:
+        self.arrays, self.expected, self.notes = call_arrays(self.declaration, inputs, seed)
+        if self.expected is not None:
+            self.unchecked = ("expected is in the inputs file; --check compares with it",)
+        self.source = "" if inputs is None else inputs.name
+
+    @property
+    def call(self) -> Plan:
+        """The plan."""
+        assert isinstance(self.plan, Plan)
+        return self.plan
 
     def compare(self, output: Any) -> Compared:
         return compare(self.call, self.placed, output)

@@ -8,21 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ConfigError
-from ..registry import OperationRegistry
 from ..registry.declaration import Declaration
 from .console import errors, fields, text, title
+from .declared import declared
 from .file_notes import file_notes
 from .inputs import check_output_path, write_arrays
 from .json_output import print_json
 from .plan import brief_rows, print_plan
-from .ran import Ran, Runnable, ran_rows, timed
-from .ran_call import RunnableCall
-from .run_indexer import RunnableIndexer
+from .ran import Ran, ran_rows, timed
 from .run_json import ran_json
-from .run_latent import RunnableLatent
-from .run_recurrence import RunnableRecurrence
-from .run_step import RunnableStep
-from .step import refuse_inputs
 
 __all__ = ["RunOptions", "ran_declared", "run"]
 
@@ -55,7 +49,7 @@ def run(options: RunOptions) -> int:
     if options.output is not None:
         check_output_path(options.output)
     declaration = options.declaration
-    family = OperationRegistry.get(declaration.operation).family
+    family = declaration.family
     what = "a step" if declaration.in_pages else "a selection" if family == "selection" else "a recurrence"
     if not options.compares and (declaration.in_pages or family != "attention"):
         raise ConfigError(f"--no-compare has no effect for {what}, which jax.nn can't express; leave it out.")
@@ -80,24 +74,8 @@ def run(options: RunOptions) -> int:
 
 def ran_declared(options: RunOptions) -> Ran:
     """Compile, run, time and check what the file declares. Errors: those of planning, and RefusedError if nothing can run it."""
-    declaration, placing = options.declaration, (options.mesh, options.mode, options.seed)
-    runnable: Runnable
-    if declaration.latent is not None and declaration.in_pages:
-        declaration = declaration.of_form("absorbed")
-    if declaration.latent is not None:
-        refuse_inputs(options.inputs)
-        runnable = RunnableLatent(declaration, *placing)
-    elif declaration.in_pages:
-        refuse_inputs(options.inputs)
-        runnable = RunnableStep(declaration, *placing)
-    elif declaration.family == "selection":
-        runnable = RunnableIndexer(declaration, options.inputs, *placing)
-    elif declaration.family == "recurrence":
-        refuse_inputs(options.inputs)
-        runnable = RunnableRecurrence(declaration, *placing)
-    else:
-        runnable = RunnableCall(declaration, options.inputs, *placing)
-    runnable.notes += file_notes(declaration)
+    runnable = declared(options.declaration, options.inputs, options.mode).runnable(options.mesh, options.seed)
+    runnable.notes += file_notes(options.declaration)
     return timed(runnable, options.repeats, checked=options.check, compares=options.compares, quiet=options.quiet)
 
 

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from ..operators import AttentionOutput, Operation
-from ..planning import Plan
 from ..registry.declaration import Declaration
+from ..verify.report import AnyPlan
 from .progress import ReportProgress
 
 __all__ = ["Compiled", "TooLarge", "compile_call", "compile_declared", "on_devices", "time_calls"]
@@ -28,15 +27,13 @@ class Compiled(NamedTuple):
     temp_bytes: int | None
 
 
-def compile_declared(
-    operation: Operation, declaration: Declaration, arrays: Mapping[str, Any], mode: str | None
-) -> Compiled:
-    """Compile and run the declared call on arrays from `on_devices`; `result` is its AttentionOutput."""
+def compile_declared(operation: Any, declaration: Declaration, arrays: Mapping[str, Any], mode: str | None) -> Compiled:
+    """Compile and run the declared call on arrays from `on_devices`; `result` is the operation's own, such as AttentionOutput."""
 
-    def attend(arrays: dict[str, Any]) -> AttentionOutput:
+    def run(arrays: dict[str, Any]) -> Any:
         return operation(**declaration.call_arguments(arrays, mode=mode))
 
-    return compile_call(attend, (dict(arrays),))
+    return compile_call(run, (dict(arrays),))
 
 
 class TooLarge(Exception):
@@ -74,11 +71,8 @@ def time_calls(calls: Sequence[Compiled], repeats: int, progress: ReportProgress
     return [statistics.median(durations) for durations in times]
 
 
-def on_devices(arrays: Mapping[str, Any], plan: Plan, mesh: Mesh | None) -> dict[str, jax.Array]:
-    """Place every array by its fitted spec, before anything is timed."""
-    if mesh is None:
+def on_devices(arrays: Mapping[str, Any], plan: AnyPlan, mesh: Any) -> dict[str, jax.Array]:
+    """Place every array by its fitted spec on a mesh of devices, before anything is timed."""
+    if not isinstance(mesh, Mesh):
         return {name: jax.device_put(x) for name, x in arrays.items()}
-    placed = {}
-    for name, x in arrays.items():
-        placed[name] = jax.device_put(x, NamedSharding(mesh, plan.placement.call_spec(name, x.shape)))
-    return placed
+    return {name: jax.device_put(x, NamedSharding(mesh, plan.spec_of(name, x.shape))) for name, x in arrays.items()}

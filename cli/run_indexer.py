@@ -5,59 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
 from ..masks.causal_window import causal_window
-from ..operators.selection import IndexOutput
 from ..planning.selection.index_plan import IndexPlan
-from ..registry import OperationRegistry
-from ..registry.declaration import Declaration
 from ..verify.selection_error import index_reference, selection_error, window_shows
 from .check import Comparison, tolerance_of
 from .index_inputs import index_inputs
 from .progress import ReportProgress
-from .ran import Runnable
-from .run_call import Compiled, compile_call
-from .target import run_metadata
+from .ran_call import RunnableOperation
 
 __all__ = ["RunnableIndexer"]
 
 _PIECE = 2**20  # scores of one piece of the reference
 
 
-class RunnableIndexer(Runnable):
-    """Its arrays are drawn, or read from a file. Errors: those of planning, and RefusedError if nothing can run it."""
+class RunnableIndexer(RunnableOperation):
+    """Its arrays are drawn, or read from a file."""
 
-    def __init__(
-        self, declaration: Declaration, inputs: Path | None, mesh: str | None, mode: str | None, seed: int
-    ) -> None:
-        kind: Any = OperationRegistry.get(declaration.operation)
-        self.operation = kind(run_metadata(declaration, mesh=mesh))
-        self.arrays, self.notes = index_inputs(declaration, inputs, seed)
-        self.declaration, self.mode = declaration, mode
-        plan: IndexPlan = self.operation.plan(**declaration.call_arguments(self.arrays, mode=mode)).require()
-        self.index = self.plan = plan
-
-    def compile(self) -> Compiled:
-        devices = self.operation.metadata.mesh
-        placed = {
-            name: jax.device_put(
-                x, NamedSharding(devices, self.index.specs[name]) if isinstance(devices, Mesh) else None
-            )
-            for name, x in self.arrays.items()
-        }
-
-        def select(arrays: dict[str, Any]) -> IndexOutput:
-            found: IndexOutput = self.operation(**self.declaration.call_arguments(arrays, mode=self.mode))
-            return found
-
-        return compile_call(select, (placed,))
+    def read(self, inputs: Path | None, seed: int) -> None:
+        self.arrays, self.notes = index_inputs(self.declaration, inputs, seed)
 
     def check(self, output: Any, progress: ReportProgress) -> list[Comparison]:
         """The selected scores against the float64 reference, a piece of the queries at a time."""
-        problem, arrays = self.index.problem, self.arrays
+        assert isinstance(self.plan, IndexPlan)
+        problem, arrays = self.plan.problem, self.arrays
         window = causal_window(problem.mask)
         assert window is not None  # otherwise nothing would run it
         key = np.asarray(arrays["index_key"], np.float64)

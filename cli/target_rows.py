@@ -20,7 +20,7 @@ Row = tuple[str, str | Text]
 
 def about_target(report: TargetReport) -> str:
     """The devices, and what each has."""
-    mesh = ",".join(f"{axis.name}={axis.size}" for axis in report.plan.problem.mesh) or "none"
+    mesh = ",".join(axis.label for axis in report.plan.problem.mesh) or "none"
     if report.device is None:
         return f"mesh {mesh}"
     hbm = bytes_text(report.device.hbm_bytes)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..sharding import AttnShardingRules
 from ..sharding.mesh import AnyMesh
@@ -41,6 +41,10 @@ class Plan(PlanFields):
         split. Errors: ShardingError for a plan without a mesh, or for another mesh.
         """
         return named_shardings(self.problem, self.placement, self.mesh if mesh is None else mesh)
+
+    def spec_of(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        """The spec of an array of the call, of this name and shape, before the call starts."""
+        return self.placement.call_spec(name, shape)
 
     def brief_rows(self) -> list[tuple[str, str]]:
         """A device's part of the query, and what is done about a split sequence."""

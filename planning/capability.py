@@ -131,7 +131,7 @@ class Capability:
             if not x.operand.feature and x.name not in ATTENTION and x.name not in self.operands
         ]
         unknown = [_symbolic(name, problem) for name in sorted(problem.symbolic - self.symbolic)]
-        if problem.symbolic and any(axis.size > 1 and axis.kind != "manual" for axis in problem.mesh):
+        if problem.symbolic and any(axis.splits for axis in problem.mesh):
             unknown.append(_over_devices(problem))
         # A rule about a size that this implementation doesn't take can't be tested.
         failing = () if unknown else (rule.check(problem, config) for rule in self.rules)

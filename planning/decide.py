@@ -14,6 +14,7 @@ from .implementations import Implementation
 from .notes import note
 from .operation import METHODS, PlannedOperation
 from .operation_config import OperationConfig
+from .planner import Request
 from .policy import Policy
 from .problem import Problem
 from .tuning import choose
@@ -55,8 +56,8 @@ def _decide(
     operation: type[PlannedOperation], problem: Any, policy: Policy, cache_version: object
 ) -> Decision[Any, Any]:
     del cache_version
-    planner = operation.planner
-    place = planner.placements(operation, problem, policy)
+    planner, request = operation.planner, Request(operation, problem, policy)
+    place = planner.placements(request)
     platform = operation.kernel_platform(problem)
     methods = tuple(
         m
@@ -77,7 +78,7 @@ def _decide(
             rejected.append(Rejected(name, (reason,)))
             break
         runs, placement = operation.implementation(method, problem.config), place(method)
-        reasons = planner.reasons(operation, method, problem, placement, policy)
+        reasons = planner.reasons(request, method, placement)
         if reasons:
             rejected.append(Rejected(name, reasons))
             continue
@@ -96,7 +97,7 @@ def _decide(
             notes.append(note("platform.no_kernel", operation=operation.name, platform=problem.platform))
         notes.extend(_unread(method, runs, config))
         notes.extend(runs.notes(problem, placement, config))
-        notes.extend(planner.notes(operation, problem, policy, placement, method))
+        notes.extend(planner.notes(request, method, placement))
         if tuning is None and policy.tuning in ("tune", "error"):
             notes.append(note("tuning.no_sizes", tuning=policy.tuning, implementation=name))
         find_route = runs.capability.route

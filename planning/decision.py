@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
+from jax.sharding import PartitionSpec
+
 from ..errors import RefusedError
 from ..sharding.mesh import AnyMesh
 from .capability import Reason
@@ -110,6 +112,10 @@ class Decision(Generic[P, L]):
         """All reasons, one per line."""
         lines = [f"  {r.implementation}: {reason}" for r in self.rejected for reason in r.reasons]
         return "\n".join((f"{self.problem.describe()}:", *lines))
+
+    def spec_of(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        """The spec of an array of the call, of this name and shape, before the call starts."""
+        raise NotImplementedError
 
     def config_lines(self) -> list[ConfigLine]:
         """Every field of the config, and where its value comes from."""

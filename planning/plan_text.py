@@ -61,7 +61,7 @@ def dropped_lines(plan: PlanFields, *, brief: bool = False) -> list[str]:
     """
     if not plan.problem.mesh:
         return []  # without a mesh nothing can be split
-    could = {axis.name for axis in plan.problem.mesh if axis.size > 1 and axis.kind != "manual"}
+    could = {axis.name for axis in plan.problem.mesh if axis.splits}
     groups: dict[tuple[bool, str, str, str, str], list[str]] = {}
     for drop in plan.placement.fitted.dropped:
         if brief and drop.harmless and drop.axis not in could:

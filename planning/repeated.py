@@ -40,11 +40,7 @@ class RepeatedAxis(NamedTuple):
 
 def repeated_axes(problem: AttentionProblem, fitted: FittedRules, working: Set[str]) -> tuple[RepeatedAxis, ...]:
     """The axes of the problem's mesh that are longer than 1 and not in `working`. Manual axes are the caller's and left out."""
-    return tuple(
-        _repeated(axis, problem, fitted)
-        for axis in problem.mesh
-        if axis.kind != "manual" and axis.size > 1 and axis.name not in working
-    )
+    return tuple(_repeated(axis, problem, fitted) for axis in problem.mesh if axis.splits and axis.name not in working)
 
 
 def unintended_repeats(repeated: Sequence[RepeatedAxis], rules: AnyPartitionAxis) -> tuple[RepeatedAxis, ...]:

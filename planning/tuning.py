@@ -22,7 +22,7 @@ from .operation_config import OperationConfig
 from .placement import Placement
 from .problem import AttentionProblem
 
-__all__ = ["Chosen", "Tuning", "choose", "config_with", "searched", "tune_key", "versions"]
+__all__ = ["Chosen", "Tuning", "choose", "config_with", "tune_key", "versions"]
 
 # Searches are found through an entry point, because the package that measures is in a higher layer.
 _GROUP = "attnops.tuners"
@@ -93,13 +93,15 @@ def choose(operation: type[PlannedOperation], method: str, problem: Any, placeme
         return None
     key = operation.planner.tune_key(method, problem, placement)
     shipped = functools.partial(runs.shipped_choice, problem, placement)
-    search = functools.partial(operation.planner.search, operation, method, problem, placement)
+    search = functools.partial(_searched, operation, method, problem, placement)
     resolve = functools.partial(config_with, operation, method, problem, placement)
     return _stored_or_searched(names, key, problem, policy, shipped, search, resolve)
 
 
-def searched(operation: type[PlannedOperation], method: str, problem: Any, placement: Any) -> Tuning:
+def _searched(operation: type[PlannedOperation], method: str, problem: Any, placement: Any) -> Tuning:
     """Search now, for tuning='tune', and store the result."""
+    if why := operation.planner.unsearched:
+        return Tuning("heuristic", why, {})
     choice = _tuner()(operation, method, problem, placement)
     return Tuning("cache", f"{choice.how}, searched for this plan and stored", choice.fields)
 

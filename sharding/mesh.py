@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ __all__ = [
     "mesh_from_dict",
     "mesh_to_dict",
     "parse_mesh",
+    "unused_axes",
     "virtual_mesh",
 ]
 
@@ -42,6 +43,21 @@ class MeshAxis(NamedTuple):
     name: str
     size: int
     kind: str = "auto"
+
+    @property
+    def splits(self) -> bool:
+        """Whether attnops can split something over it: it is longer than 1, and not Manual, which is the caller's."""
+        return self.size > 1 and self.kind != "manual"
+
+    @property
+    def label(self) -> str:
+        """`tp=2`."""
+        return f"{self.name}={self.size}"
+
+
+def unused_axes(mesh: Iterable[MeshAxis], used: Collection[str]) -> tuple[MeshAxis, ...]:
+    """The axes along which all devices do the same, if these are the axes that split something."""
+    return tuple(axis for axis in mesh if axis.splits and axis.name not in used)
 
 
 def axes_of(mesh: AnyMesh | Mapping[str, int] | tuple[MeshAxis, ...] | None) -> tuple[MeshAxis, ...]:

@@ -137,7 +137,7 @@ def describe(
     vma = any(map(varying_axes, jax.tree.leaves(arrays)))
     nested = [
         "the gradient recomputes the forward pass: called inside a shard_map with check_vma=True over part of the mesh"
-    ] * (vma and any(a.kind != "manual" and a.size > 1 for a in axes))
+    ] * (vma and any(a.splits for a in axes))
     return AttentionProblem(
         operation=operation.name,
         config=config,

@@ -44,11 +44,7 @@ def unsplit_batch_axes(plan: Plan) -> tuple[MeshAxis, ...]:
         return ()
     batch = axes_at(declared, problem.layout.index("b"))
     working = set(plan.placement.axes)
-    return tuple(
-        axis
-        for axis in problem.mesh
-        if axis.name in batch and axis.name not in working and axis.size > 1 and axis.kind != "manual"
-    )
+    return tuple(axis for axis in problem.mesh if axis.name in batch and axis.name not in working and axis.splits)
 
 
 def watch_mapped(query: Any, name: str, axes: tuple[MeshAxis, ...]) -> tuple[Any, tuple[Mapped, ...]]:

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from ...errors import InputError
 from ...sharding import MeshAxis
+from ...sharding.mesh import unused_axes
 from .cache_arrays import CacheArray, CacheArrays
 from .state_plan import StatePlan
 from .window_pages import pages_of_one, sequences_on
@@ -76,7 +77,7 @@ class CacheNumbers(CacheArrays):
         """The mesh axes along which all devices hold the same pages."""
         pages = self.pages_array.fitted
         used = {*pages.axes(0), *pages.axes(self.heads_at)}
-        return tuple(a for a in self.mesh if a.size > 1 and a.kind != "manual" and a.name not in used)
+        return unused_axes(self.mesh, used)
 
     @property
     def heads_at(self) -> int:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from ...errors import shown
 from ...sharding import MeshAxis, TensorShape, fit_tensor
+from ...sharding.mesh import unused_axes
 from ..capability import Reason
 from ..notes import Note, note
 from .cache_arrays import CacheArray
@@ -114,15 +115,8 @@ def _notes(plan: StatePlan) -> list[Note]:
     for name in plan.states:
         fitted = plan[name].fitted
         used = {axis for at in range(len(fitted.shape)) for axis in fitted.axes(at)}
-        ways = {
-            axis.name: axis.size
-            for axis in plan.mesh
-            if axis.size > 1 and axis.kind != "manual" and axis.name not in used
-        }
-        if ways:
-            entries.append(
-                note("cache.repeated_states", name=name, axes=[f"{axis}={size}" for axis, size in ways.items()])
-            )
+        if idle := unused_axes(plan.mesh, used):
+            entries.append(note("cache.repeated_states", name=name, axes=[axis.label for axis in idle]))
         if plan[name].device_bytes > fitted.local_bytes:
             share = 1 - fitted.local_bytes / plan[name].device_bytes
             entries.append(note("cache.padded_state", name=name, shape=fitted.local_shape, share=share))

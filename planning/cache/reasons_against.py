@@ -183,7 +183,7 @@ def notes(plan: CachePlan, sizes: CacheSizes) -> list[Note]:
     if plan.window_tokens is not None and cache.max_tokens is None:
         entries.append(note("cache.window_without_max_tokens", window=plan.window_tokens))
     if plan.idle_axes:
-        names = [f"{axis.name}={axis.size}" for axis in plan.idle_axes]
+        names = [axis.label for axis in plan.idle_axes]
         entries.append(note("cache.idle_axes", names=names))
     for field in ("pages_axis", "page_sequence_axis", "kv_head_axis"):
         dropped = plan.pages_array.fitted.dropped if plan.mesh and cache.is_set(field) else ()

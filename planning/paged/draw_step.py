@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...drawing import DevicePicture, Transfer
 from ...sharding import FittedSpec, MeshAxis
-from ...sharding.mesh import AnyMesh
+from ...sharding.mesh import AnyMesh, unused_axes
 from ..cache.cache_arrays import CacheArray
 from ..draw_mesh import device_ids, groups_along, placed, sizes_of
 from .paged_problem import PagedProblem
@@ -43,6 +43,5 @@ def _repeated(problem: PagedProblem, named: list[tuple[str, FittedSpec]]) -> Ite
     if (times := problem.cache.kv_repeat) > 1:
         yield f"each kv head is stored {times} times, so that devices get whole heads"
     used = {axis for _, fitted in named for index in range(len(fitted.shape)) for axis in fitted.axes(index)}
-    for axis in problem.mesh:
-        if axis.size > 1 and axis.kind != "manual" and axis.name not in used:
-            yield f"mesh axis {axis.name!r} ({axis.size}) splits nothing: {axis.size} devices do the same work"
+    for axis in unused_axes(problem.mesh, used):
+        yield f"mesh axis {axis.name!r} ({axis.size}) splits nothing: {axis.size} devices do the same work"

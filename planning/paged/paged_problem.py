@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from ...sharding import MeshAxis, describe_mesh
+from ...sharding.mesh import unused_axes
 from ..cache.cache_checks import axis_names
 from ..cache.cache_plan import CachePlan
 from ..problem import KeyedProblem, heads_text, platform_text
@@ -86,7 +87,7 @@ class PagedProblem(KeyedProblem):
     def sequence_axes(self) -> tuple[str, ...]:
         """The mesh axes of these devices."""
         named = axis_names(self.cache.cache.page_sequence_axis)
-        return tuple(a.name for a in self.mesh if a.name in named and a.size > 1 and a.kind != "manual")
+        return tuple(a.name for a in self.mesh if a.name in named and a.splits)
 
     @property
     def repeated_axes(self) -> tuple[MeshAxis, ...]:
@@ -95,7 +96,7 @@ class PagedProblem(KeyedProblem):
             return ()
         fitted = self.cache.pages_array.fitted
         split = {*fitted.axes(0), *self.sequence_axes}
-        return tuple(a for a in self.mesh if a.size > 1 and a.kind != "manual" and a.name not in split)
+        return unused_axes(self.mesh, split)
 
     @property
     def merges(self) -> tuple[Merge, ...]:

@@ -9,10 +9,7 @@ from ...errors import RefusedShardingError
 from ...sharding import FittedSpec, TensorShape, fit_tensor
 from ..capability import Reason
 from ..notes import note
-from ..operation import PlannedOperation
-from ..planner import Planner
-from ..policy import Policy
-from ..tuning import Tuning
+from ..planner import Planner, Request
 from .page_reads import selected_bytes
 from .paged_plan import PagedPlan, StepPlacement
 from .paged_problem import PagedProblem
@@ -24,44 +21,31 @@ __all__ = ["STEPS"]
 
 class _Steps(Planner[PagedProblem, StepPlacement]):
     plan: ClassVar[type[Any]] = PagedPlan
+    unsearched = "tuning='tune' doesn't search for a step, because a plan doesn't know its lengths; `attnops tune` does"
 
-    def placements(
-        self, operation: type[PlannedOperation], problem: PagedProblem, policy: Policy
-    ) -> Callable[[str], StepPlacement]:
+    def placements(self, request: Request[PagedProblem]) -> Callable[[str], StepPlacement]:
+        operation, problem, policy = request
         placement = StepPlacement(_tensors(operation, problem))
         if policy.strict and (repeated := problem.repeated_axes):
-            names = ", ".join(f"{axis.name}={axis.size}" for axis in repeated)
+            names = ", ".join(axis.label for axis in repeated)
             raise RefusedShardingError(f"strict: {problem.describe()}: {names} split nothing of the selection.")
         return lambda _: placement
 
-    def reasons(
-        self,
-        operation: type[PlannedOperation],
-        method: str,
-        problem: PagedProblem,
-        placement: StepPlacement,
-        policy: Policy,
-    ) -> tuple[Reason, ...]:
-        del placement, policy
-        which: Any = operation
-        return which.reasons_against(method, problem)
+    def reasons(self, request: Request[PagedProblem], method: str, placement: StepPlacement) -> tuple[Reason, ...]:
+        del placement
+        reasons: tuple[Reason, ...] = request.operation.reasons_against(method, request.problem)
+        return reasons
 
-    def notes(
-        self,
-        operation: type[PlannedOperation],
-        problem: PagedProblem,
-        policy: Policy,
-        placement: StepPlacement,
-        method: str,
-    ) -> tuple[str, ...]:
-        del operation, policy, placement, method
+    def notes(self, request: Request[PagedProblem], method: str, placement: StepPlacement) -> tuple[str, ...]:
+        del method, placement
+        problem = request.problem
         notes: tuple[str, ...] = ()
         if (selected := problem.operand("selected")) is not None:
             notes += (note("paged.selected", count=selected.shape[1], size=selected_bytes(problem)),)
         if (tree := problem.operand("draft_tree")) is not None:
             notes += (note("paged.draft_tree", drafts=tree.shape[1]),)
         if repeated := problem.repeated_axes:
-            notes += (note("index.idle_axes", names=[f"{axis.name}={axis.size}" for axis in repeated]),)
+            notes += (note("index.idle_axes", names=[axis.label for axis in repeated]),)
         if merges := problem.merges:
             axes = problem.sequence_axes
             size, sent = sum(merge.size for merge in merges), int(sum(merge.sent for merge in merges))
@@ -76,13 +60,6 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
     def tune_key(self, method: str, problem: PagedProblem, placement: StepPlacement) -> dict[str, Any]:
         del placement
         return step_key(method, problem)
-
-    def search(
-        self, operation: type[PlannedOperation], method: str, problem: PagedProblem, placement: StepPlacement
-    ) -> Tuning:
-        del operation, method, problem, placement
-        why = "tuning='tune' doesn't search for a step, because a plan doesn't know its lengths; `attnops tune` does"
-        return Tuning("heuristic", why, {})
 
 
 def _tensors(operation: Any, problem: PagedProblem) -> tuple[FittedSpec, ...]:

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ...errors import ConfigError
+from ...sharding.mesh import unused_axes
 from ..capability import Reason
 from ..notes import note
-from ..operation import PlannedOperation
-from ..planner import Planner
+from ..planner import Planner, Request
 from ..policy import Policy
-from ..tables.table_plan import TablePlacement, TablePlan, fitted_tensors, refuse_unfit
+from ..tables.fitted_plan import refuse_unfit
+from ..tables.table_plan import TablePlacement, TablePlan, fitted_tensors
 from ..tables.table_problem import TableProblem
-from ..tuning import Tuning, searched, versions
+from ..tuning import versions
 from .exchange import ALL_GATHER, LOG_STEP
 from .inside import repeats_keys
 from .traffic import gathered_bytes, passed_bytes
@@ -24,7 +25,7 @@ __all__ = ["RECURRENCES", "Recurrences", "declared_strategy", "idle_axes"]
 _STRATEGIES = ("auto", "gather", "state")
 
 
-def declared_strategy(operation: type[PlannedOperation], policy: Policy) -> str:
+def declared_strategy(operation: Any, policy: Policy) -> str:
     """What the policy says of a split sequence. Errors: ConfigError for a strategy of attention."""
     declared = policy.sequence_parallel
     if declared not in _STRATEGIES:
@@ -40,9 +41,8 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
 
     plan: ClassVar[type[Any]] = TablePlan
 
-    def placements(
-        self, operation: type[PlannedOperation], problem: TableProblem, policy: Policy
-    ) -> Callable[[str], TablePlacement]:
+    def placements(self, request: Request[TableProblem]) -> Callable[[str], TablePlacement]:
+        operation, problem, policy = request
         declared = declared_strategy(operation, policy)
         placement = TablePlacement(fitted_tensors(problem))
         over = placement.axes("attention_outputs", "q_len")
@@ -54,7 +54,7 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
         if placement.strategy == "state" and "history" not in problem.size:
             placement = placement._replace(exchange=_exchange(operation, problem, placement))
         if policy.strict:
-            refuse_unfit(problem, placement, idle_axes(problem, placement))
+            refuse_unfit(problem, placement.tensors, idle_axes(problem, placement))
         return lambda _: placement
 
     @staticmethod
@@ -66,14 +66,8 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
         gathered = gathered_bytes(placement, _count(problem, over))
         return "state" if passed < gathered else "gather"
 
-    def reasons(
-        self,
-        operation: type[PlannedOperation],
-        method: str,
-        problem: TableProblem,
-        placement: TablePlacement,
-        policy: Policy,
-    ) -> tuple[Reason, ...]:
+    def reasons(self, request: Request[TableProblem], method: str, placement: TablePlacement) -> tuple[Reason, ...]:
+        operation, problem, policy = request
         capability = operation.implementation(method, problem.config).capability
         reasons = [
             Reason(f"operand.{x.name}", x.name, f"does not take {x.name}", f"Leave {x.name} out.")
@@ -97,19 +91,13 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
         failing = (rule.check(problem, problem.config) for rule in capability.rules)
         return (*reasons, *(reason for reason in failing if reason is not None))
 
-    def notes(
-        self,
-        operation: type[PlannedOperation],
-        problem: TableProblem,
-        policy: Policy,
-        placement: TablePlacement,
-        method: str,
-    ) -> tuple[str, ...]:
+    def notes(self, request: Request[TableProblem], method: str, placement: TablePlacement) -> tuple[str, ...]:
         del method
+        _, problem, policy = request
         notes: list[str] = []
         if idle := idle_axes(problem, placement):
             notes.append(note("table.idle_axes", names=idle))
-        notes += self._of_split(operation, problem, policy, placement)
+        notes += self._of_split(request, placement)
         if policy.ring_order is not None and not (placement.manual and policy.ring_order == "zigzag"):
             notes.append(note("recurrent.plain_order", value=policy.ring_order))
         if not placement.exchange and (named := getattr(problem.config, "exchange", None)) is not None:
@@ -118,10 +106,9 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
             notes.append(note("recurrent.repeated_keys", axes=list(placement.axes("state", "heads"))))
         return tuple(notes)
 
-    def _of_split(
-        self, operation: type[PlannedOperation], problem: TableProblem, policy: Policy, placement: TablePlacement
-    ) -> list[str]:
+    def _of_split(self, request: Request[TableProblem], placement: TablePlacement) -> list[str]:
         """Notes on what is done about a split sequence."""
+        operation, problem, policy = request
         notes: list[str] = []
         if placement.over:
             exchange = placement.exchange or _exchange(operation, problem, placement)
@@ -155,11 +142,6 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
             "versions": versions(),
         }
 
-    def search(
-        self, operation: type[PlannedOperation], method: str, problem: TableProblem, placement: TablePlacement
-    ) -> Tuning:
-        return searched(operation, method, problem, placement)
-
 
 def idle_axes(problem: TableProblem, placement: TablePlacement) -> list[str]:
     """`tp=2` for each mesh axis along which all devices do the same work: it splits neither rows, heads, channels nor columns of
@@ -167,7 +149,7 @@ def idle_axes(problem: TableProblem, placement: TablePlacement) -> list[str]:
     dims = "batch", "slots", "heads", "channels", "value_dim"
     used = {axis for dim in dims for axis in placement.axes("state", dim)}
     used |= set(placement.over) if placement.strategy == "state" else set()
-    return [f"{x.name}={x.size}" for x in problem.mesh if x.size > 1 and x.kind != "manual" and x.name not in used]
+    return [axis.label for axis in unused_axes(problem.mesh, used)]
 
 
 def _exchange(operation: Any, problem: TableProblem, placement: TablePlacement) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from ..capability import Reason
 from ..notes import note
-from ..operation import PlannedOperation
-from ..policy import Policy
-from ..tables.table_plan import TablePlacement, fitted_tensors, refuse_unfit
+from ..planner import Request
+from ..tables.fitted_plan import refuse_unfit
+from ..tables.table_plan import TablePlacement, fitted_tensors
 from ..tables.table_problem import TableProblem
 from .planner import Recurrences, declared_strategy, idle_axes
 
@@ -18,24 +18,16 @@ _ROWS = (("cu_q_lens", "shards"), ("attention_outputs", "tokens"), ("state", "sl
 
 
 class _SlotSteps(Recurrences):
-    def placements(
-        self, operation: type[PlannedOperation], problem: TableProblem, policy: Policy
-    ) -> Callable[[str], TablePlacement]:
+    def placements(self, request: Request[TableProblem]) -> Callable[[str], TablePlacement]:
+        operation, problem, policy = request
         declared_strategy(operation, policy)
         placement = TablePlacement(fitted_tensors(problem))
         if policy.strict:
-            refuse_unfit(problem, placement, idle_axes(problem, placement))
+            refuse_unfit(problem, placement.tensors, idle_axes(problem, placement))
         return lambda _: placement
 
-    def reasons(
-        self,
-        operation: type[PlannedOperation],
-        method: str,
-        problem: TableProblem,
-        placement: TablePlacement,
-        policy: Policy,
-    ) -> tuple[Reason, ...]:
-        reasons = super().reasons(operation, method, problem, placement, policy)
+    def reasons(self, request: Request[TableProblem], method: str, placement: TablePlacement) -> tuple[Reason, ...]:
+        reasons = super().reasons(request, method, placement)
         axes = {dim: placement.axes(tensor, dim) for tensor, dim in _ROWS}
         if len(set(axes.values())) == 1:
             return reasons
@@ -43,11 +35,9 @@ class _SlotSteps(Recurrences):
         hint = "Make shards, tokens and slots multiples of the axes of the batch, or pass a batch of one shard."
         return (*reasons, Reason("recurrent.shards", "batch", f"the mesh splits {named}", hint))
 
-    def _of_split(
-        self, operation: type[PlannedOperation], problem: TableProblem, policy: Policy, placement: TablePlacement
-    ) -> list[str]:
-        del operation, problem, placement
-        declared = policy.sequence_parallel
+    def _of_split(self, request: Request[TableProblem], placement: TablePlacement) -> list[str]:
+        del placement
+        declared = request.policy.sequence_parallel
         return [] if declared == "auto" else [note("sequence.unsplit", strategy=declared)]
 
 

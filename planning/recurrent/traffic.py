@@ -76,7 +76,7 @@ class _Count:
     def __init__(self, operation: Any, problem: TableProblem, placement: TablePlacement) -> None:
         self.operation, self.problem, self.placement = operation, problem, placement
         self.inside = inside_axes(placement)
-        self.sizes = {axis.name: axis.size for axis in problem.mesh if axis.size > 1 and axis.kind != "manual"}
+        self.sizes = {axis.name: axis.size for axis in problem.mesh if axis.splits}
         self.unknown: list[str] = []
         self.passes = placement.strategy == "state" and not placement.manual
 

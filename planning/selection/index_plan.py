@@ -7,16 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from ...errors import RefusedShardingError
 from ...masks.causal_window import causal_window
 from ...sharding import FittedSpec, MeshAxis, TensorShape, fit_tensor
+from ...sharding.mesh import unused_axes
 from ..capability import Reason
 from ..notes import note
-from ..operation import PlannedOperation
-from ..planner import Planner
-from ..policy import Policy
-from ..tables.fitted_plan import FittedPlan
-from ..tuning import Tuning
+from ..planner import Planner, Request
+from ..tables.fitted_plan import FittedPlan, refuse_unfit
 from .index_operands import INDEX, SELECTIONS_OF
 from .index_problem import IndexProblem
 
@@ -35,7 +32,7 @@ class IndexPlacement(NamedTuple):
     def idle(self, mesh: tuple[MeshAxis, ...]) -> list[str]:
         """`tp=2` for each mesh axis along which all devices do the same work: it splits neither batch nor queries."""
         used = {*self.axes("index_query", 0), *self.axes("index_query", 1)}
-        return [f"{x.name}={x.size}" for x in mesh if x.size > 1 and x.kind != "manual" and x.name not in used]
+        return [axis.label for axis in unused_axes(mesh, used)]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,25 +56,17 @@ class IndexPlan(FittedPlan[IndexProblem, IndexPlacement]):
 
 class _Selections(Planner[IndexProblem, IndexPlacement]):
     plan: ClassVar[type[Any]] = IndexPlan
+    unsearched = "an indexer's blocks aren't searched for"
 
-    def placements(
-        self, operation: type[PlannedOperation], problem: IndexProblem, policy: Policy
-    ) -> Callable[[str], IndexPlacement]:
-        del operation
-        placement = IndexPlacement(_tensors(problem))
-        if policy.strict:
-            _refuse_unfit(problem, placement)
+    def placements(self, request: Request[IndexProblem]) -> Callable[[str], IndexPlacement]:
+        placement = IndexPlacement(_tensors(request.problem))
+        if request.policy.strict:
+            refuse_unfit(request.problem, placement.tensors, placement.idle(request.problem.mesh))
         return lambda _: placement
 
-    def reasons(
-        self,
-        operation: type[PlannedOperation],
-        method: str,
-        problem: IndexProblem,
-        placement: IndexPlacement,
-        policy: Policy,
-    ) -> tuple[Reason, ...]:
-        del placement, policy
+    def reasons(self, request: Request[IndexProblem], method: str, placement: IndexPlacement) -> tuple[Reason, ...]:
+        del placement
+        operation, problem, _ = request
         if causal_window(problem.mask) is None:
             text = f"the mask {problem.mask.describe()}: an indexer's is Causal and SlidingWindow, by positions"
             hint = "Leave the rest of the mask to the attention, or pass segment ids and kv_lengths."
@@ -86,15 +75,9 @@ class _Selections(Planner[IndexProblem, IndexPlacement]):
         missing = sorted(problem.features - capability.consumes - problem.mask.features())
         return tuple(Reason(f"feature.{x}", x, f"{method} has no {x}", "Leave it out.") for x in missing)
 
-    def notes(
-        self,
-        operation: type[PlannedOperation],
-        problem: IndexProblem,
-        policy: Policy,
-        placement: IndexPlacement,
-        method: str,
-    ) -> tuple[str, ...]:
-        del operation, policy, method
+    def notes(self, request: Request[IndexProblem], method: str, placement: IndexPlacement) -> tuple[str, ...]:
+        del method
+        problem = request.problem
         notes: tuple[str, ...] = ()
         if idle := placement.idle(problem.mesh):
             notes += (note("index.idle_axes", names=idle),)
@@ -110,26 +93,6 @@ class _Selections(Planner[IndexProblem, IndexPlacement]):
     def tune_key(self, method: str, problem: IndexProblem, placement: IndexPlacement) -> dict[str, Any]:
         del placement
         return {"implementation": method, **problem.sizes, "dtype": problem.input_dtype, "key": problem.key_dtype}
-
-    def search(
-        self, operation: type[PlannedOperation], method: str, problem: IndexProblem, placement: IndexPlacement
-    ) -> Tuning:
-        del operation, method, problem, placement
-        return Tuning("heuristic", "an indexer's blocks aren't searched for", {})
-
-
-def _refuse_unfit(problem: IndexProblem, placement: IndexPlacement) -> None:
-    """Errors: ShardingError for what `strict` refuses: axes that don't fit, and those that only repeat work."""
-    unfit = [
-        f"{x.tensor}: {drop.axis!r}: {drop.reason}"
-        for x in placement.tensors
-        for drop in x.dropped
-        if not drop.harmless
-    ]
-    if idle := placement.idle(problem.mesh):
-        unfit.append(f"{', '.join(idle)} split neither batch nor queries")
-    if unfit:
-        raise RefusedShardingError(f"strict: {problem.describe()}: " + "; ".join(unfit) + ".")
 
 
 def _tensors(problem: IndexProblem) -> tuple[FittedSpec, ...]:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from jax.sharding import PartitionSpec
 
+from ...errors import RefusedShardingError
 from ...sharding import FittedSpec
 from ..decision import WHY, Decision
 from ..notes import is_info
 from ..problem import Problem
 from ..text import bytes_text, spec_text
 
-__all__ = ["FittedPlan"]
+__all__ = ["FittedPlan", "refuse_unfit"]
 
 P = TypeVar("P", bound=Problem)
 L = TypeVar("L")
@@ -46,6 +47,11 @@ class FittedPlan(Decision[P, L]):
     def specs(self) -> Mapping[str, PartitionSpec]:
         """The spec of each array and result, by name."""
         return MappingProxyType({fitted.tensor: fitted.spec for fitted in self.tensors})
+
+    def spec_of(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        """The spec of an array of the call, before the call starts."""
+        del shape
+        return self.specs[name]
 
     @property
     def on_one_device(self) -> bool:
@@ -100,3 +106,12 @@ class FittedPlan(Decision[P, L]):
             for x in self.tensors
         }
         return self.decision_dict() | self.facts() | {"tensors": tensors}
+
+
+def refuse_unfit(problem: Problem, tensors: Iterable[FittedSpec], idle: Sequence[str]) -> None:
+    """Errors: ShardingError for what `strict` refuses: axes that don't fit, and those, `idle`, that only repeat work."""
+    unfit = [f"{x.tensor}: {drop.axis!r}: {drop.reason}" for x in tensors for drop in x.dropped if not drop.harmless]
+    if idle:
+        unfit.append(f"all devices along {', '.join(idle)} do the same work")
+    if unfit:
+        raise RefusedShardingError(f"strict: {problem.describe()}: " + "; ".join(unfit) + ".")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ...errors import RefusedShardingError
 from ...sharding import FittedSpec, TensorShape, fit_tensor
 from .fitted_plan import FittedPlan
 from .table_problem import TableProblem
 
-__all__ = ["TablePlacement", "TablePlan", "fitted_tensors", "refuse_unfit"]
+__all__ = ["TablePlacement", "TablePlan", "fitted_tensors"]
 
 
 class TablePlacement(NamedTuple):
@@ -75,17 +73,3 @@ def fitted_tensors(problem: TableProblem) -> tuple[FittedSpec, ...]:
         dims = next(dims for dims in options if len(dims) == len(x.shape))
         tensors.append(fit_tensor(x.name, spec, shape, dims, problem.mesh))
     return tuple(tensors)
-
-
-def refuse_unfit(problem: TableProblem, placement: TablePlacement, idle: Sequence[str]) -> None:
-    """Errors: ShardingError for what `strict` refuses: axes that don't fit, and those, `idle`, that only repeat work."""
-    unfit = [
-        f"{x.tensor}: {drop.axis!r}: {drop.reason}"
-        for x in placement.tensors
-        for drop in x.dropped
-        if not drop.harmless
-    ]
-    if idle:
-        unfit.append(f"all devices along {', '.join(idle)} do the same work")
-    if unfit:
-        raise RefusedShardingError(f"strict: {problem.describe()}: " + "; ".join(unfit) + ".")
