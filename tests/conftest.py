@@ -98,6 +98,20 @@ def _programs_of_a_file() -> Iterator[None]:
     jax.clear_caches()
 
 
+@pytest.fixture
+def new_jax(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans as with a jax that has what kernels in Mosaic GPU need; plans are cached."""
+    from attnops.operators.mosaic import mosaic_rules
+    from attnops.operators.paged import hopper_kernel
+    from attnops.planning.decide import _decide
+
+    for module in (mosaic_rules, hopper_kernel):
+        monkeypatch.setattr(module, "JAX_NEEDED", (0, 0))
+    _decide.cache_clear()
+    yield
+    _decide.cache_clear()
+
+
 # Parametrised cells that only `make test-all` runs, chosen by tools/slow_cells.py.
 _SLOW_CELLS = frozenset((Path(__file__).parent / "slow_cells.txt").read_text(encoding="utf-8").splitlines())
 

@@ -2,72 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh
+from mosaic_plans import B200, GB200, H100, codes_against, mosaic_plan
 
 from attnops import (
     T5,
-    Causal,
     ConfigError,
     MaskFunction,
-    OperationMetadata,
-    OperationRegistry,
     RelativeBias,
     register_mask_function,
 )
-from attnops.compat import abstract_device
 from attnops.operators.blackwell.kernel.blackwell_sizes import apart, shared_bytes, tensor_columns
-from attnops.operators.mosaic import mosaic_rules
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
-from attnops.planning.decide import _decide
 
-B200, GB200, H100 = "NVIDIA B200", "NVIDIA GB200", "NVIDIA H100 80GB HBM3"
 SHARED, COLUMNS = 232448, 512  # bytes that a block of threads may request, and columns of tensor memory
 JAX = "blackwell.jax"
 
 
-def _plan(
-    kind: str = B200,
-    operation: str = "flash_attn2",
-    *,
-    dims: tuple[int, int] = (128, 128),
-    lengths: tuple[int, int] = (4096, 4096),
-    heads: tuple[int, int] = (32, 8),
-    config: dict[str, Any] | None = None,
-    dtype: str = "bfloat16",
-    call: dict[str, Any] | None = None,
-    **fields: Any,
-) -> Any:
-    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(kind, 1, "gpu"))
-    metadata = OperationMetadata(
-        mesh=mesh, operation_configs={"flash_attn2": config or {}}, tuning="off", runtime_dtype=dtype, **fields
-    )
-    (q_len, kv_len), (q_heads, kv_heads) = lengths, heads
-    q = jax.ShapeDtypeStruct((2, q_len, q_heads, dims[0]), dtype)
-    k, v = (jax.ShapeDtypeStruct((2, kv_len, kv_heads, dim), dtype) for dim in dims)
-    given = {"mask": Causal(), "query_offset": kv_len - q_len, "mode": "prefill"} | (call or {})
-    return OperationRegistry.create(operation, metadata).plan(q, k, v, **given)
+def _plan(kind: str = B200, *, call: dict[str, Any] | None = None, **given: Any) -> Any:
+    return mosaic_plan(kind, **{"lengths": (4096, 4096)} | given, call={"mode": "prefill"} | (call or {}))
 
 
 def _codes(plan: Any) -> set[str]:
     """Why the Blackwell kernel doesn't run, apart from this jax."""
-    reasons = (one.reasons for one in plan.rejected if one.implementation.endswith(".forward_blackwell"))
-    return {reason.code for some in reasons for reason in some} - {JAX}
-
-
-@pytest.fixture
-def new_jax(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plans as with a jax that has what the kernel needs; plans are cached."""
-    monkeypatch.setattr(mosaic_rules, "JAX_NEEDED", (0, 0))
-    _decide.cache_clear()
-    yield
-    _decide.cache_clear()
+    return codes_against(plan, "forward_blackwell") - {JAX}
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="this jax has what the kernel needs")

@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from mosaic_plans import B200, mosaic_plan
 
-from attnops import Causal, ConfigError, OperationMetadata, OperationRegistry
-from attnops.compat import abstract_device
+from attnops import Causal, ConfigError
 from attnops.masks import Blocks
 from attnops.operators.blackwell.kernel.backward_sizes import gradient_bytes, gradient_columns
-from attnops.operators.mosaic import mosaic_rules
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
-from attnops.planning.decide import _decide
 
 SHARED, COLUMNS = 232448, 512  # bytes that a block of threads may request, and columns of tensor memory
 KIB = 1024
 
 
-@pytest.fixture(autouse=True)
-def _any_jax(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plans as with a jax that has what the kernels need; plans are cached."""
-    monkeypatch.setattr(mosaic_rules, "JAX_NEEDED", (0, 0))
-    _decide.cache_clear()
-    yield
-    _decide.cache_clear()
+pytestmark = pytest.mark.usefixtures("new_jax")
 
 
-def _plan(dims: tuple[int, int], q_len: int = 4096, mask: Any = None, fallback: str = "error", **config: Any) -> Any:
-    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device("NVIDIA B200", 1, "gpu"))
-    metadata = OperationMetadata(
-        mesh=mesh, operation_configs={"flash_attn2": {"kernel": "mosaic"} | config}, tuning="off", fallback="error"
-    )
-    q = jax.ShapeDtypeStruct((2, q_len, 32, dims[0]), jnp.bfloat16)
-    k, v = (jax.ShapeDtypeStruct((2, 4096, 8, dim), jnp.bfloat16) for dim in dims)
-    call = {"mask": Causal() if mask is None else mask, "query_offset": 4096 - q_len, "mode": "train"}
-    return OperationRegistry.create("flash_attn2", metadata).plan(q, k, v, **call)
+def _plan(dims: tuple[int, int], q_len: int = 4096, mask: Any = None, **config: Any) -> Any:
+    call = {"mask": Causal() if mask is None else mask, "mode": "train"}
+    given = {"lengths": (q_len, 4096), "config": {"kernel": "mosaic"} | config, "call": call}
+    return mosaic_plan(B200, dims=dims, **given, fallback="error")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 import paged_batches as batches
 import pytest
 from jax.sharding import AbstractMesh
+from mosaic_plans import A100, B200, H100, H200, codes_against
 from paged_batches import PagedCase
 
 from attnops import KVCache, OperationMetadata, OperationRegistry
@@ -30,12 +30,9 @@ from attnops.operators.kernels.pages.hopper.page_units import FIELDS, chunk_tile
 from attnops.operators.kernels.pages.paged_mask import PagedOptions
 from attnops.operators.kernels.pages.paged_step import Batch
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
-from attnops.operators.paged import hopper_kernel
 from attnops.operators.paged.hopper_kernel import several_rows, step_shape, step_tiles
 from attnops.page_layouts import LAYOUTS
-from attnops.planning.decide import _decide
 
-H100, H200, A100, B200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA B200"
 SHARED, CORES = 232448, 132  # bytes that a block of threads may request on Hopper, and an H100's multiprocessors
 REAL = jax.__version_info__ >= JAX_NEEDED
 
@@ -76,17 +73,7 @@ def _plan(
 
 def _codes(plan: Any) -> set[str]:
     """Why the kernel doesn't run."""
-    reasons = (one.reasons for one in plan.rejected if one.implementation.endswith(".forward_hopper"))
-    return {reason.code for some in reasons for reason in some}
-
-
-@pytest.fixture
-def new_jax(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plans as with a jax that has what the kernel needs; plans are cached."""
-    monkeypatch.setattr(hopper_kernel, "JAX_NEEDED", (0, 0))
-    _decide.cache_clear()
-    yield
-    _decide.cache_clear()
+    return codes_against(plan, "forward_hopper")
 
 
 @pytest.mark.skipif(REAL, reason="this jax has what the kernel needs")

@@ -8,33 +8,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from mosaic_calls import FEATURES, GATED, MASKS
+from mosaic_plans import mosaic_report
 
 from attnops import (
-    ALiBi,
     Causal,
-    Chunked,
-    Dense,
-    Full,
-    Lengths,
-    Mask,
     OperationMetadata,
     OperationRegistry,
-    Positions,
-    Prefix,
-    SegmentIds,
-    SlidingWindow,
 )
-from attnops.masks import Blocks
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
-from attnops.verify.call import verify_call
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse
 from attnops.verify.gpu.gpu_mesh import described_gpus, has_cuda_plugin
 from attnops.verify.gpu.sass import disassembler
 from attnops.verify.report import TargetReport
-from attnops.verify.targets import target_of
 from attnops.verify.tune import tune_plan
 
 if not has_cuda_plugin() or importlib.util.find_spec("cramjam") is None:
@@ -48,26 +36,8 @@ NAME = "attnops_blackwell_forward"
 SHARES = {256: (128, 512), 128: (168, 384)}
 
 
-def _report(
-    *,
-    dims: tuple[int, int] = (128, 128),
-    lengths: tuple[int, int] = (1024, 1024),
-    dtype: str = "bfloat16",
-    operation: str = "flash_attn2",
-    config: dict[str, Any] | None = None,
-    sizes: dict[str, int] | None = None,
-    target: str = "b200",
-    **call: Any,
-) -> TargetReport:
-    mesh = target_of(target).mesh(sizes or {"fsdp": target_of(target).count})
-    configs = {"flash_attn2": {"kernel": "mosaic"} | (config or {})}
-    metadata = OperationMetadata(
-        mesh=mesh, fallback="error", tuning="off", runtime_dtype=dtype, operation_configs=configs
-    )
-    q = jax.ShapeDtypeStruct((1, lengths[0], 4, dims[0]), dtype)
-    k, v = (jax.ShapeDtypeStruct((1, lengths[1], 2, dim), dtype) for dim in dims)
-    arguments = {"query": q, "key": k, "value": v, "mask": Causal(), "query_offset": 0, "mode": "prefill"} | call
-    return verify_call(OperationRegistry.create(operation, metadata), arguments, target)
+def _report(target: str = "b200", **given: Any) -> TargetReport:
+    return mosaic_report(target, **given)
 
 
 def _kernel(report: TargetReport) -> GpuKernelUse:
@@ -111,21 +81,6 @@ def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
         _check_loops(kernel, sizes.block_kv, sizes.block_q // 128)
 
 
-IDS = jax.ShapeDtypeStruct((1, 1024), "int32")
-MASKS: dict[str, Mask] = {
-    "full": Full(),
-    "window": Causal() & SlidingWindow(100),
-    "chunks": Causal() & Chunked(96),
-    "prefix": Prefix(100) | Causal(),
-    "negated": ~SlidingWindow(20, 20),
-    "blocks": Blocks(np.eye(8, dtype=bool), 128, 128),
-    "small_blocks": Blocks(np.tri(16, dtype=bool), 64, 64) & Causal(),
-    "segments": Causal() & SegmentIds(IDS, IDS),
-    "lengths": Causal() & Lengths(jax.ShapeDtypeStruct((1,), "int32")),
-    "positions": Positions(IDS, IDS),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("name", MASKS)
@@ -137,19 +92,7 @@ def test_masks(name: str, dim: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "call",
-    [
-        {"logits_soft_cap": 20.0},
-        {"softmax_aux": jax.ShapeDtypeStruct((4,), "float32")},
-        {"return_lse": True},
-        {"query_offset": jax.ShapeDtypeStruct((1,), "int32")},
-        {"bias": jax.ShapeDtypeStruct((1, 4, 1024, 1024), "float32")},
-        {"bias": jax.ShapeDtypeStruct((1, 1, 1, 1024), "bfloat16")},
-        {"score": ALiBi()},
-        {"mask": Dense(jax.ShapeDtypeStruct((1, 1, 1024, 1024), "bool"))},
-        {"dropout_prob": 0.1, "deterministic": False, "dropout_rng": jax.ShapeDtypeStruct((2,), "uint32")},
-    ],
-    ids=lambda call: next(iter(call)),
+    "call", [call for call in FEATURES if call.get("score") != GATED], ids=lambda call: next(iter(call))
 )
 def test_other_features(call: dict[str, Any]) -> None:
     bounds = {"dropout_prob": 408, "score": 32, "logits_soft_cap": 16}

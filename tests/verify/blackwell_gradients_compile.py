@@ -6,35 +6,16 @@ import importlib.util
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
+from mosaic_calls import FEATURES, MASKS
+from mosaic_plans import mosaic_report
 
-from attnops import (
-    ALiBi,
-    Causal,
-    Chunked,
-    Dense,
-    Full,
-    Lengths,
-    Mask,
-    OperationMetadata,
-    OperationRegistry,
-    Positions,
-    Prefix,
-    ScoreFunction,
-    SegmentIds,
-    SlidingWindow,
-    register_score_function,
-)
-from attnops.masks import Blocks
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
-from attnops.verify.call import verify_call
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse
 from attnops.verify.gpu.gpu_mesh import has_cuda_plugin
 from attnops.verify.gpu.sass import disassembler
 from attnops.verify.report import TargetReport
-from attnops.verify.targets import target_of
 
 if not has_cuda_plugin() or importlib.util.find_spec("cramjam") is None:
     pytest.skip("pip install 'attnops[cuda-compile]'", allow_module_level=True)
@@ -47,24 +28,8 @@ REGISTERS, THREADS, COMPUTING = 128, 512, 8
 SPILLED = 8  # bytes, outside of the loops: chunks of 96, a slope by head
 
 
-def _report(
-    *,
-    dims: tuple[int, int] = (128, 128),
-    lengths: tuple[int, int] = (1024, 1024),
-    heads: tuple[int, int] = (4, 2),
-    dtype: str = "bfloat16",
-    config: dict[str, Any] | None = None,
-    **call: Any,
-) -> TargetReport:
-    mesh = target_of("b200").mesh({"fsdp": 1})
-    configs = {"flash_attn2": {"kernel": "mosaic"} | (config or {})}
-    metadata = OperationMetadata(
-        mesh=mesh, fallback="error", tuning="off", runtime_dtype=dtype, operation_configs=configs
-    )
-    q = jax.ShapeDtypeStruct((1, lengths[0], heads[0], dims[0]), dtype)
-    k, v = (jax.ShapeDtypeStruct((1, lengths[1], heads[1], dim), dtype) for dim in dims)
-    arguments = {"query": q, "key": k, "value": v, "mask": Causal(), "query_offset": 0, "mode": "train"} | call
-    return verify_call(OperationRegistry.create("flash_attn2", metadata), arguments, "b200")
+def _report(**given: Any) -> TargetReport:
+    return mosaic_report("b200", mode="train", **given)
 
 
 def _gradients(report: TargetReport) -> tuple[GpuKernelUse, GpuKernelUse]:
@@ -114,26 +79,6 @@ def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
     _check_loops(report)
 
 
-@register_score_function("blackwell_compile.gated")
-def _gated(x: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
-    return x + 0.01 * head.astype(x.dtype) * (kv - q).astype(x.dtype)
-
-
-IDS = jax.ShapeDtypeStruct((1, 1024), "int32")
-MASKS: dict[str, Mask] = {
-    "full": Full(),
-    "window": Causal() & SlidingWindow(100),
-    "chunks": Causal() & Chunked(96),
-    "prefix": Prefix(100) | Causal(),
-    "negated": ~SlidingWindow(20, 20),
-    "blocks": Blocks(np.eye(8, dtype=bool), 128, 128),
-    "small_blocks": Blocks(np.tri(16, dtype=bool), 64, 64) & Causal(),
-    "segments": Causal() & SegmentIds(IDS, IDS),
-    "lengths": Causal() & Lengths(jax.ShapeDtypeStruct((1,), "int32")),
-    "positions": Positions(IDS, IDS),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", MASKS)
@@ -142,22 +87,7 @@ def test_masks(name: str, dim: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "call",
-    [
-        {"logits_soft_cap": 20.0},
-        {"softmax_aux": jax.ShapeDtypeStruct((4,), "float32")},
-        {"return_lse": True},
-        {"query_offset": jax.ShapeDtypeStruct((1,), "int32")},
-        {"bias": jax.ShapeDtypeStruct((1, 4, 1024, 1024), "float32")},
-        {"bias": jax.ShapeDtypeStruct((1, 1, 1, 1024), "bfloat16")},
-        {"score": ALiBi()},
-        {"score": ScoreFunction("blackwell_compile.gated")},
-        {"mask": Dense(jax.ShapeDtypeStruct((1, 1, 1024, 1024), "bool"))},
-        {"dropout_prob": 0.1, "deterministic": False, "dropout_rng": jax.ShapeDtypeStruct((2,), "uint32")},
-    ],
-    ids=lambda call: next(iter(call)),
-)
+@pytest.mark.parametrize("call", FEATURES, ids=lambda call: next(iter(call)))
 def test_other_features(call: dict[str, Any]) -> None:
     _check_stack(_report(**call))
 

@@ -8,27 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from mosaic_calls import DROPOUT, FEATURES, GATED, MASKS
+from mosaic_plans import mosaic_report
 
 from attnops import (
     ALiBi,
     Causal,
-    Chunked,
     Dense,
-    Full,
     Lengths,
-    Mask,
     OperationMetadata,
     OperationRegistry,
-    Positions,
-    Prefix,
-    ScoreFunction,
     SegmentIds,
-    SlidingWindow,
-    register_score_function,
 )
-from attnops.masks import Blocks
 from attnops.operators.call.key_columns import KeyColumns
 from attnops.operators.hopper.kernel.hopper_sizes import divided
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
@@ -53,29 +45,8 @@ REGISTERS, THREADS = 168, 384
 FEW_REGISTERS, FEW_THREADS = 240, 256  # of one warpgroup that computes
 
 
-def _report(
-    target: str = "h100",
-    *,
-    dims: tuple[int, int] = (128, 128),
-    lengths: tuple[int, int] = (1024, 1024),
-    heads: tuple[int, int] = (4, 2),
-    dtype: str = "bfloat16",
-    mode: str = "prefill",
-    operation: str = "flash_attn2",
-    config: dict[str, Any] | None = None,
-    sizes: dict[str, int] | None = None,
-    **call: Any,
-) -> TargetReport:
-    wanted = target_of(target)
-    mesh = wanted.mesh(sizes or {"fsdp": wanted.count})
-    configs = {"flash_attn2": {"kernel": "mosaic"} | (config or {})}
-    metadata = OperationMetadata(
-        mesh=mesh, fallback="error", tuning="off", runtime_dtype=dtype, operation_configs=configs
-    )
-    q = jax.ShapeDtypeStruct((1, lengths[0], heads[0], dims[0]), dtype)
-    k, v = (jax.ShapeDtypeStruct((1, lengths[1], heads[1], dim), dtype) for dim in dims)
-    arguments = {"query": q, "key": k, "value": v, "mask": Causal(), "query_offset": 0, "mode": mode} | call
-    return verify_call(OperationRegistry.create(operation, metadata), arguments, target)
+def _report(target: str = "h100", **given: Any) -> TargetReport:
+    return mosaic_report(target, **given)
 
 
 def _kernel(report: TargetReport) -> GpuKernelUse:
@@ -160,26 +131,6 @@ def test_gradients(target: str, dims: tuple[int, int], dtype: str) -> None:
     assert {one.loop.ex2 * 32 * 4 for one in dq.loops or ()} == {64 * sizes.dq.block_kv}
 
 
-@register_score_function("hopper_compile.gated")
-def _gated(x: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
-    return x + 0.01 * head.astype(x.dtype) * (kv - q).astype(x.dtype)
-
-
-IDS = jax.ShapeDtypeStruct((1, 1024), "int32")
-MASKS: dict[str, Mask] = {
-    "full": Full(),
-    "window": Causal() & SlidingWindow(100),
-    "chunks": Causal() & Chunked(96),
-    "prefix": Prefix(100) | Causal(),
-    "negated": ~SlidingWindow(20, 20),
-    "blocks": Blocks(np.eye(8, dtype=bool), 128, 128),
-    "small_blocks": Blocks(np.tri(16, dtype=bool), 64, 64) & Causal(),
-    "segments": Causal() & SegmentIds(IDS, IDS),
-    "lengths": Causal() & Lengths(jax.ShapeDtypeStruct((1,), "int32")),
-    "positions": Positions(IDS, IDS),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", MASKS)
@@ -192,22 +143,7 @@ def test_masks(name: str, dim: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "call",
-    [
-        {"logits_soft_cap": 20.0},
-        {"softmax_aux": jax.ShapeDtypeStruct((4,), "float32")},
-        {"return_lse": True},
-        {"query_offset": jax.ShapeDtypeStruct((1,), "int32")},
-        {"bias": jax.ShapeDtypeStruct((1, 4, 1024, 1024), "float32")},
-        {"bias": jax.ShapeDtypeStruct((1, 1, 1, 1024), "bfloat16")},
-        {"score": ALiBi()},
-        {"score": ScoreFunction("hopper_compile.gated")},
-        {"mask": Dense(jax.ShapeDtypeStruct((1, 1, 1024, 1024), "bool"))},
-        {"dropout_prob": 0.1, "deterministic": False, "dropout_rng": jax.ShapeDtypeStruct((2,), "uint32")},
-    ],
-    ids=lambda call: next(iter(call)),
-)
+@pytest.mark.parametrize("call", FEATURES, ids=lambda call: next(iter(call)))
 def test_other_features(call: dict[str, Any]) -> None:
     report = _report(**call, mode="train")
     dkv, dq = _gradients(report)
@@ -228,9 +164,9 @@ FEW = {
     "dense": {"mask": Dense(jax.ShapeDtypeStruct((1, 8, 5, 8192), "bool"))},
     "bias": {"bias": jax.ShapeDtypeStruct((1, 8, 5, 8192), "float32")},
     "alibi": {"score": ALiBi()},
-    "score": {"score": ScoreFunction("hopper_compile.gated")},
+    "score": {"score": GATED},
     "lse": {"return_lse": True},
-    "dropout": {"dropout_prob": 0.1, "deterministic": False, "dropout_rng": jax.ShapeDtypeStruct((2,), "uint32")},
+    "dropout": DROPOUT,
 }
 
 

@@ -1,0 +1,60 @@
+"""Masks and other features of calls whose kernels in Mosaic GPU are compiled, of 1024 tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from attnops import (
+    ALiBi,
+    Causal,
+    Chunked,
+    Dense,
+    Full,
+    Lengths,
+    Mask,
+    Positions,
+    Prefix,
+    ScoreFunction,
+    SegmentIds,
+    SlidingWindow,
+    register_score_function,
+)
+from attnops.masks import Blocks
+
+_IDS = jax.ShapeDtypeStruct((1, 1024), "int32")
+MASKS: dict[str, Mask] = {
+    "full": Full(),
+    "window": Causal() & SlidingWindow(100),
+    "chunks": Causal() & Chunked(96),
+    "prefix": Prefix(100) | Causal(),
+    "negated": ~SlidingWindow(20, 20),
+    "blocks": Blocks(np.eye(8, dtype=bool), 128, 128),
+    "small_blocks": Blocks(np.tri(16, dtype=bool), 64, 64) & Causal(),
+    "segments": Causal() & SegmentIds(_IDS, _IDS),
+    "lengths": Causal() & Lengths(jax.ShapeDtypeStruct((1,), "int32")),
+    "positions": Positions(_IDS, _IDS),
+}
+
+
+@register_score_function("mosaic_compile.gated")
+def _gated(x: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
+    return x + 0.01 * head.astype(x.dtype) * (kv - q).astype(x.dtype)
+
+
+GATED = ScoreFunction("mosaic_compile.gated")
+DROPOUT = {"dropout_prob": 0.1, "deterministic": False, "dropout_rng": jax.ShapeDtypeStruct((2,), "uint32")}
+FEATURES: list[dict[str, Any]] = [
+    {"logits_soft_cap": 20.0},
+    {"softmax_aux": jax.ShapeDtypeStruct((4,), "float32")},
+    {"return_lse": True},
+    {"query_offset": jax.ShapeDtypeStruct((1,), "int32")},
+    {"bias": jax.ShapeDtypeStruct((1, 4, 1024, 1024), "float32")},
+    {"bias": jax.ShapeDtypeStruct((1, 1, 1, 1024), "bfloat16")},
+    {"score": ALiBi()},
+    {"score": GATED},
+    {"mask": Dense(jax.ShapeDtypeStruct((1, 1, 1024, 1024), "bool"))},
+    DROPOUT,
+]
