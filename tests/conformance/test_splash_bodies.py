@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import jax
 import pytest
-from jax.sharding import AxisType
 
 from attnops import OperationMetadata, OperationRegistry
+from attnops.sharding import virtual_mesh
 
 from . import cases, harness
 
@@ -70,7 +69,7 @@ def test_devices_of_a_split_sequence(name: str, way: str, strategy: str) -> None
         fields["ring_order"] = "contiguous"
     metadata = OperationMetadata(
         runtime_dtype="float32",
-        mesh=jax.make_mesh((2,), ("sp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]),
+        mesh=virtual_mesh({"sp": 2}),
         operation_configs={"splash": {"interpret": True} | WAYS[way] | smaller},
         fallback="error",
         **fields,

@@ -16,6 +16,7 @@ import pytest
 
 from attnops import Declaration, InputError, KVCache, OperationMetadata, OperationRegistry
 from attnops.operators.paged_cache import init
+from attnops.sharding import virtual_mesh
 from attnops.verify import reference_attention
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "serve" / "smollm2.json"
@@ -180,7 +181,7 @@ def test_short_of_pages(tiny: Tiny, engine: Any, alone: Any) -> None:
 
 def test_split_over_devices(tiny: Tiny, alone: Any) -> None:
     """Three kv heads on two devices: each is stored twice, and its three queries get a fourth of zeros."""
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("tp",))
+    mesh = virtual_mesh({"tp": 2})
     engine = tiny.engine(mesh)
     assert engine.plan.kv_repeat == 2
     layer = engine.weights.layers[0]
@@ -193,7 +194,7 @@ def test_split_over_devices(tiny: Tiny, alone: Any) -> None:
 @pytest.mark.slow
 def test_sequences_split_over_devices(tiny: Tiny, alone: Any) -> None:
     """Each sequence's pages on two devices in turn, given so by the pool; the same tokens come out."""
-    engine = tiny.engine(jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("sp",)), page_sequence_axis="sp")
+    engine = tiny.engine(virtual_mesh({"sp": 2}), page_sequence_axis="sp")
     assert engine.plan.sequence_shards == tiny.main.ServingLoop(engine).pool.pools[0].sequence_shards == 2
     assert tokens_of(tiny.served(engine)) == tokens_of(alone)
 

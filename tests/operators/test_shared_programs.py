@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from attnops import Attention, Causal, Full, InputError, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.errors import InputTypeError
@@ -69,11 +68,7 @@ def test_a_gradient_traces_each_pass_of_a_kernel_once(strategy: str, monkeypatch
 
     for name in ("_forward", "_backward"):
         monkeypatch.setattr(blockwise, name, counted(name))
-    mesh = (
-        None
-        if strategy == "auto"
-        else jax.make_mesh((2,), ("sp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    )
+    mesh = None if strategy == "auto" else virtual_mesh({"sp": 2})
     config = {"vanilla": {"path": "blockwise", "block_q": 16, "block_kv": 16}}
     attend = OperationRegistry.create(
         "vanilla", OperationMetadata(mesh=mesh, sequence_parallel=strategy, operation_configs=config)

@@ -15,6 +15,9 @@ from attnops import (
     Clip,
     Distance,
     Forgetting,
+    OperationMetadata,
+    OperationRegistry,
+    Positions,
     RelativeBias,
     RelativeBias2D,
     ScoreFunction,
@@ -23,6 +26,7 @@ from attnops import (
     register_score_function,
 )
 from attnops.scores import PositionTemperature
+from attnops.sharding import virtual_mesh
 
 BATCH, LENGTH, HEADS, DIM = 2, 64, 4, 8
 TOLERANCE = 2e-5
@@ -192,3 +196,38 @@ def check(case: Case, operation: Any, length: int, kv_heads: int) -> None:
         wanted = jax.grad(lambda q, k, v, a: (expected(case, a, q, k, v) * weights).sum(), (0, 1, 2, 3))(*wide)
     compare(output, wanted_output)
     compare(gradients, wanted)
+
+
+def operation_with(
+    name: str, config: dict[str, Any], axes: dict[str, int] | None = None, policy: dict[str, Any] | None = None
+) -> Any:
+    """The operation with its config, on a mesh of explicit axes. policy: other fields of the metadata."""
+    mesh = virtual_mesh(axes, explicit=True) if axes else None
+    return OperationRegistry.create(
+        name, OperationMetadata(mesh=mesh, operation_configs={name: config}, **(policy or {}))
+    )
+
+
+KERNEL_PLACES: dict[str, dict[str, Any]] = {
+    "mesh": {"axes": {"sp": 2, "tp": 2, "dp": 2}},
+    "ring": {"axes": {"sp": 4}, "policy": {"sequence_parallel": "ring"}},
+}
+
+
+def check_documents(case: Case, operation: Any, first: int, length: int) -> None:
+    """Two documents packed in a row: distances and temperatures follow the positions within each."""
+    q, k, v = inputs(2, length, length)
+    parts = first, length - first
+    at = jnp.asarray(np.stack([np.concatenate([np.arange(n) for n in parts]).astype(np.int32)] * BATCH))
+    documents = jnp.asarray(np.stack([np.repeat([1, 2], parts)] * BATCH).astype(np.int32))
+    output = operation(
+        q, k, v, score=case.score, mask=Positions(at, at), q_segment_ids=documents, kv_segment_ids=documents
+    ).attention_outputs
+    arrays = [jnp.asarray(x) for x in case.score.arrays() if x is not None]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        wide = [jnp.asarray(x, jnp.float64) for x in (q, k, v)]
+        halves = []
+        for part in (slice(0, first), slice(first, length)):
+            some = [x[:, :, part] if x.shape[2:3] == (length,) else x for x in arrays]
+            halves.append(expected(case, some, *(x[:, part] for x in wide)))
+    compare(output, jnp.concatenate(halves, 1))

@@ -6,22 +6,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
-from score_cases import BATCH, HEADS, cases, check, compare, expected, inputs, partial_functions
+from score_cases import (
+    BATCH,
+    HEADS,
+    KERNEL_PLACES,
+    cases,
+    check,
+    check_documents,
+    compare,
+    expected,
+    inputs,
+    operation_with,
+    partial_functions,
+)
 
-from attnops import OperationMetadata, OperationRegistry, Positions, ScoreFunction, register_score_function
+from attnops import OperationMetadata, OperationRegistry, ScoreFunction, register_score_function
 from attnops.compat import abstract_device
 from attnops.verify.devices import tracing_on
 
 LENGTH = 72  # three blocks of 32, the last one padded
 CASES = cases(LENGTH)
 SIZES = {"block_q": 32, "block_kv": 32, "block_q_dkv": 32, "block_kv_dkv": 32, "block_q_dq": 32, "block_kv_dq": 32}
-PLACES: dict[str, dict[str, Any]] = {
-    "mesh": {"axes": {"sp": 2, "tp": 2, "dp": 2}},
-    "ring": {"axes": {"sp": 4}, "sequence_parallel": "ring"},
-}
 
 
 @register_score_function("tests.scores.lgamma")
@@ -30,18 +37,8 @@ def _lgamma(x: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
 
 
 def _operation(axes: dict[str, int] | None = None, policy: dict[str, Any] | None = None, **config: Any) -> Any:
-    mesh = None
-    if axes:
-        count = int(np.prod(list(axes.values())))
-        mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:count])
-    metadata = OperationMetadata(
-        mesh=mesh,
-        runtime_dtype="float32",
-        operation_configs={"flash_attn2": {"interpret": True, **SIZES, **config}},
-        fallback="error",
-        **(policy or {}),
-    )
-    return OperationRegistry.create("flash_attn2", metadata)
+    fields = {"runtime_dtype": "float32", "fallback": "error"} | (policy or {})
+    return operation_with("flash_attn2", {"interpret": True, **SIZES, **config}, axes, fields)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -56,25 +53,14 @@ def test_hidden_keys_and_padding_where_a_function_has_no_number_have_no_part_in_
 
 
 @pytest.mark.parametrize("name", ["alibi", "t5", "forgetting", "function", "swin", "sam"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", KERNEL_PLACES)
 def test_on_meshes(name: str, place: str) -> None:
-    place_of = dict(PLACES[place])
-    check(cases(128)[name], _operation(place_of.pop("axes"), place_of), 128, HEADS)
+    check(cases(128)[name], _operation(**KERNEL_PLACES[place]), 128, HEADS)
 
 
 @pytest.mark.parametrize("name", ["alibi", "t5", "positions", "distance", "function"])
 def test_positions_given_as_arrays_count(name: str) -> None:
-    case, (q, k, v) = CASES[name], inputs(2, LENGTH, LENGTH)
-    at = jnp.asarray(np.stack([np.concatenate([np.arange(40), np.arange(32)]).astype(np.int32)] * BATCH))
-    documents = jnp.asarray(np.stack([np.repeat([1, 2], [40, 32])] * BATCH).astype(np.int32))
-    output = _operation()(
-        q, k, v, score=case.score, mask=Positions(at, at), q_segment_ids=documents, kv_segment_ids=documents
-    ).attention_outputs
-    arrays = [jnp.asarray(x) for x in case.score.arrays() if x is not None]
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        wide = [jnp.asarray(x, jnp.float64) for x in (q, k, v)]
-        halves = [expected(case, arrays, *(x[:, part] for x in wide)) for part in (slice(0, 40), slice(40, 72))]
-    compare(output, jnp.concatenate(halves, 1))
+    check_documents(CASES[name], _operation(), 40, LENGTH)
 
 
 @pytest.mark.parametrize(

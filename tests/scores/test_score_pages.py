@@ -28,6 +28,7 @@ from attnops import (
 from attnops.errors import InputTypeError
 from attnops.operators.paged_cache import RaggedBatch, init
 from attnops.scores import PositionTemperature, RelativeBias2D
+from attnops.sharding import virtual_mesh
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4
 LENGTHS = (11, 6, 21)  # of sequences, after the second step
@@ -151,19 +152,19 @@ def test_windows(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_heads_on_devices(name: str) -> None:
-    mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2])
+    mesh = virtual_mesh({"tp": 2}, explicit=True)
     _steps(CASES[name], (1, 2, 1), mesh=mesh, kv_head_axis="tp")
 
 
 @pytest.mark.parametrize("name", ["alibi", "t5", "function", "positions"])
 def test_pages_of_a_sequence_on_two_devices(name: str) -> None:
-    mesh = jax.make_mesh((2, 2), ("sp", "tp"), devices=jax.devices()[:4])
+    mesh = virtual_mesh({"sp": 2, "tp": 2}, explicit=True)
     _steps(CASES[name], (1, 2, 1), mesh=mesh, kv_head_axis="tp", page_sequence_axis="sp")
 
 
 @pytest.mark.parametrize("name", ["slopes", "t5", "function"])
 def test_a_plan_places_the_arrays(name: str) -> None:
-    mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2])
+    mesh = virtual_mesh({"tp": 2}, explicit=True)
     operation = OperationRegistry.create("paged", OperationMetadata(mesh=mesh))
     cache = KVCache(**CACHE | {"kv_head_axis": "tp"})
     q, k = (jax.ShapeDtypeStruct((8, n, DIM), jnp.float32) for n in (HEADS, KV_HEADS))

@@ -8,12 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from score_cases import BATCH, HEADS, cases, check, compare, expected, inputs, numbers, partial_functions
+from score_cases import (
+    BATCH,
+    HEADS,
+    KERNEL_PLACES,
+    cases,
+    check,
+    check_documents,
+    compare,
+    expected,
+    inputs,
+    numbers,
+    operation_with,
+    partial_functions,
+)
 
 from attnops import (
     OperationMetadata,
     OperationRegistry,
-    Positions,
     RelativeBias,
     ScoreFunction,
     register_score_function,
@@ -26,26 +38,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "transposed": {"transposed_tiles": True, "heads_per_tile": 2},
     "unfused": {"use_fused_bwd_kernel": False, "block_q": 256, "block_kv": 256, "block_kv_compute": 128},
 }
-PLACES: dict[str, dict[str, Any]] = {
-    "mesh": {"axes": {"sp": 2, "tp": 2, "dp": 2}},
-    "ring": {"axes": {"sp": 4}, "sequence_parallel": "ring"},
-}
 
 
 def _operation(axes: dict[str, int] | None = None, policy: dict[str, Any] | None = None, **config: Any) -> Any:
-    mesh = None
-    if axes:
-        count = int(np.prod(list(axes.values())))
-        mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:count])
-    sizes = {"block_q": 128, "block_kv": 128} | config
-    metadata = OperationMetadata(
-        mesh=mesh,
-        runtime_dtype="float32",
-        operation_configs={"splash": {"interpret": True, **sizes}},
-        fallback="error",
-        **(policy or {}),
-    )
-    return OperationRegistry.create("splash", metadata)
+    sizes = {"interpret": True, "block_q": 128, "block_kv": 128} | config
+    return operation_with("splash", sizes, axes, {"runtime_dtype": "float32", "fallback": "error"} | (policy or {}))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -55,29 +52,14 @@ def test_outputs_and_gradients(name: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["alibi", "t5", "forgetting", "function", "swin", "sam"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", KERNEL_PLACES)
 def test_on_meshes(name: str, place: str) -> None:
-    place_of = dict(PLACES[place])
-    check(cases(512)[name], _operation(place_of.pop("axes"), place_of), 512, kv_heads=HEADS)
+    check(cases(512)[name], _operation(**KERNEL_PLACES[place]), 512, kv_heads=HEADS)
 
 
 @pytest.mark.parametrize("name", ["alibi", "t5", "positions", "distance", "function"])
 def test_positions_given_as_arrays_count(name: str) -> None:
-    """Two documents packed in a row: distances and temperatures follow the positions within each."""
-    case, (q, k, v) = CASES[name], inputs(2, LENGTH, LENGTH)
-    at = jnp.asarray(np.stack([np.concatenate([np.arange(200), np.arange(128)]).astype(np.int32)] * BATCH))
-    documents = jnp.asarray(np.stack([np.repeat([1, 2], [200, 128])] * BATCH).astype(np.int32))
-    output = _operation()(
-        q, k, v, score=case.score, mask=Positions(at, at), q_segment_ids=documents, kv_segment_ids=documents
-    ).attention_outputs
-    arrays = [jnp.asarray(x) for x in case.score.arrays() if x is not None]
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        wide = [jnp.asarray(x, jnp.float64) for x in (q, k, v)]
-        halves = []
-        for part in (slice(0, 200), slice(200, 328)):
-            some = [x[:, :, part] if x.shape[2:3] == (LENGTH,) else x for x in arrays]
-            halves.append(expected(case, some, *(x[:, part] for x in wide)))
-    compare(output, jnp.concatenate(halves, 1))
+    check_documents(CASES[name], _operation(), 200, LENGTH)
 
 
 @pytest.mark.parametrize("name", ["alibi", "t5", "forgetting", "temperature"])

@@ -11,7 +11,20 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from score_cases import BATCH, DIM, HEADS, LENGTH, cases, check, compare, expected, inputs, numbers, partial_functions
+from score_cases import (
+    BATCH,
+    HEADS,
+    LENGTH,
+    cases,
+    check,
+    check_documents,
+    compare,
+    expected,
+    inputs,
+    numbers,
+    operation_with,
+    partial_functions,
+)
 
 from attnops import (
     T5,
@@ -21,7 +34,6 @@ from attnops import (
     InputError,
     OperationMetadata,
     OperationRegistry,
-    Positions,
     RelativeBias,
     ScoreFunction,
     SoftCap,
@@ -45,36 +57,13 @@ PLACES: dict[str, dict[str, Any]] = {
 
 def _operation(path: str, axes: dict[str, int] | None = None, **policy: Any) -> Any:
     config: dict[str, Any] = {"path": path} | ({"block_q": 16, "block_kv": 16} if path == "blockwise" else {})
-    mesh = None
-    if axes:
-        count = int(np.prod(list(axes.values())))
-        mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:count])
-    return OperationRegistry.create(
-        "vanilla", OperationMetadata(mesh=mesh, operation_configs={"vanilla": config}, **policy)
-    )
+    return operation_with("vanilla", config, axes, policy)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("path", "place"), [("plain", "one"), *(("blockwise", place) for place in PLACES)])
 def test_outputs_and_gradients(name: str, path: str, place: str) -> None:
-    case, (q, k, v) = CASES[name], inputs()
-    operation, weights = _operation(path, **PLACES[place]), numbers(BATCH, LENGTH, HEADS, DIM, seed=9)
-    arrays = tuple(x for x in case.score.arrays() if x is not None)
-
-    def scored(a: Any) -> Any:
-        return case.score.with_arrays(a) if a else case.score
-
-    def total(q: Any, k: Any, v: Any, a: Any) -> Any:
-        return (operation(q, k, v, score=scored(a), causal=True).attention_outputs * weights).sum()
-
-    output = operation(q, k, v, score=case.score, causal=True).attention_outputs
-    gradients = jax.jit(jax.grad(total, (0, 1, 2, 3)))(q, k, v, arrays)
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (q, k, v, arrays))
-        wanted_output = expected(case, wide[3], *wide[:3])
-        wanted = jax.grad(lambda q, k, v, a: (expected(case, a, q, k, v) * weights).sum(), (0, 1, 2, 3))(*wide)
-    compare(output, wanted_output)
-    compare(gradients, wanted)
+    check(CASES[name], _operation(path, **PLACES[place]), LENGTH, HEADS)
 
 
 @pytest.mark.parametrize("name", ["log", "log_cap", "log_times", "quotient"])
@@ -101,20 +90,7 @@ def test_few_queries_at_the_end_of_a_cache(name: str, path: str) -> None:
 @pytest.mark.parametrize("path", ["plain", "blockwise"])
 @pytest.mark.parametrize("name", ["alibi", "t5", "positions", "distance"])
 def test_positions_given_as_arrays_count(name: str, path: str) -> None:
-    """Two documents packed in a row: distances and temperatures follow the positions within each."""
-    case, (q, k, v) = CASES[name], inputs()
-    places = np.concatenate([np.arange(40), np.arange(24)]).astype(np.int32)
-    at = jnp.asarray(np.stack([places] * BATCH))
-    documents = jnp.asarray(np.stack([np.repeat([1, 2], [40, 24])] * BATCH).astype(np.int32))
-    output = _operation(path)(
-        q, k, v, score=case.score, mask=Positions(at, at), q_segment_ids=documents, kv_segment_ids=documents
-    ).attention_outputs
-    arrays = [jnp.asarray(x) for x in case.score.arrays() if x is not None]
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        parts = [slice(0, 40), slice(40, 64)]
-        wide = [jnp.asarray(x, jnp.float64) for x in (q, k, v)]
-        wanted_output = jnp.concatenate([expected(case, arrays, *(x[:, part] for x in wide)) for part in parts], 1)
-    compare(output, wanted_output)
+    check_documents(CASES[name], _operation(path), 40, LENGTH)
 
 
 def test_arrays_may_be_given_in_the_call_and_are_placed() -> None:

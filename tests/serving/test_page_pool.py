@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, rule
 from pool_mirror import Mirror, refuses
+from pool_rules import IDS, PoolRules
 
 from attnops.errors import CapacityError, InputError, InputTypeError, UnknownNameError
 from attnops.serving import Growth, PageCounts, PagePool
 
-IDS = st.lists(st.integers(1, 2), max_size=9)  # two tokens: prefixes often agree
 
-
-class PoolMachine(RuleBasedStateMachine):
+class PoolMachine(PoolRules):
     """Any order of calls: the device holds what each sequence says, and a refused call changes nothing."""
 
     @initialize(
@@ -34,78 +33,31 @@ class PoolMachine(RuleBasedStateMachine):
     def start(self, pages: int, size: int, scrub: bool, sharing: bool, shards: int, window: int | None) -> None:
         pages = -(-pages // shards) * shards
         self.mirror = Mirror(pages, size, strict=True, scrub=scrub, sharing=sharing, shards=shards, window=window)
-        self.names = 0
 
-    def _new(self) -> int:
-        self.names += 1
-        return self.names
-
-    def _any(self, data: st.DataObject) -> int:
-        return data.draw(st.sampled_from(sorted(self.mirror.tokens)))
-
-    some = precondition(lambda self: self.mirror.tokens)
-
-    @rule(tokens=st.integers(0, 9))
-    def open(self, tokens: int) -> None:
-        self.mirror.alloc(self._new(), tokens)
-
-    @rule(ids=IDS, tokens=st.integers(0, 5))
-    def adopt(self, ids: list[int], tokens: int) -> None:
-        self.mirror.adopt(self._new(), ids, tokens)
-
-    @some
-    @rule(data=st.data(), more=IDS, tokens=st.integers(0, 5))
-    def adopt_what_is_here(self, data: st.DataObject, more: list[int], tokens: int) -> None:
-        self.mirror.adopt(self._new(), self.mirror.tokens[self._any(data)] + more, tokens)
-
-    @some
-    @rule(data=st.data(), tokens=st.integers(0, 9))
-    def room(self, data: st.DataObject, tokens: int) -> None:
-        self.mirror.alloc(self._any(data), tokens)
-
-    @some
+    @PoolRules.some
     @rule(data=st.data(), ids=IDS)
     def append(self, data: st.DataObject, ids: list[int]) -> None:
-        self.mirror.append(self._any(data), ids)
+        self.mirror.append(self.any(data), ids)
 
-    @some
+    @PoolRules.some
     @rule(data=st.data(), ids=IDS)
     def append_count(self, data: st.DataObject, ids: list[int]) -> None:
-        self.mirror.append_count(self._any(data), ids)
+        self.mirror.append_count(self.any(data), ids)
 
-    @some
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        self.mirror.fork(self._any(data), self._new())
-
-    @some
-    @rule(data=st.data())
-    def publish(self, data: st.DataObject) -> None:
-        self.mirror.publish(self._any(data))
-
-    @some
+    @PoolRules.some
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
-        name = self._any(data)
+        name = self.any(data)
         self.mirror.truncate(name, data.draw(st.integers(0, len(self.mirror.tokens[name]))))
 
-    @some
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        self.mirror.free(self._any(data))
-
-    @some
+    @PoolRules.some
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        self.mirror.release(self._any(data))
+        self.mirror.release(self.any(data))
 
     @rule(ids=IDS)
     def match(self, ids: list[int]) -> None:
         self.mirror.brute_match(ids)
-
-    @invariant()
-    def all_is_well(self) -> None:
-        self.mirror.everything()
 
 
 TestPool = PoolMachine.TestCase

@@ -23,6 +23,7 @@ from attnops.planning.paged.page_reads import page_reads, step_flops
 from attnops.planning.traffic import Need, Traffic
 from attnops.registry.declaration import Declaration
 from attnops.serving import PagePool
+from attnops.sharding import virtual_mesh
 from attnops.verify.collectives import Collective
 from attnops.verify.paged_step import PlannedStep, step_traffic, unneeded
 from attnops.verify.passes import target_reports
@@ -53,8 +54,7 @@ def described(**sizes: int) -> AbstractMesh:
 
 
 def mesh_of(**sizes: int) -> jax.sharding.Mesh:
-    count = int(np.prod(list(sizes.values())))
-    return jax.sharding.Mesh(np.asarray(jax.devices()[:count]).reshape(tuple(sizes.values())), tuple(sizes))
+    return virtual_mesh(sizes)
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way in QUICK else [pytest.mark.slow]) for way in WAYS])

@@ -13,6 +13,7 @@ from attnops import ALiBi, Causal, Chunked, KVCache, OperationMetadata, Operatio
 from attnops.errors import AttnOpsError
 from attnops.operators.paged_cache import RaggedBatch, init
 from attnops.scores import PositionTemperature
+from attnops.sharding import virtual_mesh
 
 FIELDS: dict[str, Any] = {
     "layers": 1, "kv_heads": 2, "head_dim": 16, "dtype": "float32", "page_size": 4, "pages": 16, "max_sequences": 4,
@@ -29,10 +30,8 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 
 def _served(fields: dict[str, Any], axes: dict[str, int], **call: Any) -> tuple[Any, ...]:
     """(query, key, value, positions, output) of both rows, on each shard of the pages."""
-    cache, mesh = KVCache(**FIELDS | fields), None
-    if axes:
-        count = int(np.prod([*axes.values()]))
-        mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:count]).reshape(tuple(axes.values())), tuple(axes))
+    cache = KVCache(**FIELDS | fields)
+    mesh = virtual_mesh(axes) if axes else None
     plan, rng = cache.plan(mesh), np.random.default_rng(4)
     tokens = sum(n for _, n in ROWS)
     total = tokens * plan.shards

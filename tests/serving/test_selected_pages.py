@@ -153,10 +153,8 @@ def test_a_step_in_the_tpu_kernel(way: str) -> None:
 
 
 def _step_with_selected_keys(fields: dict[str, Any], axes: dict[str, int], configs: dict[str, Any]) -> None:
-    cache, mesh = KVCache(**FIELDS | fields), None
-    if axes:
-        count = int(np.prod([*axes.values()]))
-        mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:count]).reshape(tuple(axes.values())), tuple(axes))
+    cache = KVCache(**FIELDS | fields)
+    mesh = virtual_mesh(axes) if axes else None
     plan, rng = cache.plan(mesh), np.random.default_rng(1)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     shards, lengths = plan.shards, (9, 14)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, rule
+from pool_rules import IDS, PoolRules
 from slot_mirror import Mirror
 
 from attnops import KVCache
@@ -20,10 +21,8 @@ from attnops.serving import PagePool, PagePools, SlotCounts, SlotGrowth, SlotMat
 from attnops.serving.slot_states import SlotStep
 from attnops.serving.snapshot_index import Snapshot
 
-IDS = st.lists(st.integers(1, 2), max_size=7)  # two tokens: prefixes often agree
 
-
-class SlotMachine(RuleBasedStateMachine):
+class SlotMachine(PoolRules):
     """Any order of calls: each sequence reads the fold of its tokens, and a refused call changes nothing."""
 
     @initialize(
@@ -36,74 +35,27 @@ class SlotMachine(RuleBasedStateMachine):
     )
     def start(self, slots: int, size: int, drafts: int, snapshots: int | None, scrub: bool, pages: int | None) -> None:
         self.mirror = Mirror(slots, size=size, drafts=drafts, snapshots=snapshots, scrub=scrub, pages=pages)
-        self.names = 0
 
-    def _new(self) -> int:
-        self.names += 1
-        return self.names
-
-    def _any(self, data: st.DataObject) -> int:
-        return data.draw(st.sampled_from(sorted(self.mirror.tokens)))
-
-    some = precondition(lambda self: self.mirror.tokens)
-
-    @rule(tokens=st.integers(0, 9))
-    def open(self, tokens: int) -> None:
-        self.mirror.alloc(self._new(), tokens)
-
-    @rule(ids=IDS, tokens=st.integers(0, 5))
-    def adopt(self, ids: list[int], tokens: int) -> None:
-        self.mirror.adopt(self._new(), ids, tokens)
-
-    @some
-    @rule(data=st.data(), more=IDS, tokens=st.integers(0, 5))
-    def adopt_what_is_here(self, data: st.DataObject, more: list[int], tokens: int) -> None:
-        self.mirror.adopt(self._new(), self.mirror.tokens[self._any(data)] + more, tokens)
-
-    @some
-    @rule(data=st.data(), tokens=st.integers(0, 9))
-    def room(self, data: st.DataObject, tokens: int) -> None:
-        self.mirror.alloc(self._any(data), tokens)
-
-    @some
+    @PoolRules.some
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
         names = data.draw(st.lists(st.sampled_from(sorted(self.mirror.tokens)), min_size=1, max_size=4, unique=True))
         self.mirror.step({name: (data.draw(IDS), data.draw(st.booleans())) for name in names})
 
-    @some
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        self.mirror.fork(self._any(data), self._new())
-
-    @some
-    @rule(data=st.data())
-    def publish(self, data: st.DataObject) -> None:
-        self.mirror.publish(self._any(data))
-
-    @some
+    @PoolRules.some
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
-        name = self._any(data)
+        name = self.any(data)
         length = len(self.mirror.tokens[name])
         self.mirror.truncate(name, max(0, length - data.draw(st.integers(0, 4))))
 
-    @some
+    @PoolRules.some
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        name = self._any(data)
+        name = self.any(data)
         tokens, known = list(self.mirror.tokens[name]), self.mirror.known[name]
         self.mirror.free(name)
-        self.mirror.resume(self._new(), tokens, known)
-
-    @some
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        self.mirror.free(self._any(data))
-
-    @invariant()
-    def all_is_well(self) -> None:
-        self.mirror.everything()
+        self.mirror.resume(self.new(), tokens, known)
 
 
 TestSlots = SlotMachine.TestCase
