@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .distribution import VERSION as _VERSION
+from .lazy import lazy_names
 
 if TYPE_CHECKING:
     from .adapters.jax_nn import dot_product_attention
@@ -123,56 +123,76 @@ __all__ = [
 ]
 
 _ROOMS = ("authoring", "errors", "masks", "operators", "planning", "registry", "scores", "sharding", "verify")
-# Names that their subpackage's __init__.py doesn't export, and the file that has them. They are imported on first use.
+# Where names come from: imported on first use (PEP 562), so that `attnops --help` doesn't wait for jax.
 _FILES = {
-    "advise": "advising",
-    "Attention": "operators.api.attention",
-    "BlockSparseConfig": "operators.blocksparse",
-    "Declaration": "registry.declaration",
-    "FlashAttention2Config": "operators.flash_attention2",
-    "KVCache": "planning.cache.kv_cache",
-    "LayerGroup": "planning.cache.layer_groups",
-    "ModelDeclaration": "registry.model_declaration",
-    "PagePool": "serving",
-    "RaggedBatch": "operators.paged_cache.batch",
-    "SdpaConfig": "operators.sdpa",
-    "SplashConfig": "operators.splash",
-    "VanillaConfig": "operators.vanilla",
-    "check_processes": "sharding.processes",
-    # Importable here like those above, listed in the manual.
-    "LatentAttention": "operators.latent",
-    "StateBatch": "operators.paged_cache.state_batch",
-    # The other scores: importable here like those above, listed in attnops.scores.
-    **dict.fromkeys(
-        (
-            "T5",
-            "Buckets",
-            "Clip",
-            "Distance",
-            "Forgetting",
-            "PositionTemperature",
-            "RelativeBias2D",
-            "Score",
-            "Temperature",
-        ),
-        "scores",
+    "adapters.jax_nn": ("dot_product_attention",),
+    "advising": ("advise",),
+    "errors": (
+        "AttnOpsError",
+        "ConfigError",
+        "FallbackWarning",
+        "InputError",
+        "MaskWarning",
+        "RefusedError",
+        "ShardingError",
+        "ShardingWarning",
     ),
-    "dot_product_attention": "adapters.jax_nn",
-    "shardings_for": "operators.api.model_shardings",
+    "masks": (
+        "Blocks",
+        "Causal",
+        "Chunked",
+        "Dense",
+        "Full",
+        "Lengths",
+        "Mask",
+        "MaskFunction",
+        "Positions",
+        "Prefix",
+        "SegmentIds",
+        "SlidingWindow",
+        "mask_from_dict",
+        "register_mask_function",
+    ),
+    "operators": ("AttentionOutput",),
+    "operators.api.attention": ("Attention",),
+    "operators.api.model_shardings": ("shardings_for",),
+    "operators.blocksparse": ("BlockSparseConfig",),
+    "operators.flash_attention2": ("FlashAttention2Config",),
+    "operators.latent": ("LatentAttention",),  # importable here like the others, listed in the manual
+    "operators.paged_cache.batch": ("RaggedBatch",),
+    "operators.paged_cache.state_batch": ("StateBatch",),  # the same
+    "operators.sdpa": ("SdpaConfig",),
+    "operators.splash": ("SplashConfig",),
+    "operators.vanilla": ("VanillaConfig",),
+    "planning": ("Plan", "Policy"),
+    "planning.cache.kv_cache": ("KVCache",),
+    "planning.cache.layer_groups": ("LayerGroup",),
+    "registry": ("OperationMetadata", "OperationRegistry"),
+    "registry.declaration": ("Declaration",),
+    "registry.model_declaration": ("ModelDeclaration",),
+    "scores": (
+        "ALiBi",
+        "RelativeBias",
+        "ScoreFunction",
+        "SoftCap",
+        "register_score_function",
+        # importable here like the others, listed in attnops.scores
+        "T5",
+        "Buckets",
+        "Clip",
+        "Distance",
+        "Forgetting",
+        "PositionTemperature",
+        "RelativeBias2D",
+        "Score",
+        "Temperature",
+    ),
+    "serving": ("PagePool",),
+    "sharding": ("AttnShardingRules", "PartitionAxis"),
+    "sharding.processes": ("check_processes",),
 }
 
-
-def __getattr__(name: str) -> Any:
-    # On first use (PEP 562), so that `attnops --help` doesn't wait for jax.
-    if name in _ROOMS:
-        return importlib.import_module(f"attnops.{name}")
-    if name in _FILES:
-        return globals().setdefault(name, getattr(importlib.import_module(f"attnops.{_FILES[name]}"), name))
-    for room in _ROOMS[1:] if name in __all__ else ():  # authoring exports nothing of its own
-        module = importlib.import_module(f"attnops.{room}")
-        if name in module.__all__:
-            return globals().setdefault(name, getattr(module, name))
-    raise AttributeError(f"module 'attnops' has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, {name: file for file, names in _FILES.items() for name in names}, _ROOMS)
 
 
 def __dir__() -> list[str]:

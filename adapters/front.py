@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, TypeAlias, Unpack
 import jax
 import jax.numpy as jnp
 
+from ..call_arguments import CallArguments
 from ..errors import ConfigError, InputError, a_type
 from ..masks import Dense, Mask
 from ..operators.api.attention import Attention
 from ..operators.call.arrays import is_array
-from ..planning.call_arguments import CallArguments
 from ..registry.declaration import Declaration
 from ..scores import Score
 

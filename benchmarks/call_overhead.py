@@ -1,8 +1,9 @@
-"""What a call costs on the host: import time, an eager call with a cached plan, planning, a long mask.
+"""What a call costs on the host: import time, the first plan, an eager call with a cached plan, planning, a long mask.
 
     python benchmarks/call_overhead.py [--json FILE]
 
-Medians, interleaved in one process; each import is timed in a new process. Run it on an idle machine.
+Medians, interleaved in one process. Each import is timed in a new process, with bytecode that an earlier one wrote, as an
+installed package has; the time is the CPU's, which other processes disturb less. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,12 @@ import jax
 import jax.numpy as jnp
 
 from attnops import Causal, OperationMetadata, OperationRegistry, SlidingWindow
+
+_IMPORTS = ("import jax", "import attnops", "from attnops import Attention")
+_FIRST_PLAN = (
+    "import jax; from attnops import Attention; x = jax.ShapeDtypeStruct((1, 8, 2, 8), 'float32'); "
+    "Attention('vanilla', causal=True).plan(x, x, x)"
+)
 
 
 def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
@@ -40,16 +48,19 @@ def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, f
 
 
 def import_times(runs: int = 7) -> dict[str, float]:
-    """Median seconds of imports, each in a new process, interleaved."""
-    statements = ("import jax", "import attnops", "from attnops import Attention")
-    times: dict[str, list[float]] = {statement: [] for statement in statements}
-    for run in range(runs + 1):
-        for module in times:
-            code = f"import time; s = time.perf_counter(); {module}; print(time.perf_counter() - s)"
-            out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-            if run:
-                times[module].append(float(out.stdout))
-    return {module: statistics.median(values) for module, values in times.items()}
+    """Median CPU seconds of imports, and of all up to a first plan, each in a new process, interleaved."""
+    times: dict[str, list[float]] = {statement: [] for statement in (*_IMPORTS, _FIRST_PLAN)}
+    with tempfile.TemporaryDirectory() as bytecode:
+        environment = {**os.environ, "PYTHONPYCACHEPREFIX": bytecode}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        for run in range(runs + 1):
+            for statement in times:
+                code = f"import time; s = time.process_time(); {statement}; print(time.process_time() - s)"
+                command = [sys.executable, "-c", code]
+                out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+                if run:
+                    times[statement].append(float(out.stdout))
+    return {statement: statistics.median(values) for statement, values in times.items()}
 
 
 def eager_calls() -> dict[str, float]:

@@ -13,8 +13,8 @@ from .dynamic import Dense, Lengths, Positions, SegmentIds
 from .functions import MaskFunction, mask_function_names, register_mask_function
 from .node import Leaf
 from .patterns import a_shape, bigbird, dilated_blocks, local_blocks, longformer, strided_blocks
+from .pydantic_field import mask_json_schema
 from .registration import register_mask
-from .schema import mask_json_schema
 from .serial import mask_from_dict
 from .slots import SEGMENT_IDS, DynamicMask, Slot, has_place
 from .spans import span_ids

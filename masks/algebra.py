@@ -38,7 +38,7 @@ class Mask(Drawn["Mask"]):
 
     # Makes `numpy_array & mask` call __rand__ instead of creating an array of objects.
     __array_ufunc__ = None
-    # How pydantic reads and writes a mask: set by schema.py, which imports all nodes.
+    # How pydantic reads and writes a mask: set by pydantic_field.py.
     __get_pydantic_core_schema__: ClassVar[Any]
     __pydantic_serializer__: ClassVar[Any]
 

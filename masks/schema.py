@@ -14,13 +14,12 @@ from pydantic_core import PydanticSerializationUnexpectedValue, core_schema
 from typing_extensions import TypeAliasType, TypedDict  # those of typing would need Python 3.12 here
 
 from ..errors import MaskError
-from ..lazy_serializer import LazySerializer
 from .algebra import Mask
 from .checks import LIMIT
 from .serial import mask_from_dict
 from .slots import SEGMENT_IDS
 
-__all__ = ["mask_json_schema"]
+__all__ = ["field_schema", "mask_json_schema"]
 
 _CLOSED = with_config(ConfigDict(extra="forbid"))
 _Distance = Annotated[int, Field(ge=0, le=LIMIT)]
@@ -166,7 +165,7 @@ def _write(value: Any) -> dict[str, Any]:
     return value.to_dict()
 
 
-def _field_schema(mask_type: type[Mask], handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+def field_schema(mask_type: type[Mask], handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
     """The schema of a pydantic field. It accepts a static mask, its dict, "causal" or "full", and is written as the dict.
 
     The whole dict is always written: exclude_none would turn SlidingWindow(3, None) into SlidingWindow(3), which sees no
@@ -180,7 +179,3 @@ def _field_schema(mask_type: type[Mask], handler: GetCoreSchemaHandler) -> core_
         json_schema_input_schema=as_dict,
         serialization=core_schema.plain_serializer_function_ser_schema(_write, return_schema=whole),
     )
-
-
-Mask.__get_pydantic_core_schema__ = staticmethod(_field_schema)
-Mask.__pydantic_serializer__ = LazySerializer(Mask)

@@ -2,10 +2,11 @@
 
 python packaging/release_check.py [--python PYTHON ...] [--publish]
 
-Needs git, and `pip install build twine`. PYTHON: the interpreters to try, by default those of 3.11, 3.12 and 3.13 that are found.
+Needs git, and `pip install build twine`. PYTHON: the interpreters to try, by default those of 3.11, 3.12 and 3.13 that are found
+on the path or in pyenv; it names those that aren't.
 With each, the wheel and the sdist of attnops, and the wheel of attnops-core, are installed into a new environment, and the Python
-of README.md runs there, outside the checkout. --publish: fail if packaging/address.toml still has the placeholder, or the
-changelog has no date.
+of README.md runs there, outside the checkout. --publish: fail if packaging/address.toml still has the placeholder, the
+changelog has no date, or one of these interpreters isn't here.
 """
 
 from __future__ import annotations
@@ -34,17 +35,29 @@ def main() -> int:
     _run(sys.executable, str(ROOT / "packaging" / "distributions.py"), str(dist))
     files = sorted(dist.iterdir())
     _run(sys.executable, "-m", "twine", "check", "--strict", *map(str, files))
-    pythons = chosen.python or [found for v in _VERSIONS if (found := shutil.which(f"python{v}")) is not None]
+    found = {} if chosen.python else {version: interpreter(version) for version in _VERSIONS}
+    pythons = chosen.python or [python for python in found.values() if python is not None]
     if not pythons:
         raise SystemExit(f"none of python{', python'.join(_VERSIONS)} is here; give one by --python.")
     for python in pythons:
         for file in files:
             if file.suffix == ".whl" or file.name.startswith("attnops-"):
                 _try(python, file)
-    problems = unpublishable()
+    problems = [f"python{version} isn't here" for version, python in found.items() if python is None] + unpublishable()
     for problem in problems:
         print(f"not to be published: {problem}")
     return 1 if problems and chosen.publish else 0
+
+
+def interpreter(version: str) -> str | None:
+    """An interpreter of this version that runs: one of pyenv's shims may be on the path without doing so."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
+    on_path = shutil.which(f"python{version}")
+    for path in ([] if on_path is None else [on_path]) + [str(x) for x in pyenv.glob(f"{version}.*/bin/python")]:
+        asked = [path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        if subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() == version:
+            return path
+    return None
 
 
 def unpublishable() -> list[str]:

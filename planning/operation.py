@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
+from ..call_arguments import CALL_OPTIONS
 from ..errors import ConfigError, shown
 from ..sharding import ATTENTION, OperandTable
-from .call_arguments import CALL_OPTIONS
 from .capability import Capability
 from .implementations import Implementation, MethodImplementation
 from .operation_config import OperationConfig

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from pydantic import ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
 
+from ..call_arguments import CALL_ARGUMENTS, CALL_OPTIONS
 from ..errors import ConfigError, a_type, shown
 from ..masks import Dense
 from ..planning.cache.kv_cache import KVCache
-from ..planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS
 from ..planning.unset_fields import UnsetFieldsModel, explain_validation
 from ..sharding import OperandTable
 from ..strict_json import parse_json, read_text, refuse_surrogates

@@ -13,9 +13,9 @@ import numpy as np
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
+from ..call_arguments import CALL_ARGUMENTS
 from ..errors import ConfigError, a_type, nearest, shown
-from ..lazy_serializer import LazySerializer
-from ..planning.call_arguments import CALL_ARGUMENTS
+from ..lazy import LazySerializer
 from ..planning.operation_config import OperationConfig
 from ..planning.other_names import other_name, refuse_unknown
 from ..planning.policy import CHOICES, Policy, with_fields

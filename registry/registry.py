@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar, Unpack
 
 import jax
 
+from ..call_arguments import CallArguments, CallArray
 from ..errors import AttnOpsError, ConfigError, UnknownNameError, a_type, nearest, shown
-from ..planning.call_arguments import CallArguments, CallArray
 from ..planning.call_plan import Plan
 from ..planning.operation_config import OperationConfig
 from ..sharding import OperandTable

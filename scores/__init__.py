@@ -10,8 +10,8 @@ from .buckets import T5, Buckets, Clip
 from .functions import ScoreFunction, register_score_function, score_function_names
 from .leaves import ALiBi, Distance, Forgetting, PositionTemperature, SoftCap, Temperature, paper_slopes
 from .node import Chain, Score
+from .pydantic_field import score_json_schema
 from .relative import RelativeBias, RelativeBias2D
-from .schema import score_json_schema
 from .serial import score_from_dict
 
 __all__ = [

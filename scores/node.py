@@ -57,7 +57,7 @@ class Score:
     """
 
     kind: ClassVar[str]
-    # How pydantic reads and writes a score: set by schema.py, which imports all kinds.
+    # How pydantic reads and writes a score: set by pydantic_field.py.
     __get_pydantic_core_schema__: ClassVar[Any]
     __pydantic_serializer__: ClassVar[Any]
     captured: ClassVar[tuple[str, ...]] = ()

@@ -12,11 +12,10 @@ from pydantic_core import PydanticSerializationUnexpectedValue, core_schema
 from typing_extensions import TypeAliasType, TypedDict  # those of typing would need Python 3.12 here
 
 from ..errors import ScoreError
-from ..lazy_serializer import LazySerializer
 from .node import GIVEN, Score
 from .serial import score_from_dict
 
-__all__ = ["score_json_schema"]
+__all__ = ["field_schema", "score_json_schema"]
 
 _CLOSED = with_config(ConfigDict(extra="forbid"))
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")]
@@ -163,7 +162,7 @@ def _write(value: Any) -> dict[str, Any]:
     return value.to_dict()
 
 
-def _field_schema(source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+def field_schema(source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
     """The schema of a pydantic field. It accepts a score without arrays, its dict, a kind's name or a list, and is written as the
     dict."""
     del source
@@ -174,7 +173,3 @@ def _field_schema(source: Any, handler: GetCoreSchemaHandler) -> core_schema.Cor
         json_schema_input_schema=as_dict,
         serialization=core_schema.plain_serializer_function_ser_schema(_write, return_schema=whole),
     )
-
-
-Score.__get_pydantic_core_schema__ = staticmethod(_field_schema)
-Score.__pydantic_serializer__ = LazySerializer(Score)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 
 from written_page import WrittenPage, table
 
-from attnops.operators.call.arguments import Options
-from attnops.planning.call_arguments import CallArguments, CallOptions
+from attnops.call_arguments import CallArguments, CallOptions
+from attnops.operators.call.options import Options
 from attnops.planning.other_names import NAMES_ELSEWHERE
 from attnops.sharding import ATTENTION, Operand
 

@@ -10,35 +10,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import jax
-from pydantic import GetCoreSchemaHandler
-from pydantic_core import CoreSchema
 
+from ...call_arguments import CallArguments, CallArray, PlainArguments
 from ...errors import ConfigError, InputTypeError
-from ...lazy_serializer import LazySerializer
-from ...planning.call_arguments import CallArguments, CallArray, PlainArguments
-from ...planning.score_operands import captured_names
-from ...registry import OperationMetadata, OperationRegistry
-from ...registry.declaration import Declaration
-from ...registry.kinds import short_axes
+from ...lazy import LazyModule, LazySerializer
 from ...scores import Score
-from ..call.arguments import check_names, takes_call_arguments
-from ..call.arrays import is_array
-from ..call.output import AttentionOutput
-from .attention_forms import attention_html, attention_schema
-from .attention_keywords import parse_attention
-from .attention_types import ArrayOperation, AttentionKeywords
-from .declared_options import call_options, step_options
-from .declared_recurrence import declared_call
+from ..call.options import takes_call_arguments
 
 if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
+
     from ...planning import Plan
     from ...planning.cache.kv_cache import KVCache
     from ...planning.paged.paged_plan import PagedPlan
+    from ...registry.declaration import Declaration
+    from ..call.output import AttentionOutput
     from ..paged.step_arguments import StepArguments
     from ..paged.step_output import StepOutput
     from ..paged_cache.batch import RaggedBatch
     from ..paged_cache.state import CacheState
     from ..recurrent.output import RecurrentOutput
+    from . import attention_parts as parts
+    from .attention_types import ArrayOperation, AttentionKeywords
+else:
+    parts = LazyModule("attnops.operators.api.attention_parts")  # with the first Attention, not by its import
 
 __all__ = ["Attention"]
 
@@ -66,11 +62,11 @@ class Attention:
     def __init__(self, declared: Declaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None: ...
 
     def __init__(self, declared: Declaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None:
-        self.declaration, metadata, self._stated = parse_attention(declared, keywords)
+        self.declaration, metadata, self._stated = parts.parse_attention(declared, keywords)
         if self.declaration.latent is not None:
             raise ConfigError("the declaration has latent; use attnops.LatentAttention, whose arrays are latents.")
         name = self.declaration.operation
-        operation: Any = OperationRegistry.get(name)
+        operation: Any = parts.OperationRegistry.get(name)
         if operation.family == "selection":
             raise ConfigError(
                 f"operation {name!r} selects keys and doesn't attend; call it by OperationRegistry.create, and declare the "
@@ -180,7 +176,7 @@ class Attention:
     def _recurrent(self, arrays: tuple[Any, ...], call: dict[str, Any]) -> dict[str, Any]:
         """The keywords of a recurrence's call, or of its step."""
         self._check_enabled()
-        return declared_call(self.declaration, self.operation.operands, arrays, call)
+        return parts.declared_call(self.declaration, self.operation.operands, arrays, call)
 
     @overload
     def plan(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]) -> Plan: ...
@@ -225,12 +221,12 @@ class Attention:
         self._check_enabled()
         arguments: dict[str, Any] = {**call}
         if self._in_pages:
-            return step_options(self.declaration, query, arguments)
+            return parts.step_options(self.declaration, query, arguments)
         score = self.declaration.call.score if arguments.get("score") is None else arguments["score"]
-        captured = captured_names(score) if isinstance(score, Score) else ()
-        check_names(arguments, (*self.operation.operands.names, *captured))
-        options = call_options(self.declaration, query, key, value, arguments)
-        if is_array(options.get("mask")) and options.get("causal") is None and self.states("causal"):
+        captured = parts.captured_names(score) if isinstance(score, Score) else ()
+        parts.check_names(arguments, (*self.operation.operands.names, *captured))
+        options = parts.call_options(self.declaration, query, key, value, arguments)
+        if parts.is_array(options.get("mask")) and options.get("causal") is None and self.states("causal"):
             options["causal"] = self.operation.metadata.causal  # declared, so not just a default
         return options
 
@@ -263,7 +259,7 @@ class Attention:
 
     def declared(self) -> Declaration:
         """The declaration with what the program specified in its place; an Attention of it equals this one."""
-        unsaid = OperationMetadata().to_dict()
+        unsaid = parts.OperationMetadata().to_dict()
         metadata = {
             name: value
             for name, value in self.operation.metadata.to_dict().items()
@@ -276,17 +272,17 @@ class Attention:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[Self], handler: GetCoreSchemaHandler) -> CoreSchema:
-        return attention_schema(cls, handler)
+        return parts.attention_schema(cls, handler)
 
     def __repr__(self) -> str:
         data = self.declared().to_dict()
         del data["schema_version"]
         if "partition_axis" in data.get("metadata", {}):
-            data["metadata"]["partition_axis"] = short_axes(data["metadata"]["partition_axis"])
+            data["metadata"]["partition_axis"] = parts.short_axes(data["metadata"]["partition_axis"])
         return f"Attention({json.dumps(data, allow_nan=False)})"
 
     def _repr_html_(self) -> str:
-        return attention_html(self.declared(), self.plans)
+        return parts.attention_html(self.declared(), self.plans)
 
 
 Attention.__pydantic_serializer__ = LazySerializer(Attention)  # type: ignore[attr-defined]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...call_arguments import CALL_OPTIONS
 from ...errors import ConfigError, InputTypeError, a_type, nearest, shown
-from ...planning.call_arguments import CALL_OPTIONS
 from ...planning.other_names import other_name
 from ...registry import OperationMetadata, OperationRegistry
 from ...registry.declaration import Declaration

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from ...call_arguments import CallOptions
 from ...masks import Mask
-from ...planning.call_arguments import CallOptions
 from ...planning.operation_config import OperationConfig
 from ...scores import Score
 from ...sharding.partition_axis import AnyPartitionAxis

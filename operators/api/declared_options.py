@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ...call_arguments import CALL_OPTIONS
 from ...errors import ConfigError, InputError, shown
 from ...masks import Dense, Mask
-from ...planning.call_arguments import CALL_OPTIONS
 from ...registry.call_declaration import DECLARED_BY, CallDeclaration
 from ...registry.declaration import Declaration
 from ...registry.step_declaration import STEP_OPTIONS

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 import jax
 import jax.numpy as jnp
 
+from ...call_arguments import CALL_ARGUMENTS, CallOptions
 from ...errors import InputError, InputTypeError, a_type
 from ...masks import SEGMENT_IDS, And, Causal, Dense, Full, Lengths, Mask, Not, SegmentIds, SlidingWindow
-from ...planning.call_arguments import CALL_ARGUMENTS, CallArguments, CallOptions
 from ...planning.other_names import refuse_unknown
 from ...planning.problem import positions_leaf
 from ...registry.metadata import METADATA_ARGUMENTS
@@ -24,49 +23,13 @@ from ..api.read_option import read_flag, read_integer, read_name, read_number, r
 from .arrays import Arrays, is_array
 from .call_scores import read_score, without_cap
 from .key_columns import KeyColumns
+from .options import Options
 
-__all__ = ["Options", "bound_mask", "check_names", "join_mask", "split_arguments", "takes_call_arguments"]
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class Options(NamedTuple):
-    """Everything static in a call, with its defaults. `mask` is a structure whose arrays are in Arrays.mask_leaves.
-    `score` is one whose arrays are operands; a soft cap that it begins with is in `logits_soft_cap`. value_columns: the count
-    of KeyColumns; the call then has no array of values."""
-
-    mask: Mask | None = None
-    score: Score | None = None
-    mask_is_array: bool = False
-    causal: bool | None = None
-    sliding_window: tuple[int | None, int | None] | None = None
-    query_offset: int | None = None
-    softmax_scale: float | None = None
-    logits_soft_cap: float | None = None
-    dropout_prob: float | None = None
-    deterministic: bool = True
-    return_weights: bool = False
-    return_lse: bool = False
-    mode: str | None = None
-    layout: str = "bthd"
-    value_columns: int | None = None
-
+__all__ = ["bound_mask", "check_names", "join_mask", "split_arguments"]
 
 _DEFAULTS = Options()
 _KNOWN = frozenset(CALL_ARGUMENTS)
 _STATIC_OR_ARRAY = "query_offset"
-
-
-def takes_call_arguments(function: Function) -> Function:
-    """Show the `**call` of a method as its actual keywords, for help() and inspect.signature; arrays that only a recurrence has
-    aren't shown."""
-    signature = inspect.signature(function)
-    shown_as = [p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    for name, kind in CallArguments.__annotations__.items():
-        written, default = getattr(kind, "__forward_arg__", kind), Options._field_defaults.get(name)
-        shown_as.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=written))
-    function.__signature__ = signature.replace(parameters=shown_as)  # type: ignore[attr-defined]
-    return function
 
 
 def check_names(call: Mapping[str, Any], further: Collection[str] = ()) -> None:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Unpack
 import jax
 from jax.sharding import Mesh, get_abstract_mesh
 
+from ...call_arguments import CallArguments, CallArray
 from ...errors import MaskWarning, ShardingWarning, warn_caller
 from ...planning import Plan, plan
-from ...planning.call_arguments import CallArguments, CallArray
 from ...planning.calls import CALLS
 from ...planning.repeated import RepeatedAxis, repeated_lines, unintended_repeats
 from ...planning.sequence.choice import declared_strategy
@@ -27,7 +27,7 @@ from ...sharding.mesh import AnyMesh
 from ..choices.bounded_cache import BoundedCache
 from ..notes.mask_notes import causal_by_default, hides_later_keys, value_notes
 from ..notes.placement_notes import moved_notes
-from .arguments import Options, split_arguments, takes_call_arguments
+from .arguments import split_arguments
 from .arrays import Arrays
 from .call_devices import explain_devices
 from .call_values import checked_values
@@ -35,6 +35,7 @@ from .current_device import current_device
 from .declared import DeclaredOperation, signature
 from .describe import describe
 from .local import LocalOutput
+from .options import Options, takes_call_arguments
 from .output import AttentionOutput
 from .program import Program, attention
 

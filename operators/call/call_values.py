@@ -20,8 +20,8 @@ from ...masks.checks import LIMIT
 from ...masks.int_arrays import beyond_int32, is_integer, known_values, min_and_max
 from ...sharding import OperandTable
 from ...symbolic import surely
-from .arguments import Options
 from .arrays import Arrays, is_array
+from .options import Options
 
 __all__ = ["at_hand", "check_lengths", "check_offsets", "checked_values"]
 

@@ -32,10 +32,11 @@ from ..notes.argument_notes import argument_notes
 from ..notes.dtype_notes import width_notes
 from ..notes.mask_notes import causal_by_default, default_notes, dense_notes
 from ..sequence.manual import of_the_whole, split_by_caller
-from .arguments import Options, bound_mask, join_mask
+from .arguments import bound_mask, join_mask
 from .arrays import Arrays, shaped
 from .call_scores import check_in_shard_map
 from .declared import varying_axes
+from .options import Options
 from .planned_platform import planned_platform
 from .shapes import (
     check_dtypes,

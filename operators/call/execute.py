@@ -25,12 +25,13 @@ from ..kernels.lse import logsumexp
 from ..sequence.gather import gather_sequence, split_output
 from ..sequence.manual import local_heads, whole_leaves, without_manual
 from ..sequence.split_kv import combined_over_devices
-from .arguments import Options, join_mask, run_time_offset
+from .arguments import join_mask, run_time_offset
 from .arrays import Arrays
 from .call_scores import lowered
 from .declared import DeclaredOperation
 from .describe import packed
 from .local import LocalCall, LocalOutput, Ring
+from .options import Options
 from .sharded_operands import ShardedOperands
 
 __all__ = ["execute"]

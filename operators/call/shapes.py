@@ -16,8 +16,8 @@ from ...planning.quantised import QUANTISED
 from ...registry import OperationMetadata
 from ...sharding import ATTENTION, OperandTable
 from ...symbolic import is_symbolic
-from .arguments import Options
 from .arrays import Arrays
+from .options import Options
 
 __all__ = [
     "check_dtypes", "check_key", "check_offset", "check_operands", "check_scales", "leaf_shape", "sizes_of", "with_segments",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import jax
 
+from ...call_arguments import CallArray
 from ...errors import ConfigError
 from ...planning import Plan
-from ...planning.call_arguments import CallArray
 from ...registry.declaration import Declaration
 from ...registry.latent_dims import Form, LatentDims
 from ...registry.step_declaration import StepDeclaration

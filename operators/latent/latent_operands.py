@@ -7,8 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ...call_arguments import CallArguments, CallArray
 from ...errors import InputError, a_type
-from ...planning.call_arguments import CallArguments, CallArray
 from ...registry.latent_dims import LatentDims
 from ...sharding import Operand, OperandTable
 from ..paged.step_arguments import StepArguments

@@ -10,8 +10,8 @@ from ...planning.quantised import QUANTISED
 from ...registry import OperationMetadata
 from ...sharding import AttnShardingRules, axes_at, axes_of, canonical_layout, describe_mesh
 from ...sharding.mesh import AnyMesh
-from ..call.arguments import Options
 from ..call.arrays import Arrays
+from ..call.options import Options
 
 __all__ = ["argument_notes"]
 

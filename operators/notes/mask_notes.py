@@ -14,7 +14,7 @@ from ...masks import Mask
 from ...masks.recognise import recognise
 from ...planning.notes import Note, note
 from ...planning.problem import AttentionProblem, LeafShape
-from ..call.arguments import Options
+from ..call.options import Options
 
 __all__ = ["causal_by_default", "default_notes", "dense_notes", "hides_later_keys", "value_notes"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Unpack
 
+from ...call_arguments import CallArray
 from ...planning.cache.kv_cache import KVCache
-from ...planning.call_arguments import CallArray
 from ...planning.paged.paged_plan import PagedPlan
 from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.state import CacheState

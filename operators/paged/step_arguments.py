@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict
 
+from ...call_arguments import CALL_ARGUMENTS, CallArray
 from ...errors import InputError, InputTypeError, a_type, nearest, shown
 from ...masks import Mask, has_place
 from ...planning.cache.kv_cache import KVCache
-from ...planning.call_arguments import CALL_ARGUMENTS, CallArray
 from ...planning.paged.paged_problem import STEP_MODES
 from ...planning.score_operands import captured_names
 from ...scores import Score

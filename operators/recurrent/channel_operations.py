@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypedDict, Unpack
 
+from ...call_arguments import CallArray
 from ...errors import InputError
-from ...planning.call_arguments import CallArray
 from ...planning.recurrent.operands import (
     CONVOLUTION,
     MAMBA1,

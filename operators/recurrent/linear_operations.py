@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypedDict, Unpack
 
 import numpy as np
 
-from ...planning.call_arguments import CallArray
+from ...call_arguments import CallArray
 from ...planning.recurrent.operands import (
     CHANNEL_DECAY,
     DELTA_CHANNEL,

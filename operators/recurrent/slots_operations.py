@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict, Unpack
 
-from ...planning.call_arguments import CallArray
+from ...call_arguments import CallArray
 from ...planning.tables.table_plan import TablePlan
 from ..paged_cache.state_batch import StateBatch
 from .channel_operations import CausalConv1d, Mamba1, Mamba2

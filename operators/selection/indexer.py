@@ -13,11 +13,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ...call_arguments import CallArray
 from ...compat import tree_of
 from ...errors import InputError, InputTypeError, is_whole, nearest, shown
 from ...masks import Mask
 from ...planning import plan
-from ...planning.call_arguments import CallArray
 from ...planning.notes import note
 from ...planning.selection.index_operands import INDEX, SELECTIONS_OF
 from ...planning.selection.index_plan import SELECTIONS, IndexPlan

@@ -9,12 +9,12 @@ from typing import Any, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 
+from ...call_arguments import CallArray
 from ...compat import tree_of
 from ...errors import InputError, InputTypeError, nearest, shown
 from ...masks import Mask
 from ...masks.causal_window import causal_window
 from ...planning.cache.kv_cache import KVCache
-from ...planning.call_arguments import CallArray
 from ...planning.paged.paged_plan import PagedPlan
 from ...planning.paged.step_operands import INDEX_STEP, RESULTS_OF_INDEX_STEPS
 from ...pytree_export import exported

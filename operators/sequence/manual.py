@@ -17,8 +17,8 @@ from ...errors import InputError
 from ...masks import Leaf
 from ...planning import AttentionProblem, Placement
 from ...sharding import ATTENTION, AttnShardingRules, MeshAxis, axes_at, only
-from ..call.arguments import Options
 from ..call.arrays import Arrays
+from ..call.options import Options
 
 __all__ = ["local_heads", "of_the_whole", "split_by_caller", "whole_leaves", "without_manual"]
 

@@ -18,10 +18,11 @@ FLOORS = (
     ("registry",),
     ("models",),
     ("planning",),
+    ("call_arguments",),
     ("masks", "scores", "sharding"),
     ("drawing",),
     ("devices", "names", "page_layouts", "pytree_export", "strict_json", "symbolic"),
-    ("errors", "compat", "distribution", "lazy_serializer"),
+    ("errors", "compat", "distribution", "lazy"),
 )
 FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(path for room in FLOOR for path in [*(ROOT / room).rglob("*.py"), *ROOT.glob(f"{room}.py")])
@@ -63,7 +64,7 @@ def _is_kernel(name: str) -> bool:
 
 
 KERNELS = [path for path, name in zip(FILES, NAMES, strict=True) if _is_kernel(name)]
-BELOW_KERNELS = {"masks", "scores", "errors", "compat", "symbolic", "devices", "page_layouts", "lazy_serializer"}
+BELOW_KERNELS = {"masks", "scores", "errors", "compat", "symbolic", "devices", "page_layouts", "lazy"}
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=[path.relative_to(ROOT).as_posix() for path in KERNELS])

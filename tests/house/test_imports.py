@@ -1,4 +1,4 @@
-"""What `import attnops` and `from attnops import Attention` load beside jax: only what a declaration and its plan need."""
+"""What `import attnops`, `from attnops import Attention` and the first Attention load beside jax."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import attnops
 
@@ -38,12 +40,36 @@ def _loaded(statement: str) -> list[str]:
     return names
 
 
-def test_attention_loads_what_a_declaration_needs() -> None:
-    names = _loaded("from attnops import Attention")
-    assert "attnops.operators.api.attention" in names
-    assert [name for name in names if any(name == heavy or name.startswith(f"{heavy}.") for heavy in HEAVY)] == []
+# What the class itself is written with. The planner, the registry, pydantic and the others come with the first Attention.
+LIGHT = (
+    "attnops.call_arguments", "attnops.compat", "attnops.distribution", "attnops.errors", "attnops.lazy", "attnops.masks",
+    "attnops.pytree_export", "attnops.scores", "attnops.symbolic",
+)  # fmt: skip
+CLASS = {"attnops", "attnops.operators", "attnops.operators.api", "attnops.operators.api.attention"} | {
+    "attnops.operators.call", "attnops.operators.call.options"
+}  # fmt: skip
+
+
+def _within(name: str, rooms: tuple[str, ...]) -> bool:
+    return any(name == room or name.startswith(f"{room}.") for room in rooms)
+
+
+@pytest.mark.parametrize("names", ["Attention", "Attention, Causal, SlidingWindow, ALiBi"])
+def test_the_class_loads_little(names: str) -> None:
+    loaded = _loaded(f"from attnops import {names}")
+    assert "attnops.operators.api.attention" in loaded
+    own = [name for name in loaded if name.split(".")[0] == "attnops"]
+    assert [name for name in own if name not in CLASS and not _within(name, LIGHT)] == []
+    assert {name.split(".")[0] for name in loaded} <= {"attnops", "numpy"}
+    assert not {"attnops.masks.schema", "attnops.scores.schema"} & set(loaded)
+
+
+def test_the_first_attention_loads_what_a_declaration_needs() -> None:
+    names = _loaded("from attnops import Attention; from attnops.operators.api import attention_parts")
+    assert "attnops.registry.declaration" in names
+    assert [name for name in names if _within(name, HEAVY)] == []
 
 
 def test_the_package_alone_loads_nothing_else() -> None:
     beyond = [name for name in _loaded("import attnops") if name.startswith(("attnops.", "pydantic"))]
-    assert beyond == ["attnops.distribution"]
+    assert beyond == ["attnops.distribution", "attnops.lazy"]

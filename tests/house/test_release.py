@@ -56,6 +56,25 @@ def test_a_placeholder_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delitem(sys.modules, "distributions", raising=False)
 
 
+def test_an_interpreter_is_one_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
+    monkeypatch.delitem(sys.modules, "distributions", raising=False)
+    interpreter = runpy.run_path(str(ROOT / "packaging" / "release_check.py"))["interpreter"]
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    shim, pyenv = tmp_path / "shims" / f"python{version}", tmp_path / "versions" / f"{version}.1" / "bin" / "python"
+    for path, text in ((shim, "#!/bin/sh\nexit 127\n"), (pyenv, f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(shim.parent))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "none"))
+    assert interpreter(version) is None
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    assert interpreter(version) == str(pyenv)
+    assert interpreter("2.0") is None
+    monkeypatch.delitem(sys.modules, "distributions", raising=False)
+
+
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_actions_are_pinned_and_may_do_little(path: Path) -> None:
     text = path.read_text()

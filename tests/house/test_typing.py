@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import get_args
 
 from attnops import Attention
+from attnops.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS, CallArguments, PlainArguments
 from attnops.operators.api.attention_types import ArrayOperation, AttentionKeywords
-from attnops.planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS, CallArguments, PlainArguments
 from attnops.registry import OperationRegistry
 from attnops.registry.metadata import METADATA_ARGUMENTS
 

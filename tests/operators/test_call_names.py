@@ -9,10 +9,10 @@ import pytest
 
 from attnops import Attention, AttnOpsError, ConfigError, Declaration, InputError, OperationMetadata, OperationRegistry
 from attnops.authoring import Operation
+from attnops.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS, CallArguments
 from attnops.errors import InputTypeError, a_type, first_line, shown
-from attnops.operators.call.arguments import Options
+from attnops.operators.call.options import Options
 from attnops.planning import other_names
-from attnops.planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS, CallArguments
 from attnops.registry.call_declaration import CallDeclaration
 from attnops.registry.metadata import METADATA_ARGUMENTS
 from attnops.sharding import ATTENTION

@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec
 
 from attnops import Attention, Causal, InputError, OperationMetadata, OperationRegistry, RefusedError
 from attnops.authoring import LocalCall, LocalOutput, Operation, OperationConfig, implementation
+from attnops.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS
 from attnops.cli.app import main
 from attnops.errors import ConfigError, InputTypeError
 from attnops.operators.vanilla import NATIVE
 from attnops.planning import STATIC_MASKS
-from attnops.planning.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS
 from attnops.sharding import ATTENTION, RESULTS, AttnShardingRules, Operand, OperandTable
 from attnops.verify import reference_attention, reference_gradients
 

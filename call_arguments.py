@@ -7,8 +7,8 @@ from typing import TypeAlias, TypedDict
 import jax
 import numpy as np
 
-from ..masks import Mask
-from ..scores import Score
+from .masks import Mask
+from .scores import Score
 
 __all__ = ["CALL_ARGUMENTS", "CALL_OPTIONS", "CallArguments", "CallArray", "CallOptions", "PlainArguments"]
 
