@@ -30,7 +30,7 @@ from .tile import BY_COLUMN, BY_ROW, HopperTile
 
 __all__ = ["HopperKeyGradients", "HopperQueryGradient"]
 
-_SUMS_BESIDE_DROPOUT = 128  # columns
+_SUMS_BESIDE_BOTH = 128  # columns of sums beside which a warpgroup holds two products at once
 
 _ROWS = {"query": "lse", "d_output": "delta"}  # what is loaded by rows, and the numbers of the rows that come with it
 
@@ -55,8 +55,7 @@ class HopperQueryGradient(HopperBlock):
         shift, delta = (plgpu.load(some, layout=BY_ROW, optimized=False) for some in numbers)  # type: ignore[call-arg]
         plgpu.barrier_wait(ready)
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
-        # Dropout's random numbers take the registers that the gradients of weights would, beside so many sums.
-        both = "dropout" not in refs or self.dims[0] <= _SUMS_BESIDE_DROPOUT
+        both = self.dims[0] <= _SUMS_BESIDE_BOTH
 
         def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
             count, sums = carry
@@ -106,7 +105,6 @@ class HopperKeyGradients(HopperBlock):
     """`block_kv` keys of a kv head. A tile is [keys, rows]: what is multiplied with it lies in the order that wgmma wants."""
 
     last_first: ClassVar[bool] = False
-    apart: ClassVar[bool] = True
 
     @property
     def consumers(self) -> int:

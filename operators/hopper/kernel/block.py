@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,6 @@ _CONVERTING = {(1, 1): (24, 240, 72), (1, 2): (24, 240, 72), (2, 1): (24, 208, 7
 @dataclass(frozen=True)
 class HopperBlock(MosaicBlock):
     """A place in shared memory is free when all warpgroups that compute have read it."""
-
-    # Whether each warpgroup that computes has a program of its own: the compiler then knows where its tiles lie.
-    apart: ClassVar[bool] = False
 
     def __call__(self, refs: dict[str, Any]) -> None:
         warpgroup = lax.axis_index(WARPGROUPS)
@@ -70,6 +67,12 @@ class HopperBlock(MosaicBlock):
     def conversions(self) -> tuple[tuple[str, ...], ...]:
         """See `conversions`."""
         return conversions(tuple(name for name, _ in self.stored), self.dims[1])
+
+    @property
+    def apart(self) -> bool:
+        """Whether each warpgroup that computes has a program of its own: the compiler then knows where its tiles lie, and keeps
+        their places in no registers."""
+        return True
 
     @property
     def consumers(self) -> int:

@@ -27,6 +27,8 @@ from .tile import BY_ROW, TILE, HopperTile
 
 __all__ = ["HopperForward"]
 
+_TOGETHER = 128  # columns with which the warpgroups share a program
+
 
 @dataclass(frozen=True)
 class HopperForward(HopperBlock):
@@ -40,6 +42,11 @@ class HopperForward(HopperBlock):
         if "rows" in refs:  # the output's place is that of the query
             refs = {**refs, **dict(zip(("query_tile", "output_tile"), refs["rows"], strict=True))}
         super().__call__(refs)
+
+    @property
+    def apart(self) -> bool:
+        """See HopperBlock. With fewer columns the places take no registers either way."""
+        return max(self.dims) > _TOGETHER
 
     @property
     def column_parts(self) -> int:
@@ -121,6 +128,7 @@ class HopperForward(HopperBlock):
             (raw,) = products.logits((query, refs["key_tiles"].at[slot]))
             if not self.in_key:
                 plgpu.barrier_arrive(refs["key_free"].at[slot])
+                plgpu.barrier_wait(refs["value_full"].at[slot])
             tile = HopperTile(
                 self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv, sizes, columns,
                 period=self.period, group=self.group,
@@ -133,14 +141,12 @@ class HopperForward(HopperBlock):
             shrink = jnp.exp2(peak - shift)
             weights = jnp.exp2(x * factor - along_rows(shift, x.shape))
             total = total * shrink + weights.sum(axis=1)
-            weights = tile.dropped(weights, tile.keep())
+            weights = tile.dropped(weights, tile.keep()).astype(query.dtype)
             sums = sums * along_rows(shrink, sums.shape)
-            if not self.in_key:
-                plgpu.barrier_wait(refs["value_full"].at[slot])
             values = refs[f"{last}_tiles"].at[slot]
             if values.shape[1] != width:
                 values = values.at[:, pl.ds(part * width, width)]
-            (sums,) = products.add_values((sums, weights.astype(query.dtype), values))
+            (sums,) = products.add_values((sums, weights, values))
             plgpu.barrier_arrive(refs[f"{last}_free"].at[slot])
             return count + 1, sums, new_peak, total
 

@@ -16,6 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 __all__ = ["Interpreted", "TensorCores", "tensor_cores"]
 
+_KEYS = 64  # of values that a product goes through at once
+
 
 class TensorCores:
     """Products of a warpgroup, in float32. Those of one call are waited for together: they have ended, and read their factors,
@@ -35,11 +37,14 @@ class TensorCores:
 
     def add_values(self, *terms: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
         """sums + weights @ values for each of these: [rows, dim], [rows, keys] and a reference [keys, dim] in shared memory.
-        Weights are in registers, in the dtype of the values."""
+        Weights are in registers, in the dtype of the values. The compiler lets the products of the first keys run while the
+        weights of others are computed."""
 
         def multiply(sums: Any) -> None:
             for to, (_, weights, values) in zip(sums, terms, strict=True):
-                plgpu.wgmma(to, weights, values)
+                for first in range(0, weights.shape[1], _KEYS):
+                    keys = weights[:, first : first + _KEYS]
+                    plgpu.wgmma(to, keys, values.at[pl.ds(first, _KEYS)])
 
         starts = tuple(plgpu.WGMMAAccumulatorRef.init(sums) for sums, _, _ in terms)
         result: tuple[jax.Array, ...] = pl.run_state(multiply)(starts)
