@@ -27,12 +27,12 @@ class RunnableRecurrence(RunnableOperation):
         self.notes = (f"inputs drawn at random, seed {seed}",)
 
     def check(self, output: Any, progress: ReportProgress) -> list[Comparison]:
-        """Outputs and state against the float64 reference."""
+        """Outputs, state and windows against the float64 reference."""
         plan = self.plan
         assert isinstance(plan, TablePlan)
         progress(0, 1, "calls")
         wanted = recurrent_reference(plan.problem, self.arrays, self.operation, plan.config)
-        found = {"output": output.attention_outputs, "state": output.state}
+        found = {"output": output.attention_outputs, "state": output.state, **output.windows}
         compared = []
         for name, x in found.items():
             want = wanted["attention_outputs" if name == "output" else name]

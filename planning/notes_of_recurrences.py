@@ -31,8 +31,8 @@ NOTES_OF_RECURRENCES: tuple[tuple[str, str, str] | tuple[str, str, str, Literal[
      "the gradient is made on XLA, which computes the forward pass again: {kernel} would take {size:bytes} of VMEM for a chunk "
      "of one head, and a kernel may take {limit:bytes}"),
     ("recurrent.slots_copied", "state",
-     "slots of {shape} per device are copied before and after the kernel, {size:bytes} each time: a program keeps them along "
-     "other dimensions, where they take less; states whose head_dim or value_dim is a multiple of 128 stay in place"),
+     "{name}: slots of {shape} per device are copied before and after the kernel, {size:bytes} each time: a program keeps them "
+     "along other dimensions, where they take less; states whose head_dim or value_dim is a multiple of 128 stay in place"),
     ("recurrent.smaller_chunks", "chunk_size",
      "chunks of {chunk} tokens: of twice as many {kernel} would take {size:bytes} of VMEM for one head, and a kernel may take "
      "{limit:bytes}", "info"),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ConfigError, nearest
+from ..planning.recurrent.step_operands import CONV_ROWS
 from ..sharding import Operand, OperandTable
 from .call_declaration import CallDeclaration
 from .drawn_integers import segments
@@ -67,7 +68,9 @@ def recurrent_shapes(
 
 def _sizes(call: CallDeclaration, table: OperandTable) -> dict[str, int]:
     """The size of each dim of the table. Errors: ConfigError for missing ones, and for what the operation doesn't have."""
-    every, step = {dim for row in table for dim in row.dims_in("bthd") if dim}, is_step(table)
+    # A convolution of a step has sizes of its own, if it is declared.
+    used = [row for row in table if not row.name.endswith(CONV_ROWS) or row.name in (call.operands or {})]
+    every, step = {dim for row in used for dim in row.dims_in("bthd") if dim}, is_step(table)
     of_call = _OF_STEP if step else _OF_CALL
     every |= {"rows", *_OF_BATCH} if step else set()
     for name in call.operands or {}:
@@ -130,8 +133,8 @@ def _drawn(
             return np.exp(normal - 2)
         case "beta":
             return 1 / (1 + np.exp(-normal))
-        case "weight":
-            return normal / np.sqrt(np.float32(struct.shape[0]))
+    if row.name.endswith("weight"):
+        return normal / np.sqrt(np.float32(struct.shape[0]))
     return normal
 
 

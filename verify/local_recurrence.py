@@ -27,11 +27,11 @@ _DECAYS, _STRENGTHS = ("decay", "A"), ("beta", "dt")
 def recurrence(
     operation: RecurrentOperation, static: Mapping[str, Any], gradient: bool
 ) -> Callable[[dict[str, Any]], Any]:
-    """A call as a function of its arrays by name: its outputs and state, or the sum of both and its gradients."""
+    """A call as a function of its arrays by name: its outputs, its state and windows, or the sum of all and its gradients."""
 
-    def run(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    def run(arrays: dict[str, Any]) -> tuple[jax.Array, ...]:
         found: Any = operation(**operation.packed(arrays | static))  # type: ignore[operator]
-        return found.attention_outputs, found.state
+        return found.attention_outputs, found.state, *found.windows.values()
 
     def loss(some: dict[str, Any], rest: dict[str, Any]) -> jax.Array:
         return sum((x.astype(jnp.float32).sum() for x in run(some | rest)), start=jnp.float32(0))

@@ -39,8 +39,10 @@ class PlannedRecurrence(Planned):
         arrays = {name: self.laid_out(x, specs[name]) for name, x in every.items() if hasattr(x, "shape")}
         static = {name: x for name, x in every.items() if name not in arrays}
         run = recurrence(self.operation, static, False)
-        if (state := arrays.pop("state", None)) is not None:  # the slots of a step, which it writes in place
-            return jax.jit(lambda state, rest: run(rest | {"state": state}), donate_argnums=0).trace(state, arrays)
+        written = {x.name for x in self.call.problem.results} & set(arrays)  # the slots of a step, in place
+        if written:
+            slots = {name: arrays.pop(name) for name in written}
+            return jax.jit(lambda slots, rest: run(slots | rest), donate_argnums=0).trace(slots, arrays)
         if "backward" not in name:
             return jax.jit(run).trace(arrays)
         table = self.operation.operands

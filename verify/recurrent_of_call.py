@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..planning.recurrent.step_operands import CONV_ROWS
 from ..planning.tables.table_problem import TableProblem
 from .recurrent_reference import Recurrence, reference_convolution, reference_decays, reference_linear, reference_mamba1
 
@@ -16,7 +17,7 @@ __all__ = ["recurrent_reference"]
 def recurrent_reference(
     problem: TableProblem, arrays: Mapping[str, Any], operation: Any, config: Any
 ) -> dict[str, np.ndarray]:
-    """attention_outputs and state, in the call's layout. arrays: by name, as given."""
+    """attention_outputs and state, in the call's layout, and windows of a step's convolutions. arrays: by name, as given."""
     if "cu_q_lens" in arrays:
         return _reference_of_step(problem, arrays, operation, config)
     standard = {name: _moved(operation.operands[name], x, problem.layout, "bthd") for name, x in arrays.items()}
@@ -32,7 +33,7 @@ def _reference_of_step(
     wide = {n: x if np.issubdtype(x.dtype, np.integer) else x.astype(np.float64) for n, x in _on_host(arrays)}
     table, state = operation.operands, wide["state"].copy()
     (outputs,) = (x for x in problem.results if x.name == "attention_outputs")
-    found = np.zeros(outputs.shape)
+    found, kept = np.zeros(outputs.shape), {name: x.copy() for name, x in wide.items() if name.endswith(CONV_ROWS[2])}
     of_batch = [wide[name] for name in ("cu_q_lens", "kv_lens", "num_seqs", "read_slots", "write_slots")]
     shards = len(of_batch[2]) if of_batch[2].ndim else 1
     bounds, lens, counts, read, write = (x.reshape(shards, *x.shape[of_batch[2].ndim :]) for x in of_batch)
@@ -40,20 +41,47 @@ def _reference_of_step(
     for shard, row in ((s, r) for s in range(shards) for r in range(int(counts[s]))):
         first, last = (int(bounds[shard, n]) + shard * own_tokens for n in (row, row + 1))
         fresh = lens[shard, row] <= last - first
-        before = np.zeros(state.shape[1:]) if fresh else wide["state"][shard * own_slots + read[shard, row]]
+        slot = shard * own_slots + read[shard, row]
+        before = {n: np.zeros(x.shape[1:]) if fresh else wide[n][slot] for n, x in (*kept.items(), ("state", state))}
         for column in range(min(last - first, write.shape[2])):
             own = slice(first, last - column)
             call = {
                 name: x[own][None] if table[name].dims[:1] == ("tokens",) and x.ndim == len(table[name].dims) else x
                 for name, x in wide.items()
-                if name in table and name != "state"
+                if name in table and name not in before
             }
-            one = _reference(call | {"initial_state": before[None]}, operation, config, problem.option)
+            after = _convolved(call, before, problem.option)
+            one = _reference(call | {"initial_state": before["state"][None]}, operation, config, problem.option)
             if column == 0:
                 found[own] = one.outputs[0]
             if write[shard, row, column] < own_slots:
-                state[shard * own_slots + write[shard, row, column]] = one.state[0]
-    return {"attention_outputs": found, "state": state}
+                slot = shard * own_slots + write[shard, row, column]
+                state[slot] = one.state[0]
+                for name, window in after.items():
+                    kept[name][slot] = window
+    return {"attention_outputs": found, "state": state, **kept}
+
+
+def _convolved(
+    call: dict[str, np.ndarray], before: Mapping[str, np.ndarray], options: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """Convolve the arrays of a row in `call` that have a weight there; the windows after it."""
+    last, (weight, bias, end) = {}, CONV_ROWS
+    for name in [one for one in before if one.endswith(end)]:
+        of = name.removesuffix(f"_{end}")
+        x, by = call[of], call[f"{of}_{weight}"]
+        flat = x.reshape(*x.shape[:2], -1)
+        offset = call[f"{of}_{bias}"].reshape(-1) if f"{of}_{bias}" in call else None
+        start = before[name].reshape(1, len(before[name]), -1)
+        found = reference_convolution(flat, by.reshape(len(by), -1), offset, start)
+        call[of] = _activated(found.outputs, options.get("conv_activation")).reshape(x.shape)
+        last[name] = found.state[0].reshape(before[name].shape)
+    return last
+
+
+def _activated(x: np.ndarray, activation: str | None) -> np.ndarray:
+    activated: np.ndarray = x / (1 + np.exp(-x)) if activation == "silu" else x
+    return activated
 
 
 def _on_host(arrays: Mapping[str, Any]) -> list[tuple[str, np.ndarray]]:
@@ -83,10 +111,7 @@ def _reference(arrays: dict[str, np.ndarray], operation: Any, config: Any, optio
     }
     if "weight" in arrays:
         found = reference_convolution(arrays["x"], arrays["weight"], arrays.get("bias"), **rest)
-        if options.get("activation") == "silu":
-            outputs = found.outputs / (1 + np.exp(-found.outputs))
-            found = found._replace(outputs=outputs)
-        return found
+        return found._replace(outputs=_activated(found.outputs, options.get("activation")))
     if "dt" in arrays:
         return _mamba(arrays, config, rest)
     query, key, value = arrays["query"], arrays["key"], arrays["value"]

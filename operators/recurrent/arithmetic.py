@@ -10,102 +10,55 @@ import numpy as np
 from jax import lax
 
 from .config import DeltaRuleConfig, LinearConfig
-from .kernel.convolution import causal_conv, conv_over_rows, last_tokens
-from .kernel.gates import Gates, Ungated, normalised, step_of, strength_of
-from .kernel.over_rows import Run, last_tokens_alone, over_rows
-from .kernel.rows_on_kernels import chunks_of_rows, last_tokens_of_rows
+from .gated import by_heads, gated, skipped, wide
+from .kernel.convolution import Convolution, activated, causal_conv, conv_over_rows, last_tokens
+from .kernel.gates import ROLES, Gates, Ungated, step_of
+from .kernel.over_rows import over_rows
 from .kernel.selective_scan import selective_scan
 from .local import Affine, RecurrentCall, passed_on
+from .over_slots import over_slots, over_slots_by_kernels
 
 __all__ = ["Results", "convolution", "delta_rule", "linear", "mamba1", "mamba2"]
 
 Results = dict[str, jax.Array]
 
 
-def _float(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
+def _recurrence(
+    call: RecurrentCall, given: Ungated, gates: Gates, scale: float, names: tuple[str, str, str] = ROLES
+) -> Results:
+    """Outputs, and the state in float32, or the slots of a step and the windows of its convolutions. names: what the operation
+    calls query, key and value."""
+    if call.rows is not None:
+        given = given._replace(convolved=tuple(_convolution(call, name) for name in names))
+        outputs, slots = (over_slots if call.token is None else over_slots_by_kernels)(call, given, gates, scale)
+        found = [name for name, one in zip(names, given.convolved, strict=True) if one is not None]
+        windows = {f"{name}_conv_window": x for name, x in zip(found, slots[1:], strict=True)}
+        return _outputs(call, outputs, slots[0]) | windows
+    outputs, state = _whole(call, given, gates, scale)
+    return _outputs(call, skipped(given, outputs), state)
 
 
-def _by_heads(x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x, 2, 1)
+def _convolution(call: RecurrentCall, name: str) -> Convolution | None:
+    if (weight := call.arrays.get(f"{name}_conv_weight")) is None:
+        return None
+    return Convolution(weight, call.arrays.get(f"{name}_conv_bias"), call.arrays[f"{name}_conv_window"])
 
 
-def _recurrence(call: RecurrentCall, given: Ungated, gates: Gates, scale: float) -> tuple[jax.Array, jax.Array]:
-    """(outputs [batch, tokens, heads, value_dim], state in float32, or the slots of a step)."""
+def _whole(call: RecurrentCall, given: Ungated, gates: Gates, scale: float) -> tuple[jax.Array, jax.Array]:
+    """(outputs [batch, tokens, heads, value_dim], state in float32) of a whole call."""
     batch, _, heads, value_dim = given.value.shape
     dim, initial = given.key.shape[3], call.arrays.get("initial_state")
-    if call.rows is not None:
-        return (_over_slots if call.token is None else _by_kernels)(call, given, gates, scale)
-    query, key, value, decay, beta = _gated(call, given, gates)
+    query, key, value, decay, beta = gated(given, gates, call.valid)
     size = call.config.chunk_size
-    arrays = [_by_heads(x) for x in (query, key, value, decay)]
-    by_head = None if beta is None else _by_heads(beta)
+    arrays = [by_heads(x) for x in (query, key, value, decay)]
+    by_head = None if beta is None else by_heads(beta)
     after = None
     if call.over:
-        start = jnp.zeros((batch, heads, dim, value_dim), jnp.float32) if initial is None else _float(initial)
+        start = jnp.zeros((batch, heads, dim, value_dim), jnp.float32) if initial is None else wide(initial)
         initial, after = _passed(call, arrays, by_head, start, size)
     run = functools.partial(call.chunked, scale=scale, chunk_size=size)
     outputs, state = run(arrays[0], arrays[1], arrays[2], arrays[3], by_head, initial, call.document)
     return jnp.moveaxis(outputs, 1, 2), state if after is None else after
-
-
-def _gated(
-    call: RecurrentCall, given: Ungated, gates: Gates
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """(query, key, value, log decay [batch, tokens, heads, dim or 1], beta), where tokens that don't count change nothing."""
-    query, key, value, beta = given.query, given.key, given.value, given.beta
-    if gates.normalise_eps is not None:
-        query, key = (normalised(x, gates.normalise_eps).astype(x.dtype) for x in (query, key))
-    step = step_of(gates, given.decay, None if given.bias is None else given.bias[None, None])
-    decay = step if given.rate is None else given.rate.reshape(1, 1, -1, *[1] * (step.ndim - 3)) * step
-    decay = decay[..., None] if decay.ndim == 3 else decay
-    strength = None if beta is None else strength_of(gates, beta)
-    if call.valid is not None:
-        decay = jnp.where(call.valid[..., None, None], decay, 0)
-        step = jnp.where(call.valid[..., None], step, 0) if gates.steps else step
-        strength = None if strength is None else jnp.where(call.valid[..., None], strength, 0)
-    if gates.steps:  # of Mamba, whose factors are in float32
-        query, key, value = _float(query), _float(key), step[..., None] * _float(value)
-    return query, key, value, decay, strength
-
-
-def _over_slots(call: RecurrentCall, given: Ungated, gates: Gates, scale: float) -> tuple[jax.Array, jax.Array]:
-    """(outputs, slots) of a step: each row continues its own state."""
-    assert call.rows is not None
-    run, arrays = _chunks(call, given, gates, scale)
-    by_one = call.one_by_one(given.key.shape[2])
-    slots, size = call.arrays["initial_state"], call.config.chunk_size
-    outputs, slots = over_rows(run, arrays, slots, call.rows, size, one_by_one=by_one)
-    return outputs[None], slots
-
-
-def _by_kernels(call: RecurrentCall, given: Ungated, gates: Gates, scale: float) -> tuple[jax.Array, jax.Array]:
-    """The same by kernels. That of the last tokens has the gates too."""
-    rows, slots, outputs = call.rows, call.arrays["initial_state"], None
-    assert rows is not None
-    assert call.token is not None
-    if rows.longest is None or rows.longest > last_tokens_alone(rows.longest, rows.write.shape[1]):
-        run, arrays = _chunks(call, given, gates, scale)
-        outputs, slots, rows = chunks_of_rows(run, arrays, slots, rows, call.config.chunk_size)
-    token = functools.partial(call.token, rate=given.rate, bias=given.bias, gates=gates, scale=scale)
-    raw = (given.query, given.key, given.value, given.decay, *(() if given.beta is None else (given.beta,)))
-    outputs, slots = last_tokens_of_rows(token, tuple(x[0] for x in raw), slots, rows, outputs)
-    return outputs[None], slots
-
-
-def _chunks(call: RecurrentCall, given: Ungated, gates: Gates, scale: float) -> tuple[Run, tuple[jax.Array, ...]]:
-    """What goes through a chunk of a row, and the arrays by token that it takes: query, key, value, decay and, for the delta
-    rule, beta."""
-    *every, strength = _gated(call, given, gates)
-
-    def run(arrays: tuple[jax.Array, ...], state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        query, key, value, decay, *beta = map(_by_heads, arrays)
-        outputs, after = call.chunked(
-            query, key, value, decay, *(beta or (None,)), state, None, scale=scale, chunk_size=call.config.chunk_size
-        )
-        return jnp.moveaxis(outputs, 1, 2), after
-
-    return run, tuple(x[0] for x in (*every, *(() if strength is None else (strength,))))
 
 
 def _passed(
@@ -118,13 +71,15 @@ def _passed(
     run = functools.partial(call.chunked, scale=1.0, chunk_size=size)
     if beta is None:
         _, constant = run(query, key, value, decay, None, None, call.document)
-        kept = jnp.exp(jnp.sum(_float(decay), 2))[..., None]
+        kept = jnp.exp(jnp.sum(wide(decay), 2))[..., None]
         if call.document is not None:
             kept = jnp.where((call.document[:, -1] == 0)[:, None, None, None], kept, 0)
         return passed_on(call, Affine(kept, constant), initial, jnp.multiply)
-    wide = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, dim)))
+    wider = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, dim)))
     unit = jnp.broadcast_to(jnp.eye(dim, dtype=jnp.float32), (*initial.shape[:2], dim, dim))
-    _, both = run(query, key, wide, decay, beta, jnp.pad(unit, ((0, 0), (0, 0), (0, 0), (value_dim, 0))), call.document)
+    _, both = run(
+        query, key, wider, decay, beta, jnp.pad(unit, ((0, 0), (0, 0), (0, 0), (value_dim, 0))), call.document
+    )
     product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     return passed_on(call, Affine(both[..., value_dim:], both[..., :value_dim]), initial, product)
 
@@ -156,19 +111,17 @@ def delta_rule(call: RecurrentCall) -> Results:
     beta = jnp.ones(value.shape[:3], jnp.float32) if beta is None else beta
     given = Ungated(query, key, value, _decay(call, value.shape), beta)
     if raw := config.gate == "raw":
-        given = given._replace(rate=-jnp.exp(_float(call.arrays["A_log"])), bias=call.arrays.get("dt_bias"))
+        given = given._replace(rate=-jnp.exp(wide(call.arrays["A_log"])), bias=call.arrays.get("dt_bias"))
     strongest = config.beta_max if config.beta_form == "sigmoid" else None
     gates = Gates(_eps(call), softplus=raw, beta_max=strongest)
-    outputs, state = _recurrence(call, given, gates, _scale(call, key.shape[3]))
-    return _outputs(call, outputs, state)
+    return _recurrence(call, given, gates, _scale(call, key.shape[3]))
 
 
 def linear(call: RecurrentCall) -> Results:
     """Linear attention with decay."""
     query, key, value = call.arrays["query"], call.arrays["key"], call.arrays["value"]
     given = Ungated(query, key, value, _decay(call, value.shape))
-    outputs, state = _recurrence(call, given, Gates(_eps(call)), _scale(call, key.shape[3]))
-    return _outputs(call, outputs, state)
+    return _recurrence(call, given, Gates(_eps(call)), _scale(call, key.shape[3]))
 
 
 def _eps(call: RecurrentCall) -> float | None:
@@ -184,31 +137,28 @@ def _steps(call: RecurrentCall) -> Gates:
     return Gates(softplus=config.dt_softplus, least=least, most=most, steps=True)
 
 
-def _skipped(call: RecurrentCall, outputs: jax.Array, per_head: bool) -> jax.Array:
-    """The outputs with D times the inputs."""
-    if (factor := call.arrays.get("D")) is None:
-        return outputs
-    shape = (1, 1, -1, 1) if per_head else (1, 1, -1)
-    return outputs + _float(factor).reshape(shape) * _float(call.arrays["x"])
-
-
 def mamba2(call: RecurrentCall) -> Results:
     """Mamba-2: linear attention whose keys are B, queries C, values dt x, with the log decay dt A."""
     arrays = call.arrays
     given = Ungated(
-        arrays["C"], arrays["B"], arrays["x"], arrays["dt"], None, _float(arrays["A"]), arrays.get("dt_bias")
-    )
-    outputs, state = _recurrence(call, given, _steps(call), 1.0)
-    return _outputs(call, _skipped(call, outputs, per_head=True), state)
+        arrays["C"], arrays["B"], arrays["x"], arrays["dt"], None, wide(arrays["A"]), arrays.get("dt_bias"),
+        arrays.get("D"),
+    )  # fmt: skip
+    return _recurrence(call, given, _steps(call), 1.0, ("C", "B", "x"))
 
 
 def mamba1(call: RecurrentCall) -> Results:
     """Mamba-1: a decay for each channel and each number of its state."""
-    x, rate, bias = call.arrays["x"], _float(call.arrays["A"]), call.arrays.get("dt_bias")
+    x, rate, bias = call.arrays["x"], wide(call.arrays["A"]), call.arrays.get("dt_bias")
     dt = step_of(_steps(call), call.arrays["dt"], None if bias is None else bias[None, None])
     dt = dt if call.valid is None else jnp.where(call.valid[..., None], dt, 0)
     initial, size = call.arrays.get("initial_state"), call.config.chunk_size
     b, c, after = call.arrays["B"], call.arrays["C"], None
+
+    def with_inputs(outputs: jax.Array) -> jax.Array:
+        factor = call.arrays.get("D")
+        return outputs if factor is None else outputs + wide(factor)[None, None] * wide(x)
+
     if call.rows is not None:
         assert initial is not None
 
@@ -218,29 +168,25 @@ def mamba1(call: RecurrentCall) -> Results:
 
         arrays = (x[0], dt[0], b[0], c[0])
         outputs, slots = over_rows(scan, arrays, initial, call.rows, size, one_by_one=call.one_by_one())
-        return _outputs(call, _skipped(call, outputs[None], per_head=False), slots)
+        return _outputs(call, with_inputs(outputs[None]), slots)
     run = functools.partial(selective_scan, x, dt, rate, b, c, document=call.document, chunk_size=size)
     if call.over:
         _, constant = run(initial_state=None)
         kept = jnp.exp(jnp.sum(dt, 1)[..., None] * rate[None])
         if call.document is not None:
             kept = jnp.where((call.document[:, -1] == 0)[:, None, None], kept, 0)
-        start = jnp.zeros_like(constant) if initial is None else _float(initial)
+        start = jnp.zeros_like(constant) if initial is None else wide(initial)
         initial, after = passed_on(call, Affine(kept, constant), start, jnp.multiply)
     outputs, state = run(initial_state=initial)
-    return _outputs(call, _skipped(call, outputs, per_head=False), state if after is None else after)
-
-
-def _activated(call: RecurrentCall, outputs: jax.Array) -> jax.Array:
-    return jax.nn.silu(outputs) if call.problem.option.get("activation") == "silu" else outputs
+    return _outputs(call, with_inputs(outputs), state if after is None else after)
 
 
 def convolution(call: RecurrentCall) -> Results:
     """A causal convolution; of a split sequence, each device has its left neighbour's last tokens."""
-    x, weight = call.arrays["x"], call.arrays["weight"]
+    x, weight, activation = call.arrays["x"], call.arrays["weight"], call.problem.option.get("activation")
     if call.rows is not None:
         one, slots = conv_over_rows(x[0], weight, call.arrays.get("bias"), call.arrays["initial_state"], call.rows)
-        return _outputs(call, _activated(call, one[None]), slots)
+        return _outputs(call, activated(one[None], activation), slots)
     kept, (batch, tokens, channels) = weight.shape[0] - 1, x.shape
     given = call.arrays.get("initial_state")
     history = jnp.zeros((batch, kept, channels), x.dtype) if given is None else given.astype(x.dtype)
@@ -262,7 +208,7 @@ def convolution(call: RecurrentCall) -> Results:
         ends = ends - here.astype(jnp.int32) * np.int32(tokens)
     both = jnp.concatenate([history, x], 1)
     seen = None if documents is None or before is None else jnp.concatenate([before, documents], 1)
-    outputs = _activated(call, causal_conv(both, weight, call.arrays.get("bias"), seen))
+    outputs = activated(causal_conv(both, weight, call.arrays.get("bias"), seen), activation)
     state = last_tokens(both, kept, seen, last, ends, low)
     state = lax.psum(state, call.over) if call.over else state
     return _outputs(call, outputs, state)

@@ -10,9 +10,10 @@ import numpy as np
 
 from ...errors import InputError, InputTypeError, nearest, shown
 from ...masks.int_arrays import known_values
+from ...planning.recurrent.step_operands import CONV_ROWS
 from ..call.arrays import is_array
 
-__all__ = ["check_sizes", "check_values", "option_value", "without_gradient"]
+__all__ = ["check_convolutions", "check_sizes", "check_values", "option_value", "without_gradient"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _COPIED = 1 << 16  # numbers of a device's array that are copied to the host for a check
@@ -29,6 +30,24 @@ def check_sizes(sizes: Mapping[str, int], shapes: Mapping[str, Any]) -> None:
         raise InputError(
             f"{sizes['heads']} heads of values over {sizes['kv_heads']} of queries and keys; wanted a multiple of them."
         )
+
+
+def check_convolutions(arrays: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Refuse convolutions of a step that lack an array, that are of one token, or whose windows aren't in the tokens' dtype.
+    Errors: InputError."""
+    weight, _, window = CONV_ROWS
+    for name in [one for one in arrays if one.endswith(CONV_ROWS)]:
+        of = next(name.removesuffix(f"_{end}") for end in CONV_ROWS if name.endswith(end))
+        if missing := [one for end in (weight, window) if (one := f"{of}_{end}") not in arrays]:
+            raise InputError(
+                f"{name} and no {', '.join(missing)}; wanted both for a convolution of {of}, or none of its arrays."
+            )
+        if name.endswith(window) and arrays[name].dtype != arrays[of].dtype:
+            raise InputError(
+                f"{name} is {arrays[name].dtype}; wanted {arrays[of].dtype}, as {of}, whose last tokens it holds."
+            )
+    if "width" in sizes and sizes["width"] < 2:
+        raise InputError(f"convolutions of width {sizes['width']}; wanted at least 2 tokens.")
 
 
 def check_values(

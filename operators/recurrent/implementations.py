@@ -9,7 +9,7 @@ from ...planning import Implementation, OperationConfig, Tolerance, declares
 from .arithmetic import Results
 from .local import RecurrentCall
 
-__all__ = ["TOLERANCE", "RecurrentOnXla", "over_slots"]
+__all__ = ["TOLERANCE", "RecurrentOnXla", "over_slots", "step_operands"]
 
 TOLERANCE = {
     "float32": Tolerance(2e-5, 1e-4),
@@ -41,6 +41,11 @@ class RecurrentOnXla(Implementation[OperationConfig]):
         return config
 
 
-def over_slots(whole: RecurrentOnXla) -> RecurrentOnXla:
-    """The step over slots of a whole call's implementation."""
-    return RecurrentOnXla(whole.compute, whole.capability.operands - {"initial_state", "segment_ids", "lengths"})
+def over_slots(whole: RecurrentOnXla, convolved: frozenset[str]) -> RecurrentOnXla:
+    """The step over slots of a whole call's implementation. convolved: the arrays of its convolutions."""
+    return RecurrentOnXla(whole.compute, step_operands(whole, convolved))
+
+
+def step_operands(whole: RecurrentOnXla, convolved: frozenset[str]) -> frozenset[str]:
+    """The optional arrays of the step of a whole call's implementation."""
+    return whole.capability.operands - {"initial_state", "segment_ids", "lengths"} | convolved

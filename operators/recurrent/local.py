@@ -42,7 +42,7 @@ class RecurrentCall:
     exchange: str = ""
     chunked: Callable[..., tuple[jax.Array, jax.Array]] = chunked
     rows: Rows | None = None
-    token: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    token: Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]] | None = None
 
     def one_by_one(self, key_heads: int = 1) -> int:
         """In how many blocks of heads, whole groups of key heads, rows of one token are worked on one after the other; 0 for all

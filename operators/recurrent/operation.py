@@ -151,9 +151,11 @@ class RecurrentOperation(DeclaredOperation):
             return OperandShape(row, shape, dtype, resolve_spec(axes, split, of_specs))
 
         first = shapes[table.names[0]].dtype.name
-        state_dtype = getattr(config, "state_dtype", None) or first
+        # What a step writes in place it returns in the dtype in which it came.
+        dtypes = {"attention_outputs": first, "state": getattr(config, "state_dtype", None) or first}
+        dtypes |= {name: x.dtype.name for name, x in shapes.items()}
         results = tuple(
-            shape(row, row.shape(sizes, layout), state_dtype if row.name == "state" else first) for row in self.results
+            shape(row, row.shape(sizes, layout), dtypes[row.name]) for row in self.results if row.name in dtypes
         )
         problem = TableProblem(
             operation=self.name,

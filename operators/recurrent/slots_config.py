@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ...planning import OperationConfig
 from .config import (
     CausalConv1dConfig,
     GatedDeltaRuleConfig,
@@ -17,6 +18,7 @@ from .config import (
 )
 
 __all__ = [
+    "ConvolvedConfig",
     "RaggedCausalConv1dConfig",
     "RaggedGatedDeltaRuleConfig",
     "RaggedGatedDeltaRuleV2Config",
@@ -30,38 +32,44 @@ __all__ = [
 ]
 
 
+class ConvolvedConfig(OperationConfig):
+    """conv_activation: 'silu' or none, after the convolutions that a step has before the recurrence."""
+
+    conv_activation: Literal["silu"] | None = None
+
+
 class RaggedCausalConv1dConfig(CausalConv1dConfig):
     """See CausalConv1dConfig."""
 
     operation: Literal["ragged_causal_conv1d"] = "ragged_causal_conv1d"  # type: ignore[assignment]
 
 
-class RaggedGatedDeltaRuleV2Config(GatedDeltaRuleConfig):
-    """See GatedDeltaRuleConfig."""
+class RaggedGatedDeltaRuleV2Config(ConvolvedConfig, GatedDeltaRuleConfig):
+    """See ConvolvedConfig and GatedDeltaRuleConfig."""
 
     operation: Literal["ragged_gated_delta_rule_v2"] = "ragged_gated_delta_rule_v2"  # type: ignore[assignment]
 
 
 class RaggedGatedDeltaRuleConfig(RaggedGatedDeltaRuleV2Config):
-    """See GatedDeltaRuleConfig."""
+    """See RaggedGatedDeltaRuleV2Config."""
 
     operation: Literal["ragged_gated_delta_rule"] = "ragged_gated_delta_rule"  # type: ignore[assignment]
 
 
-class RaggedGlaConfig(GlaConfig):
-    """See GlaConfig."""
+class RaggedGlaConfig(ConvolvedConfig, GlaConfig):
+    """See ConvolvedConfig and GlaConfig."""
 
     operation: Literal["ragged_gla"] = "ragged_gla"  # type: ignore[assignment]
 
 
-class RaggedKdaConfig(KdaConfig):
-    """See KdaConfig."""
+class RaggedKdaConfig(ConvolvedConfig, KdaConfig):
+    """See ConvolvedConfig and KdaConfig."""
 
     operation: Literal["ragged_kda"] = "ragged_kda"  # type: ignore[assignment]
 
 
-class RaggedLightningConfig(LightningConfig):
-    """See LightningConfig."""
+class RaggedLightningConfig(ConvolvedConfig, LightningConfig):
+    """See ConvolvedConfig and LightningConfig."""
 
     operation: Literal["ragged_lightning"] = "ragged_lightning"  # type: ignore[assignment]
 
@@ -72,19 +80,19 @@ class RaggedMamba1Config(Mamba1Config):
     operation: Literal["ragged_mamba1"] = "ragged_mamba1"  # type: ignore[assignment]
 
 
-class RaggedMamba2Config(Mamba2Config):
-    """See Mamba2Config."""
+class RaggedMamba2Config(ConvolvedConfig, Mamba2Config):
+    """See ConvolvedConfig and Mamba2Config."""
 
     operation: Literal["ragged_mamba2"] = "ragged_mamba2"  # type: ignore[assignment]
 
 
-class RaggedRetentionConfig(RetentionConfig):
-    """See RetentionConfig."""
+class RaggedRetentionConfig(ConvolvedConfig, RetentionConfig):
+    """See ConvolvedConfig and RetentionConfig."""
 
     operation: Literal["ragged_retention"] = "ragged_retention"  # type: ignore[assignment]
 
 
-class RaggedSimpleGlaConfig(SimpleGlaConfig):
-    """See SimpleGlaConfig."""
+class RaggedSimpleGlaConfig(ConvolvedConfig, SimpleGlaConfig):
+    """See ConvolvedConfig and SimpleGlaConfig."""
 
     operation: Literal["ragged_simple_gla"] = "ragged_simple_gla"  # type: ignore[assignment]

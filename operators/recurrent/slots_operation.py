@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ import numpy as np
 from ...errors import InputError, InputTypeError, a_type, nearest, shown
 from ...masks.int_arrays import known_values
 from ...planning import plan
-from ...planning.recurrent.step_operands import STATE_BATCH, of_step
+from ...planning.recurrent.step_operands import CONV_ROWS, STATE_BATCH, of_step
 from ...planning.recurrent.steps import SLOT_STEPS
 from ...planning.tables.table_plan import TablePlan
 from ...planning.tables.table_problem import TableProblem
@@ -23,7 +24,7 @@ from ..paged_cache.batch_checks import longest_row
 from ..paged_cache.state_batch import StateBatch
 from ..paged_cache.state_checks import check_states_later, state_problem
 from .arithmetic import Results
-from .checks import without_gradient
+from .checks import check_convolutions, without_gradient
 from .implementations import over_slots
 from .kernel.over_rows import FEW, Rows
 from .local import RecurrentCall
@@ -57,9 +58,15 @@ class SlotsOperation(RecurrentOperation):
             return
         cls.backend_operation = whole.name
         cls.operands, cls.results = of_step(whole.operands, whole.results)
-        cls.forward_native = over_slots(whole.forward_native)
+        convolved = frozenset(row.name for row in cls.operands if row.name.endswith(CONV_ROWS))
+        if convolved:
+            cls.options, cls.values = (
+                whole.options | {"conv_activation": str},
+                whole.values | {"conv_activation": ("silu",)},
+            )
+        cls.forward_native = over_slots(whole.forward_native, convolved)
         if (kernels := getattr(whole, "forward_tpu", None)) is not None:
-            cls.forward_tpu = StepOnTpu(kernels)
+            cls.forward_tpu = StepOnTpu(kernels, convolved)
 
     @classmethod
     def flops(cls, plan: TablePlan) -> float:
@@ -69,7 +76,9 @@ class SlotsOperation(RecurrentOperation):
             size = dict(zip(x.dims, x.local_shape, strict=True)) | size
         longest = plan.problem.option["max_q_len"]
         few = longest is not None and longest <= FEW
-        return size["tokens"] * cls.token_flops(size, 1 if few else getattr(plan.config, "chunk_size", None) or 1)
+        recurrence = cls.token_flops(size, 1 if few else getattr(plan.config, "chunk_size", None) or 1)
+        weights = (math.prod(x.local_shape) for x in plan.tensors if x.tensor.endswith(CONV_ROWS[0]))
+        return size["tokens"] * (recurrence + 2.0 * sum(weights))
 
     @classmethod
     def packed(cls, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +103,8 @@ class SlotsOperation(RecurrentOperation):
         decided: TablePlan = self._ready(plan(type(self), problem, self.metadata.policy), tuple(arrays.values()), mesh)
         self._check_batch(arrays, problem)
         results = attention(Program(self, decided, mesh, debug), {name: jnp.asarray(x) for name, x in arrays.items()})
-        return RecurrentOutput(results["attention_outputs"], results["state"], plan=decided)
+        windows = {name: x for name, x in results.items() if name.endswith(CONV_ROWS[2])}
+        return RecurrentOutput(results["attention_outputs"], results["state"], windows, plan=decided)
 
     def _plan(self, given: Mapping[str, Any], call: Mapping[str, Any]) -> TablePlan:
         _debug(call)
@@ -134,7 +144,13 @@ class SlotsOperation(RecurrentOperation):
         longest = longest_row(call.get("max_q_len"))
         if longest is None and self._form(call)[1] == "autoregressive":
             longest = 1
-        return (*super()._options(call, config), ("max_q_len", longest))
+        options = super()._options(call, config)
+        if dict(options).get("conv_activation") and not any(name.endswith(CONV_ROWS[0]) for name in call):
+            raise InputError(
+                f"conv_activation={dict(options)['conv_activation']!r} of {self.name}, and no convolution; pass its weight, or "
+                "leave this out."
+            )
+        return (*options, ("max_q_len", longest))
 
     def _check(self, arrays: Mapping[str, Any], sizes: Mapping[str, int], config: Any) -> None:
         wanted = getattr(config, "state_dtype", None) or arrays[self.operands.names[0]].dtype.name
@@ -146,6 +162,7 @@ class SlotsOperation(RecurrentOperation):
         for name in ("tokens", "slots"):
             if sizes[name] % shards:
                 raise InputError(f"{sizes[name]} {name} for a batch of {shards} shards; wanted a multiple of them.")
+        check_convolutions(arrays, sizes)
         super()._check(_counted_values(self._table(), arrays), sizes, config)
 
     @staticmethod

@@ -40,8 +40,18 @@ class LinearStepArguments(TypedDict, total=False):
     beta: CallArray | None
     A_log: CallArray | None
     dt_bias: CallArray | None
+    query_conv_weight: CallArray | None
+    query_conv_bias: CallArray | None
+    query_conv_window: CallArray | None
+    key_conv_weight: CallArray | None
+    key_conv_bias: CallArray | None
+    key_conv_window: CallArray | None
+    value_conv_weight: CallArray | None
+    value_conv_bias: CallArray | None
+    value_conv_window: CallArray | None
     scale: float | None
     normalise_qk: bool | None
+    conv_activation: str | None
     mode: str | None
     max_q_len: int | None
     debug: bool
@@ -58,7 +68,10 @@ class _LinearStep(SlotsOperation):
         Shapes: query, key [tokens, kv_heads, head_dim], value [tokens, heads, value_dim], decay [tokens, heads], and head_dim
         after it where it differs by channel; beta [tokens, heads]; state [slots, heads, head_dim, value_dim] in the config's
         state_dtype; batch: a StateBatch, which assigns tokens to rows and rows to slots. Tokens of no row have the output 0.
-        max_q_len: the most tokens of a row, 1 if all rows decode. debug: checks traced batches on the host while the step runs.
+        max_q_len: the most tokens of a row, 1 if all decode. debug: checks traced batches on the host while the step runs.
+        A convolution before the recurrence, of query, key or value, each by itself: its weight [width, heads, dim] of the array's
+        heads and dim, whose last row is of the token itself; a bias [heads, dim]; a window [slots, width - 1, heads, dim] in the
+        array's dtype, of which the output's `windows` has the next one; conv_activation: 'silu' or none, after them.
         Call it inside jit with the state donated, of which it writes only the batch's slots. There is no gradient.
 
         Errors: InputError, InputTypeError (bad arguments, known invalid batches), ConfigError, ShardingError, RefusedError
@@ -78,12 +91,22 @@ class _LinearStep(SlotsOperation):
 
 
 class MambaStepArguments(TypedDict, total=False):
-    """The keywords of a step of Mamba."""
+    """The keywords of a step of Mamba. The convolutions are ragged_mamba2's."""
 
     state: CallArray
     batch: StateBatch
     D: CallArray | None
     dt_bias: CallArray | None
+    x_conv_weight: CallArray | None
+    x_conv_bias: CallArray | None
+    x_conv_window: CallArray | None
+    B_conv_weight: CallArray | None
+    B_conv_bias: CallArray | None
+    B_conv_window: CallArray | None
+    C_conv_weight: CallArray | None
+    C_conv_bias: CallArray | None
+    C_conv_window: CallArray | None
+    conv_activation: str | None
     mode: str | None
     max_q_len: int | None
     debug: bool
@@ -99,8 +122,8 @@ class _MambaStep(SlotsOperation):
 
         Shapes of ragged_mamba2: x [tokens, heads, value_dim], dt [tokens, heads], A [heads], B, C [tokens, groups, state], D and
         dt_bias [heads], state [slots, heads, state, value_dim]. Of ragged_mamba1: x, dt [tokens, channels], A [channels, state],
-        B, C [tokens, state], D and dt_bias [channels], state [slots, channels, state]. batch, max_q_len and debug: see the steps
-        of linear attention.
+        B, C [tokens, state], D and dt_bias [channels], state [slots, channels, state]. batch, max_q_len and debug, and the
+        convolutions of x, B and C that ragged_mamba2 takes: see the steps of linear attention.
 
         Errors: InputError, InputTypeError (bad arguments, known invalid batches), ConfigError, ShardingError, RefusedError
         (nothing can run it).

@@ -1,4 +1,5 @@
-"""The arrays of steps over slots: those of the whole call by token, without a batch, and the slots of its states."""
+"""The arrays of steps over slots: those of the whole call by token, without a batch, the slots of its states, and the
+convolutions of its arrays with heads."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ from dataclasses import replace
 
 from ...sharding import Operand, OperandTable
 
-__all__ = ["STATE_BATCH", "of_step"]
+__all__ = ["CONV_ROWS", "STATE_BATCH", "conv_rows", "of_step"]
+
+CONV_ROWS = ("conv_weight", "conv_bias", "conv_window")
+"""What the names of a convolution's arrays add to that of what is convolved, such as query_conv_weight."""
 
 _WHOLE_CALLS = ("segment_ids", "lengths")
 _OF_STEPS = {"batch": "slots", "q_len": "tokens"}
@@ -30,11 +34,29 @@ STATE_BATCH = OperandTable(
 
 def of_step(table: OperandTable, results: tuple[Operand, ...]) -> tuple[OperandTable, tuple[Operand, ...]]:
     """(arrays, results) of the step of a whole call. Tokens have no batch dim, and a mesh splits them as it splits slots: by the
-    axes of the batch. The state is the array of slots, which a step returns too."""
+    axes of the batch. The state is the array of slots, which a step returns too, as it does windows of convolutions."""
     rows = [_of_step(row) for row in table if row.name not in _WHOLE_CALLS]
     state = next(row for row in rows if row.name == "state")
     tokens = [row for row in rows if row.name != "state"]
-    return OperandTable(*tokens, state), tuple(_of_step(row) for row in results)
+    convolved = [row for one in tokens if not one.optional and len(one.dims) == 3 for row in conv_rows(one)]
+    windows = [row for row in convolved if row.name.endswith(CONV_ROWS[2])]
+    return OperandTable(*tokens, *convolved, state), (*map(_of_step, results), *windows)
+
+
+def conv_rows(row: Operand) -> tuple[Operand, Operand, Operand]:
+    """The arrays of a causal convolution of an array [tokens, heads, dim], each channel by itself: its weight, whose last row is
+    of the token itself, its bias, and slots of the tokens before those of a row."""
+    _, *dims = row.dims
+    _, *split = row.dims if row.split_as is None else row.split_as
+    own = {
+        "conv_weight": (("width", *dims), ("", *split)),
+        "conv_bias": (tuple(dims), tuple(split)),
+        "conv_window": (("slots", "history", *dims), ("batch", "", *split)),
+    }
+    weight, bias, window = (
+        Operand(f"{row.name}_{name}", of, split_as=by, gradient=False) for name, (of, by) in own.items()
+    )
+    return weight, bias, window
 
 
 def _of_step(row: Operand) -> Operand:

@@ -10,7 +10,9 @@ from ..planner import Request
 from ..tables.fitted_plan import refuse_unfit
 from ..tables.table_plan import TablePlacement, fitted_tensors
 from ..tables.table_problem import TableProblem
+from .inside import KEY_HEADS, repeats_keys
 from .planner import Recurrences, declared_strategy, idle_axes
+from .step_operands import CONV_ROWS
 
 __all__ = ["SLOT_STEPS"]
 
@@ -28,6 +30,13 @@ class _SlotSteps(Recurrences):
 
     def reasons(self, request: Request[TableProblem], method: str, placement: TablePlacement) -> tuple[Reason, ...]:
         reasons = super().reasons(request, method, placement)
+        windows = [f"{name}_{CONV_ROWS[2]}" for name in KEY_HEADS]
+        keys = [name for name in windows if request.problem.operand(name) is not None]
+        if keys and repeats_keys(placement):
+            named = ", ".join(keys)
+            text = f"the mesh splits heads further than those of queries and keys, of which {named} has windows"
+            hint = "Convolve them before, by ragged_causal_conv1d, or split heads over fewer devices."
+            reasons = (*reasons, Reason("recurrent.repeated_windows", keys[0], text, hint))
         axes = {dim: placement.axes(tensor, dim) for tensor, dim in _ROWS}
         if len(set(axes.values())) == 1:
             return reasons

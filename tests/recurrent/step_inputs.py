@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from recurrent_inputs import KINDS, call_of, expected
 
 from attnops import OperationMetadata, OperationRegistry, StateBatch
 
-__all__ = ["MIXES", "STEPS", "Rows", "Step", "drawn", "wanted"]
+__all__ = ["MIXES", "STEPS", "Rows", "Step", "convolved", "drawn", "joined", "wanted", "wanted_windows"]
 
 STEPS = {kind: "ragged_gated_delta_rule_v2" if kind == "gated_delta_rule" else f"ragged_{kind}" for kind in KINDS}
 
@@ -36,13 +36,15 @@ MIXES = {
 
 @dataclass(frozen=True)
 class Step:
-    """arrays: by token, without a batch, and those of the operation; the batch of one shard; the rows of both."""
+    """arrays: by token, without a batch, and those of the operation; the batch of one shard; the rows of both. windows: slots of
+    the tokens before convolutions, by the argument's name, with the other arrays of these in `arrays`."""
 
     kind: str
     arrays: dict[str, np.ndarray]
     state: np.ndarray
     batch: StateBatch
     rows: Rows
+    windows: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def slots(self) -> int:
@@ -56,7 +58,12 @@ class Step:
         return OperationRegistry.create(name, metadata)
 
     def run(self, metadata: OperationMetadata | None = None, **options: Any) -> Any:
-        return self.operation(metadata)(**self.arrays, state=self.state, batch=self.batch, **options)
+        return self.operation(metadata)(**self.given, **options)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """All arrays by name."""
+        return self.arrays | self.windows | {"state": self.state, "batch": self.batch}
 
 
 def drawn(kind: str, mix: str | Rows, *, seed: int = 0, spare: int = 3, **sizes: Any) -> Step:
@@ -97,7 +104,25 @@ def drawn(kind: str, mix: str | Rows, *, seed: int = 0, spare: int = 3, **sizes:
     return Step(kind, arrays, state, batch, rows)
 
 
-def wanted(step: Step) -> tuple[np.ndarray, np.ndarray]:
+def convolved(step: Step, *names: str, bias: bool = True, width: int = 4, seed: int = 5) -> Step:
+    """The step with convolutions before these arrays; windows that a row may not read hold NaN."""
+    rng, arrays, windows = np.random.default_rng(seed), dict(step.arrays), {}
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    for name in names:
+        channels = arrays[name].shape[1:]
+        arrays[f"{name}_conv_weight"] = normal(width, *channels)
+        if bias:
+            arrays[f"{name}_conv_bias"] = normal(*channels)
+        window = normal(step.slots, width - 1, *channels)
+        window[np.isnan(step.state).reshape(step.slots, -1).all(1)] = np.nan
+        windows[f"{name}_conv_window"] = window
+    return Step(**vars(step) | {"arrays": arrays, "windows": windows})
+
+
+def wanted(step: Step, activation: str | None = None) -> tuple[np.ndarray, np.ndarray]:
     """(outputs, slots) in float64."""
     state, outputs = step.state.astype(np.float64), None
     starts = np.cumsum([0, *step.rows.lengths])
@@ -110,7 +135,17 @@ def wanted(step: Step) -> tuple[np.ndarray, np.ndarray]:
             call = {
                 name: x[own][None] if "tokens" in table[name].dims and x.ndim > 1 else x
                 for name, x in step.arrays.items()
+                if "_conv_" not in name
             }
+            for name in step.windows:
+                of = name.removesuffix("_conv_window")
+                mixed = sum(
+                    step.arrays[f"{of}_conv_weight"][m].astype(np.float64)
+                    * tokens_of(step, of, row)[m : m + length - column]
+                    for m in range(step.windows[name].shape[1] + 1)
+                )
+                mixed = mixed + step.arrays.get(f"{of}_conv_bias", np.zeros(()))
+                call[of] = (mixed / (1 + np.exp(-mixed)) if activation == "silu" else mixed)[None]
             found = expected(step.kind, call | {"initial_state": before[None]})
             if outputs is None:
                 outputs = np.zeros((tokens, *found.outputs.shape[2:]))
@@ -120,6 +155,25 @@ def wanted(step: Step) -> tuple[np.ndarray, np.ndarray]:
                 state[slot] = found.state[0]
     assert outputs is not None
     return outputs, state
+
+
+def tokens_of(step: Step, of: str, row: int) -> np.ndarray:
+    """The tokens of a row with those of its window before them, in float64."""
+    window, start = step.windows[f"{of}_conv_window"], sum(step.rows.lengths[:row])
+    before = window[step.batch.read_slots[row]] if step.rows.pasts[row] else np.zeros(window.shape[1:])
+    return np.concatenate([before, step.arrays[of][start : start + step.rows.lengths[row]]]).astype(np.float64)
+
+
+def wanted_windows(step: Step) -> dict[str, np.ndarray]:
+    """The windows after the step: the last tokens of each row, without 0, 1, ... of them."""
+    found = {name: x.copy() for name, x in step.windows.items()}
+    for name, x in found.items():
+        for row, length in enumerate(step.rows.lengths):
+            tokens = tokens_of(step, name.removesuffix("_conv_window"), row)
+            for column in range(min(length, step.batch.write_slots.shape[1])):
+                if (slot := step.batch.write_slots[row, column]) < step.slots:
+                    x[slot] = tokens[length - column : length - column + x.shape[1]]
+    return found
 
 
 def joined(steps: list[Step]) -> Step:
@@ -133,7 +187,8 @@ def joined(steps: list[Step]) -> Step:
         for name, x in first.arrays.items()
     }
     batch = StateBatch.stack([step.batch for step in steps])
-    return Step(first.kind, arrays, np.concatenate([step.state for step in steps]), batch, first.rows)
+    windows = {name: np.concatenate([step.windows[name] for step in steps]) for name in first.windows}
+    return Step(first.kind, arrays, np.concatenate([step.state for step in steps]), batch, first.rows, windows)
 
 
 def as_arrays(batch: StateBatch) -> StateBatch:

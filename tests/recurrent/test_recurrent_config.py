@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from recurrent_inputs import call_of
+from step_inputs import convolved, drawn
 
 import attnops.operators.recurrent as recurrent
 from attnops import ConfigError, OperationMetadata, OperationRegistry
@@ -31,6 +33,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "dt_max": ({}, 0.4),
     "activation": ({}, "silu"),
     "interpret": ({}, True),
+    "conv_activation": ({}, "silu"),
 }
 FIELDS = [(name, field) for name, cls in NAMES.items() for field in cls.config.model_fields if field not in COMMON]
 OF_KERNEL = [(name, field) for name, field in FIELDS if NAMES[name].backend_operation is None]
@@ -38,12 +41,18 @@ OF_KERNEL = [(name, field) for name, field in FIELDS if NAMES[name].backend_oper
 
 def _call(name: str, declared: dict[str, Any]) -> dict[str, Any]:
     kind = NAMES[name].backend_operation or name
-    call = call_of(kind, batch=1, tokens=20, dim=4, value_dim=3)
+    if issubclass(NAMES[name], recurrent.SlotsOperation):
+        step = drawn(kind, "mixed", dim=4, value_dim=3)
+        names = [one.removesuffix("_conv_window") for one in NAMES[name].operands.names if one.endswith("_conv_window")]
+        call = convolved(step, *names).given
+    else:
+        call = call_of(kind, batch=1, tokens=20, dim=4, value_dim=3)
     if declared.get("gate") == "raw":
         rng = np.random.default_rng(5)
         call["decay"] = rng.standard_normal(call["decay"].shape).astype(np.float32)
-        call["A_log"] = rng.standard_normal(call["value"].shape[2]).astype(np.float32)
-        call["dt_bias"] = rng.standard_normal(call["decay"].shape[2:]).astype(np.float32)
+        call["A_log"] = rng.standard_normal(call["value"].shape[-2]).astype(np.float32)
+        own = NAMES[name].operands["dt_bias"].dims
+        call["dt_bias"] = rng.standard_normal(call["decay"].shape[-len(own) :]).astype(np.float32)
     return call
 
 
@@ -53,6 +62,8 @@ def _operation(name: str, declared: dict[str, Any]) -> Any:
 
 def _lowered(name: str, declared: dict[str, Any], call: dict[str, Any]) -> str:
     operation = _operation(name, declared)
+    if "state" in call:  # slots come in the declared dtype
+        call = call | {"state": call["state"].astype(jnp.dtype(declared.get("state_dtype", "float32")))}
 
     def run(call: dict[str, Any]) -> Any:
         output = operation(**call)

@@ -13,7 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["Gates", "Ungated", "normalised", "step_of", "strength_of"]
+from .convolution import Convolution
+
+__all__ = ["ROLES", "Gates", "Ungated", "normalised", "step_of", "strength_of"]
+
+
+ROLES = ("query", "key", "value")
+"""What may be convolved."""
 
 
 class Gates(NamedTuple):
@@ -31,7 +37,8 @@ class Gates(NamedTuple):
 
 class Ungated(NamedTuple):
     """Arrays as a model passes them, with any dims before those named. query, key [key_heads, dim]; value [heads, value_dim];
-    decay [heads] or [heads, dim]; beta [heads], for the delta rule; and without other dims rate [heads], bias as decay."""
+    decay [heads] or [heads, dim]; beta [heads], for the delta rule; and without other dims rate [heads], bias as decay; skip
+    [heads], what the value itself counts in the output. convolved: the convolutions of query, key and value, None for none."""
 
     query: jax.Array
     key: jax.Array
@@ -40,6 +47,8 @@ class Ungated(NamedTuple):
     beta: jax.Array | None = None
     rate: jax.Array | None = None
     bias: jax.Array | None = None
+    skip: jax.Array | None = None
+    convolved: tuple[Convolution | None, ...] = (None, None, None)
 
 
 def normalised(x: Any, eps: float) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 __all__ = [
-    "BACKWARD", "FORWARD", "KEEPING", "LEAST_CHUNK", "STEP", "Schedule", "Sizes", "chunk_tokens", "counted_vmem", "kernels_of",
-    "schedule", "step_heads", "step_vmem", "turns", "vmem_parts",
+    "BACKWARD", "FORWARD", "KEEPING", "LEAST_CHUNK", "STEP", "Schedule", "Sizes", "StepSizes", "Window", "chunk_tokens",
+    "counted_vmem", "kernels_of", "schedule", "step_heads", "step_vmem", "turns", "vmem_parts",
 ]  # fmt: skip
 
 FORWARD = "attnops_recurrent_forward"
@@ -133,18 +133,48 @@ def _parts(sizes: Sizes, kernel: str, how: Schedule) -> dict[str, int]:
 _STEP_HEADS = 16  # of a step over slots at most: each is unrolled
 
 
-def step_heads(heads: int, group: int, dim: int, value_dim: int, itemsize: int, delta: bool, tokens: int) -> int:
-    """Heads of a step of the grid of STEP, whole groups of a key head or a part of one: as many as have room in VMEM, of states
-    of this itemsize. tokens: of a row."""
+class Window(NamedTuple):
+    """The tokens before a convolution, of a row's slot: width - 1 of so many heads."""
+
+    history: int
+    heads: int
+    dim: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, slots: Any) -> Window:
+        """Of slots [slots, width - 1, heads, dim]."""
+        _, history, heads, dim = slots.shape
+        return cls(history, heads, dim, np.dtype(slots.dtype).itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.history * self.heads * self.dim * self.itemsize
+
+
+class StepSizes(NamedTuple):
+    """What the VMEM of STEP depends on besides heads. itemsize: of states. tokens: of a row."""
+
+    dim: int
+    value_dim: int
+    itemsize: int
+    delta: bool
+    tokens: int
+    windows: tuple[Window, ...] = ()
+
+
+def step_heads(heads: int, group: int, sizes: StepSizes) -> int:
+    """Heads of a step of the grid of STEP, whole groups of a key head or a part of one: as many as have room in VMEM."""
 
     def fits(n: int) -> bool:
-        return math.ceil(_ROOM * sum(step_vmem(n, dim, value_dim, itemsize, delta, tokens).values())) <= _LIMIT
+        return math.ceil(_ROOM * sum(step_vmem(n, sizes).values())) <= _LIMIT
 
     whole = (n for n in range(min(heads, _STEP_HEADS), 1, -1) if heads % n == 0 and (n % group == 0 or group % n == 0))
     return next(filter(fits, whole), 1)
 
 
-def step_vmem(step: int, dim: int, value_dim: int, itemsize: int, delta: bool, tokens: int) -> dict[str, int]:
+def step_vmem(step: int, sizes: StepSizes) -> dict[str, int]:
     """Bytes of VMEM of STEP with so many heads in a step, by what they hold, each with its own key. Blocks count twice. States of
     rows of several tokens are passed on."""
 
@@ -152,9 +182,17 @@ def step_vmem(step: int, dim: int, value_dim: int, itemsize: int, delta: bool, t
         tile = _ROWS * _WORD // size
         return -(-n // tile) * tile
 
+    dim, value_dim, itemsize, delta, tokens, windows = sizes
     turned = turns(dim, value_dim)
     high, wide = (value_dim, dim) if turned else (dim, value_dim)
     turning = 1 if turned else 3  # arrays whose rows become columns
+    convolved = {
+        "windows": sum(2 * 2 * x.history * rows(x.heads, x.itemsize) * _lanes(x.dim) * x.itemsize for x in windows),
+        # Weights, a token of all heads, which is kept for later blocks, and the window between tokens.
+        "convolutions": sum(
+            (2 * (x.history + 3) + tokens + x.history) * rows(x.heads) * _lanes(x.dim) * _WORD for x in windows
+        ),
+    }
     return {
         "states": 2 * 2 * step * rows(high, itemsize) * _lanes(wide) * itemsize,
         **({"passed": step * rows(high) * _lanes(wide) * _WORD} if tokens > 1 else {}),
@@ -162,6 +200,7 @@ def step_vmem(step: int, dim: int, value_dim: int, itemsize: int, delta: bool, t
         + 2 * delta * _ROWS * _LANES * _WORD,
         "columns": turning * rows(high) * _lanes(step) * _WORD,
         "temporaries": 4 * rows(high) * _lanes(wide) * _WORD,
+        **(convolved if windows else {}),
     }
 
 
