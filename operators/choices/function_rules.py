@@ -6,7 +6,7 @@ from ...errors import shown
 from ...masks import MaskFunction
 from ...planning import AttentionProblem, Rule
 
-__all__ = ["MOSAIC", "MOSAIC_GPU", "TRITON", "function_rules"]
+__all__ = ["MOSAIC", "MOSAIC_GPU", "TRITON", "function_rules", "score_function_rule"]
 
 _HINT = (
     "Compute it from position and key by arithmetic and comparisons (a small table entry by entry, as Python numbers), pass "
@@ -59,15 +59,20 @@ def function_rules(kernel: str, operations: frozenset[str]) -> tuple[Rule, ...]:
             ),
             _HINT,
         ),
-        Rule(
-            f"{kernel}.score_function_operation",
-            "score",
-            lambda p, c: not _of_score(p, operations),
-            lambda p, c: (
-                f"the score {p.score} or its derivative uses {', '.join(_of_score(p, operations))}, which kernels can't compile"
-            ),
-            "Write the function with other operations, or use 'vanilla'.",
+        score_function_rule(kernel, operations),
+    )
+
+
+def score_function_rule(kernel: str, operations: frozenset[str]) -> Rule:
+    """The rule about a score's functions."""
+    return Rule(
+        f"{kernel}.score_function_operation",
+        "score",
+        lambda p, c: not _of_score(p, operations),
+        lambda p, c: (
+            f"the score {p.score} or its derivative uses {', '.join(_of_score(p, operations))}, which kernels can't compile"
         ),
+        "Write the function with other operations, or use 'vanilla'.",
     )
 
 

@@ -12,6 +12,8 @@ from ...errors import ConfigError
 from ...page_layouts import LAYOUTS
 from ...planning import OperationConfig, Rule
 from ...planning.paged.paged_problem import PagedProblem
+from ...scores.steps import Lookup
+from ..choices.function_rules import MOSAIC_GPU, score_function_rule
 from ..kernels.pages.hopper.page_tiles import (
     KEYS,
     PAGES,
@@ -27,6 +29,7 @@ from ..kernels.pages.page_layout import page_shape
 from ..mosaic.kernel.mosaic_sizes import DIM_STEP, padded_dim
 from ..mosaic.mosaic_rules import JAX_NEEDED
 from ..paged_cache.paged_call import Attended, PagedCall
+from .step_reasons import BY_HEAD, POSITIONS
 
 __all__ = [
     "HOPPER_PAGES",
@@ -41,7 +44,7 @@ __all__ = [
 
 HOPPER_PAGES = frozenset({
     "causal", "sliding_window", "chunked", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "latent_values",
-    "draft_tree", "spans", "prefix_lengths", "quantized_kv",
+    "draft_tree", "spans", "prefix_lengths", "quantized_kv", "score", "positions",
 })  # fmt: skip
 """The features of a step that the kernel has."""
 
@@ -92,7 +95,7 @@ def on_hopper(call: PagedCall) -> Attended:
     given = StepShape(tokens, heads, shape.kv_heads, dims, shape.page, form.values_in_keys, quantised)
     step = hopper_step(given, 1, sizes.pages_per_block, sizes.queries_per_block, sizes.kv_splits)
     arguments = call.kernel_arguments()
-    beyond = {name: getattr(call, name) for name in ("score", "q_positions", "selected", "rows")}
+    beyond = {name: getattr(call, name) for name in ("selected", "rows")}
     beyond["rope_pages"] = arguments.pop("rope_pages")
     if names := [name for name, x in beyond.items() if x is not None]:
         raise ConfigError(f"{' and '.join(names)} over pages: the Hopper kernel has none of it; wanted plain XLA.")
@@ -102,6 +105,10 @@ def on_hopper(call: PagedCall) -> Attended:
         layout=call.layout,
         page_stride=call.sequence_shards,
         page_shard=call.shard_index,
+        score=call.score,
+        captures=call.captures,
+        head_start=call.head_start,
+        q_positions=call.q_positions,
         step=step,
         interpret=sizes.interpret,
     )
@@ -175,7 +182,35 @@ def _fits(problem: PagedProblem, config: OperationConfig) -> bool:
     return not _dims_fit(problem, config) or _most_shared(problem, config)[1] <= shared_limit()
 
 
+def _gathers(problem: PagedProblem) -> bool:
+    """Whether a number of a table belongs to each pair of a query and a key."""
+    return problem.score is not None and Lookup.name in problem.score.step_names(problem.contiguous_positions)
+
+
+def _scores_drafts(problem: PagedProblem) -> bool:
+    """Whether a score reads how deep the keys of a tree of drafts are."""
+    parts = () if problem.score is None or "draft_tree" not in problem.features else problem.score.parts()
+    return any(part.needs_positions and not part.by_query_alone for part in parts)
+
+
 HOPPER_PAGE_RULES = (
+    BY_HEAD,
+    POSITIONS,
+    Rule(
+        "paged.hopper_score_gathered",
+        "score",
+        lambda p, c: not _gathers(p),
+        "the score {p.score} reads a table: Mosaic GPU loads tiles, not a number for each pair of a query and a key",
+        "Nothing to change: plain XLA gathers them. Without learnt numbers, write it as a function of the distance.",
+    ),
+    Rule(
+        "paged.hopper_score_drafts",
+        "score",
+        lambda p, c: not _scores_drafts(p),
+        "the score {p.score} beside draft_tree reads how deep each key of the tree is, which the kernel doesn't know",
+        "Nothing to change: plain XLA runs.",
+    ),
+    score_function_rule("paged.hopper", MOSAIC_GPU),
     Rule(
         "paged.hopper_jax",
         "kernel",

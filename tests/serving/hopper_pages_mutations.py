@@ -14,14 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 import paged_batches as batches
-from hopper_pages_runs import run
+from hopper_pages_runs import expect_scored, run, with_score
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from paged_batches import PagedCase
 
+from attnops import ALiBi
 from attnops.operators.hopper.kernel import tensor_cores
-from attnops.operators.kernels.pages.hopper import attend, page_forward
+from attnops.operators.kernels.pages.hopper import attend, page_forward, page_tile
 from attnops.operators.kernels.pages.hopper.page_tiles import HopperStep, PageTiles
 
 STAGES = 2
@@ -173,6 +174,12 @@ def _drafts_by_neighbours(plain: Any) -> Any:
     return lambda self, words, rows, number: plain(self, words, rows, number + 1)
 
 
+def _scored(name: str, changed: Callable[[Any], Any]) -> None:
+    """What a score reads of a tile, changed."""
+    plain = getattr(page_tile.PageTile, name)
+    setattr(page_tile.PageTile, name, lambda *args: changed(plain(*args)))
+
+
 MUTATIONS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     **{f"no wait for {name}": lambda name=name: _without("barrier_wait", name) for name in (
@@ -206,6 +213,10 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "int8: the next place of stored keys waited for": lambda: _wait_for_next_place("key_raw"),
     "int8: widened keys not committed": lambda: _uncommitted("key_raw"),
     "int8: widened values not committed": lambda: _uncommitted("value_raw"),
+    # With a score by head and distance.
+    "score: none": lambda: None,
+    "score: distances to the keys of the next tile": lambda: _scored("positions", lambda x: (x[0], x[1] + 64)),
+    "score: the slopes' sign": lambda: _scored("dense", lambda x: -x),
 }  # fmt: skip
 
 
@@ -223,8 +234,13 @@ def main(name: str) -> None:
     case, step = PagedCase("prefill", (2, 1), dtype="bfloat16", page=32, tree=40), STEP
     if name.startswith("int8"):
         case, step = batches.varied(case, quantised="int8", scale="token_head"), OF_INT8
+    more: dict[str, Any] = {}
+    if name.startswith("score"):
+        case, score = batches.varied(case, tree=0), ALiBi(np.array([0.5, 0.1], np.float32))
+        more = with_score(score)
     arrays = batches.make(case, SEQUENCES, spare=0)
-    got, want = run(case, arrays, step=step), batches.expect(case, arrays)
+    want = expect_scored(score, case, arrays) if more else batches.expect(case, arrays)
+    got = run(case, arrays, step=step, **more)
     try:
         batches.agree(case, got, want)
     except AssertionError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import paged_batches as batches
 from paged_batches import PagedCase
@@ -11,6 +12,9 @@ from paged_kernel_runs import laid_out
 
 from attnops.operators.kernels.pages.hopper.attend import paged_attention_hopper
 from attnops.operators.kernels.pages.hopper.page_tiles import HopperStep, PageTiles
+from attnops.operators.paged_cache.logit_arrays import by_place
+from attnops.planning.score_operands import captured_names
+from attnops.verify.paged_reference import PagedReference, paged_reference
 
 # (queries of the step, keys after it) of each sequence: tiles of 64 keys that end at, before and after pages; empty sequences.
 SEQUENCES = {
@@ -41,3 +45,23 @@ def check(case: PagedCase, layout: str = "split", step: HopperStep = SIZES, **mo
     """Hold a call against the reference."""
     arrays = batches.make(case, SEQUENCES[case.kind], spare=1)
     batches.agree(case, run(case, arrays, layout, step, **more), batches.expect(case, arrays))
+
+
+def _captures(score: Any) -> list[np.ndarray]:
+    """A score's arrays; ALiBi's own slopes are those of the operation."""
+    slopes = 2.0 ** (-2.0 * np.arange(1, 5))
+    return [np.asarray(slopes if x is None else x, np.float32) for x in score.arrays()]
+
+
+def with_score(score: Any) -> dict[str, Any]:
+    """What the kernel takes of a score."""
+    steps, arrays = by_place(score, [jnp.asarray(x) for x in _captures(score)])
+    return {"score": steps, "captures": arrays}
+
+
+def expect_scored(score: Any, case: PagedCase, arrays: dict[str, Any]) -> PagedReference:
+    """The reference with a score."""
+    given = {n: x for n, x in arrays.items() if n not in ("query", "num_seqs")}
+    captures = dict(zip(captured_names(score), _captures(score), strict=True))
+    query, count = np.asarray(arrays["query"], np.float64), int(arrays["num_seqs"].reshape(()))
+    return paged_reference(query, num_seqs=count, score=score, captures=captures, **given, **case.call)

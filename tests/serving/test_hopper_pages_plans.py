@@ -14,7 +14,16 @@ from jax.sharding import AbstractMesh
 from mosaic_plans import A100, B200, H100, H200, codes_against
 from paged_batches import PagedCase
 
-from attnops import KVCache, OperationMetadata, OperationRegistry
+from attnops import (
+    ALiBi,
+    Distance,
+    KVCache,
+    OperationMetadata,
+    OperationRegistry,
+    RelativeBias,
+    Temperature,
+    register_score_function,
+)
 from attnops.compat import abstract_device
 from attnops.operators.kernels.pages.hopper.page_rows import OwnKeys, row_keys
 from attnops.operators.kernels.pages.hopper.page_tiles import (
@@ -32,9 +41,15 @@ from attnops.operators.kernels.pages.paged_step import Batch
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 from attnops.operators.paged.hopper_kernel import several_rows, step_shape, step_tiles
 from attnops.page_layouts import LAYOUTS
+from attnops.scores import PositionTemperature
 
 SHARED, CORES = 232448, 132  # bytes that a block of threads may request on Hopper, and an H100's multiprocessors
 REAL = jax.__version_info__ >= JAX_NEEDED
+
+
+@register_score_function("tests.hopper_pages.sine")
+def _sine(distance: Any) -> Any:
+    return jnp.sin(distance.astype(jnp.float32))
 
 
 def _plan(
@@ -120,6 +135,22 @@ RUNS: dict[str, dict[str, Any]] = {
             "prefix_lengths": jax.ShapeDtypeStruct((32,), "int32"),
         }
     },
+    "distances": {"call": {"score": ALiBi()}},
+    "positions": {
+        "call": {
+            "score": PositionTemperature(),
+            "q_positions": jax.ShapeDtypeStruct((32,), "int32"),
+            "draft_tree": jax.ShapeDtypeStruct((32, 4, 4), "bool"),
+            "max_q_len": 4,
+        }
+    },
+    "temperatures of drafts": {
+        "call": {
+            "score": Temperature(np.ones(32, np.float32)),
+            "draft_tree": jax.ShapeDtypeStruct((32, 4, 4), "bool"),
+            "max_q_len": 4,
+        }
+    },
     "split heads": {"sizes": {"tp": 4}, "kv_head_axis": "tp"},
     "declared": {"config": {"kernel": "hopper", "pages_per_block": 8, "kv_splits": 0}},
 }
@@ -155,6 +186,11 @@ REFUSED = {
         "quantised": {"dtype": "int8", "scale": "token_head"},
         "rope_dtype": "bfloat16",
     },
+    "paged.hopper_score_gathered": {"call": {"score": RelativeBias(np.ones((32, 32), np.float32))}},
+    "paged.hopper_score_drafts": {
+        "call": {"score": ALiBi(), "draft_tree": jax.ShapeDtypeStruct((32, 4, 4), "bool"), "max_q_len": 4}
+    },
+    "paged.hopper.score_function_operation": {"call": {"score": Distance("tests.hopper_pages.sine")}},
     "feature.selected": {"call": {"selected": jax.ShapeDtypeStruct((32, 8), "int32")}},
 }
 

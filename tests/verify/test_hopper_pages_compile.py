@@ -180,6 +180,8 @@ def test_layouts_and_pages(layout: str, page: int) -> None:
         {"return_lse": True},
         {"draft_tree": 64},
         {"spans": 30, "prefix_lengths": 20},
+        {"score": {"kind": "alibi"}},
+        {"score": {"kind": "position_temperature"}, "q_positions": True},
         {"dtype": "float16"},
     ],
     ids=lambda step: next(iter(step)),

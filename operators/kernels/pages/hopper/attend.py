@@ -16,6 +16,7 @@ from .....compat import varying_as
 from .....errors import InputError
 from .....masks import Full
 from .....page_layouts import LAYOUTS
+from .....scores.steps import Function, Steps
 from ....hopper.kernel.hopper_sizes import ROWS
 from ....mosaic.kernel.block import BLOCKS, WARPGROUPS
 from ....mosaic.kernel.mosaic_sizes import padded_dim, swizzled_columns
@@ -27,9 +28,9 @@ from ..page_layout import page_shape
 from ..paged import places, with_spans
 from ..paged_checks import check_numbers, check_operands, check_spans, check_tree, int32, options_of, refuse_gradient
 from ..paged_mask import PagedOptions, packed_tree
-from ..paged_step import Batch, PagedOperands, batch_of
+from ..paged_step import Batch, PagedOperands, ScoreArrays, batch_of
 from .page_forward import PagesForward
-from .page_rows import OwnKeys, RowTiles, row_keys
+from .page_rows import OwnKeys, RowKeys, RowTiles, row_keys
 from .page_tiles import NAMES, HopperStep, PageTiles, head_tiles, heads_of_tile, rows_stored, tokens_of_tile
 from .page_units import chunk_tiles, sequence_tiles, units_of
 
@@ -45,6 +46,7 @@ class _Static:
     value_dim: int | None
     stride: int
     step: HopperStep
+    score: Steps | None
     interpret: bool
 
 
@@ -73,6 +75,10 @@ def paged_attention_hopper(
     max_q_len: int | None = None,
     page_stride: int = 1,
     page_shard: Int[Array, ""] | int = 0,
+    score: Steps | None = None,
+    captures: tuple[Array, ...] = (),
+    head_start: Int[Array, ""] | int = 0,
+    q_positions: Int[Array, " tokens"] | None = None,
     step: HopperStep,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
@@ -98,7 +104,11 @@ def paged_attention_hopper(
     operands = PagedOperands(
         jnp.asarray(query), jnp.asarray(key_pages), values, starts, lengths, table, count, sinks, key_scale, value_scale
     )
+    if score is not None:
+        operands = operands._replace(of_score=ScoreArrays(captures, int32("head_start", head_start)))
     check_operands(operands, layout)
+    if q_positions is not None:
+        operands = operands._replace(q_positions=int32("q_positions", q_positions))
     check_tree(operands, draft_tree)
     check_spans(operands, spans, prefix_lengths)
     dtype, stored = operands.query.dtype, operands.key_pages.dtype
@@ -117,7 +127,7 @@ def paged_attention_hopper(
         tree = packed_tree(options, jnp.asarray(draft_tree), batch.kv_lens - batch.q_lens)
         operands = operands._replace(draft_tree=tree)
     operands = with_spans(operands, spans, prefix_lengths)
-    return _attend(_Static(options, layout, value_dim, page_stride, step, interpret), operands)
+    return _attend(_Static(options, layout, value_dim, page_stride, step, score, interpret), operands)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -158,6 +168,7 @@ class _Runs:
 
     def __init__(self, static: _Static, operands: PagedOperands, batch: Batch) -> None:
         self.options, self.operands, self.batch, self.interpret = static.options, operands, batch, static.interpret
+        self.score = static.score
         self.form, heads, dim = LAYOUTS[static.layout], *operands.query.shape[1:]
         shape = page_shape(static.layout, operands.key_pages, operands.value_pages, dim, static.value_dim)
         self.pages, self.page, self.kv_heads = shape.pages, shape.page, shape.kv_heads
@@ -202,13 +213,22 @@ class _Runs:
         inputs |= self._scales(sizes.block_kv)
         if keys.words is not None:
             inputs["words"] = of_rows(keys.words.swapaxes(1, 2))
+
+        def by_heads(x: jax.Array) -> jax.Array:
+            """[heads] as [parts of them, rows], each number for all tokens of its head."""
+            return jnp.tile(self._by_tile(x, each, heads), (1, -(-sizes.rows // each)))[:, : sizes.rows]
+
         if operands.sinks is not None:
-            sinks = self._by_tile(operands.sinks.astype(jnp.float32), each, heads)
-            sinks = jnp.tile(sinks, (1, -(-sizes.rows // each)))
-            inputs["sinks"] = sinks[:, : sizes.rows]
+            inputs["sinks"] = by_heads(operands.sinks.astype(jnp.float32))
+        if self.score is not None:
+            inputs |= {name: by_heads(x) for name, x in self._of_heads(self.score).items()}
+            inputs["positions"] = of_rows(self._positions(tiles, keys))
+            if operands.shard is not None:
+                inputs["shard"] = jnp.stack([operands.shard.reshape(()), jnp.int32(self.own.stride)])
+        no_mask = StaticArgs(Full(), sizes.rows, sizes.block_kv, 0, 0, 0.0, score=self.score)
         kernel = PagesForward(
             sizes,
-            TileLogits(options.scale, options.soft_cap, StaticArgs(Full(), sizes.rows, sizes.block_kv, 0, 0, 0.0)),
+            TileLogits(options.scale, options.soft_cap, no_mask),
             self.form,
             self.page,
             self.pages,
@@ -249,6 +269,23 @@ class _Runs:
                 rows = rows.reshape(*rows.shape[:2], -1)
                 found[f"{name}s"] = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % block_kv)))
         return found
+
+    def _of_heads(self, score: Steps) -> dict[str, jax.Array]:
+        """What a score reads by query heads, [heads]: its arrays, and the heads' numbers for a function."""
+        arrays, heads = self.operands.of_score, self.kv_heads * self.group
+        assert arrays is not None
+        found = {f"capture{n}": jnp.broadcast_to(x.reshape(-1), (heads,)) for n, x in enumerate(arrays.captures)}
+        if Function.name in score.names:
+            found["heads"] = jnp.arange(heads, dtype=np.int32) + arrays.head_start.reshape(())
+        return found
+
+    def _positions(self, tiles: RowTiles, keys: RowKeys) -> jax.Array:
+        """Those by which a score knows the tiles' tokens."""
+        if self.operands.q_positions is None:
+            return keys.positions
+        starts = self.batch.starts.at[tiles.sequence].get(mode="promise_in_bounds")
+        token = (starts + tiles.token)[:, None] + jnp.arange(keys.positions.shape[1], dtype=np.int32)[None]
+        return self.operands.q_positions.at[token].get(mode="clip")
 
     def _by_tile(self, x: jax.Array, each: int, heads: int) -> jax.Array:
         """[..., heads] as [..., parts of them, of one], zeros after the last part's own."""

@@ -33,6 +33,7 @@ from ...block_words import seen_by_words
 from ...lse import LN2, LOG2E
 from ...tile_mask import TileLogits
 from ..paged_mask import BITS
+from .page_tile import PageTile, along_rows, by_row, of_rows
 from .page_tiles import PageTiles
 from .page_units import FIELDS
 
@@ -40,8 +41,9 @@ __all__ = ["PagesForward"]
 
 # Registers per thread of a warpgroup that loads and of one that computes, by how many there are of each: what some give up is all
 # that others can take. With one of each they stay as compiled. One that widens quantised numbers needs more.
-_REGISTERS = {(1, 2): (40, 232), (2, 1): (120, 240), (2, 2): (56, 200)}
+_REGISTERS = {(1, 2): (56, 224), (2, 1): (120, 240), (2, 2): (56, 200)}
 _REGISTERS_OF_LATENTS = (56, 224)  # quantised ones
+_REGISTERS_OF_PARTS = (40, 232)  # where two that compute have half of a row's columns each
 _AT_ONCE = 128  # columns up to which numbers are widened without a loop: more would take registers that aren't there
 _WIDENED = plgpu.Layout.WGMMA_UPCAST_2X  # how a warpgroup holds numbers while it widens them
 
@@ -104,6 +106,8 @@ class PagesForward:
         unit = Unit(*(refs["units"][number, field] for field in range(len(FIELDS))))
 
         registers = _REGISTERS.get((self.loaders, self.tiles.consumers))
+        if self.tiles.parts > 1 and not self.quantised:
+            registers = _REGISTERS_OF_PARTS
         if self.quantised and self.latent:
             registers = _REGISTERS_OF_LATENTS if self.tiles.consumers > 1 else None
 
@@ -256,7 +260,7 @@ class PagesForward:
         for row in range(0, self.tiles.block_kv, ROWS):
             rows, seen, numbers = pl.ds(row, ROWS), None, refs[f"{name}_stored"].at[place]
             if f"{name}_scales" in refs:
-                refs[f"{name}_factors"].at[slot, rows][...] = _by_row(refs[f"{name}_scale_rows"].at[place, rows])
+                refs[f"{name}_factors"].at[slot, rows][...] = by_row(refs[f"{name}_scale_rows"].at[place, rows])
             if masked and name == self.streams[-1]:
                 local = plgpu.broadcasted_iota(jnp.int32, (ROWS, step), 0, layout=_WIDENED) + row
                 seen = self._seen(unit, local, first, bits)
@@ -344,7 +348,8 @@ class PagesForward:
         group, part = self._place(warpgroup)
         query, columns = refs["query_tile"].at[group], self.dims[1] // parts
         rows = pl.ds(group * ROWS, ROWS)
-        low, high = (_by_row(refs[name].at[unit.tile_of_rows, rows]) for name in ("low", "high"))
+        low, high = (by_row(refs[name].at[unit.tile_of_rows, rows]) for name in ("low", "high"))
+        scored = of_rows(refs, unit.tile_of_rows, head, rows)
         carry = (
             plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), TILE),
             *self._start(refs, unit, head, group),
@@ -366,14 +371,15 @@ class PagesForward:
             seen = [] if not masked else self._visible(refs, unit, tile, rows, low, high)
             if of_keys is None and "key_scale" in refs:
                 of_keys = refs["key_scale"][kv_head]
-            x, factor, _ = weigh(_PageTile(self.logits, refs, seen, raw.shape, of_keys), raw, masked)
+            place = (unit.sequence, tile * tiles.block_kv, self.page)
+            x, factor, _ = weigh(PageTile(self.logits, refs, seen, raw.shape, of_keys, scored, *place), raw, masked)
             new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
             # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak) if masked else new_peak
             shrink = jnp.exp2(peak - shift)
-            weights = jnp.exp2(x * factor - _along_rows(shift, x.shape))
+            weights = jnp.exp2(x * factor - along_rows(shift, x.shape))
             total = total * shrink + weights.sum(axis=1)
-            sums = sums * _along_rows(shrink, sums.shape)
+            sums = sums * along_rows(shrink, sums.shape)
             if not self.latent:
                 plgpu.barrier_wait(refs["value_clean" if cleaned else "value_full"].at[slot])
             of_values = of_keys if self.latent else self._factors(refs, "value", slot, raw.shape)
@@ -406,8 +412,8 @@ class PagesForward:
         """(peak, total) of rows that have seen no key: a sink is a key without a value, seen once."""
         if "sinks" not in refs:
             return _filled(-jnp.inf), _filled(0.0)
-        sinks = _by_row(refs["sinks"].at[head, pl.ds(group * ROWS, ROWS)])
-        sinks = jnp.where(unit.first != 0, sinks * LOG2E, -jnp.inf)
+        sinks = by_row(refs["sinks"].at[head, pl.ds(group * ROWS, ROWS)])
+        sinks = sinks * LOG2E + jnp.where(unit.first != 0, 0.0, -jnp.inf)
         return sinks, jnp.where(sinks == -jnp.inf, 0.0, 1.0)
 
     def _visible(
@@ -416,7 +422,7 @@ class PagesForward:
         """The tests that a visible key passes, each [rows, keys]."""
         shape, first = (ROWS, self.tiles.block_kv), tile * self.tiles.block_kv
         local = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
-        seen = (local >= _along_rows(low - first, shape)) & (local < _along_rows(high - first, shape))
+        seen = (local >= along_rows(low - first, shape)) & (local < along_rows(high - first, shape))
         if "words" in refs:
             seen |= self._drafts(refs["words"].at[unit.tile_of_rows], rows, local + (first - unit.first_draft))
         shift = min(self.tiles.block_kv, self.page).bit_length() - 1
@@ -425,7 +431,7 @@ class PagesForward:
 
     def _drafts(self, words: Any, rows: Any, number: jax.Array) -> jax.Array:
         """Whether rows' bits of drafts with these numbers are set; words: a reference [n, rows of the tile]."""
-        of_rows = [_along_rows(_by_row(words.at[n, rows]), number.shape) for n in range(words.shape[0])]
+        of_rows = [along_rows(by_row(words.at[n, rows]), number.shape) for n in range(words.shape[0])]
         within = (number >= 0) & (number < BITS * len(of_rows))
         return within & seen_by_words(of_rows, number, jnp.int32(0), 1)
 
@@ -444,7 +450,7 @@ class PagesForward:
         share = 1.0 / safe
         if "value_scale" in refs:
             share = share * refs["value_scale"][lax.div(head, jnp.int32(self.head_tiles))]
-        output[...] = (sums * _along_rows(share, sums.shape)).astype(refs["output"].dtype)
+        output[...] = (sums * along_rows(share, sums.shape)).astype(refs["output"].dtype)
         rows, lse_rows = pl.ds(group * ROWS, self.rows), refs["lse_rows"].at[warpgroup]
         lse_rows[...] = lse
         plgpu.commit_smem()
@@ -458,22 +464,6 @@ class PagesForward:
         plgpu.wait_smem_to_gmem(0)
 
 
-class _PageTile:
-    """A tile as `weigh` takes it. scale: of its keys, a number or one for each column."""
-
-    def __init__(
-        self, logits: TileLogits, refs: dict[str, Any], seen: list[jax.Array], shape: tuple[int, ...], scale: Any
-    ) -> None:
-        self.logits, self.static_args, self.seen, self.shape = logits, logits.static_args, seen, shape
-        self.scale, self.refs = scale, refs if scale is None else refs | {"key_scale": scale}
-
-    def visible(self) -> list[jax.Array]:
-        return self.seen
-
-    def key_scale(self) -> Any:
-        return self.scale
-
-
 def widened(x: jax.Array, dtype: Any) -> jax.Array:
     """Numbers of 8 bits in a dtype of 16, which is exact. GPUs convert int8 to bfloat16 and fp8 to float16 with few instructions;
     others go through float32."""
@@ -481,17 +471,7 @@ def widened(x: jax.Array, dtype: Any) -> jax.Array:
     return exact if exact.dtype == dtype else exact.astype(jnp.float32).astype(dtype)
 
 
-def _by_row(ref: Any) -> jax.Array:
-    rows: jax.Array = plgpu.load(ref, layout=BY_ROW, optimized=False)  # type: ignore[call-arg] # of jax 0.10
-    return rows
-
-
 def _filled(x: Any) -> jax.Array:
     """A number for each row."""
     rows: jax.Array = plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), BY_ROW)
     return rows
-
-
-def _along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A number for each row, along it."""
-    return lax.broadcast_in_dim(x, shape, (0,))

@@ -60,7 +60,8 @@ class RowTiles(NamedTuple):
 class RowKeys(NamedTuple):
     """Keys that tokens of tiles see, counted over the device's own: low, high int32 [tiles, tokens], a run, nothing where
     high <= low; words int32 [tiles, tokens, n], bits of keys from first_draft [tiles] on, or None. Of each tile, int32 [tiles]:
-    first, end, between which are all keys that any token sees; all_from, all_before, between which all tokens see all."""
+    first, end, between which are all keys that any token sees; all_from, all_before, between which all tokens see all.
+    positions int32 [tiles, tokens]: of the tokens, in a tree by their depth."""
 
     low: jax.Array
     high: jax.Array
@@ -70,6 +71,7 @@ class RowKeys(NamedTuple):
     end: jax.Array
     all_from: jax.Array
     all_before: jax.Array
+    positions: jax.Array
 
 
 def row_keys(
@@ -119,6 +121,7 @@ def row_keys(
         end.max(axis=1),
         jnp.where(used, low, 0).max(axis=1),
         jnp.where(used, high, NO_KEY).min(axis=1),
+        position,
     )
 
 
