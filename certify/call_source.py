@@ -12,7 +12,7 @@ from .convention import Convention
 _PLACED = ("segments", "bias", "sinks", "mask", "kv_lengths")
 _OF_SCORES = {"temperature": "temperature", "relative": "table", "forgetting": "log_gate"}
 
-__all__ = ["call_lines", "differentiated", "prepared_lines", "single_arrays"]
+__all__ = ["call_lines", "cast", "differentiated", "drawn_as_called", "prepared_lines", "single_arrays"]
 
 
 def differentiated(case: Case) -> tuple[str, ...]:
@@ -26,6 +26,19 @@ def _arrays(case: Case) -> tuple[list[str], list[str]]:
     """Names of the arrays in the call's dtype, and of those that keep theirs."""
     floats = ["q", "k", "v", *(["d"] if case.has("gradient") else []), *(["bias"] if case.has("bias") else [])]
     return floats, single_arrays(case)
+
+
+def drawn_as_called(case: Case) -> bool:
+    """Whether the arrays can be drawn in the call's dtype: none is changed, or stays in another dtype, before the call."""
+    changed = case.has("values") or case.levels["bias"] in ("infinite", "dead") or case.has("sinks")
+    return not changed and not (case.has("gradient") and case.may_have_dead_rows)
+
+
+def cast(drawn: str, case: Case, convention: Convention) -> str:
+    """An array in the call's dtype."""
+    if convention.framework == "torch":
+        return f"torch.tensor({drawn}, dtype=torch.{case.dtype})"
+    return f"jnp.asarray({drawn}, jnp.{case.dtype})"
 
 
 def single_arrays(case: Case) -> list[str]:
@@ -43,23 +56,24 @@ def call_lines(case: Case, convention: Convention) -> list[str]:
     ]  # fmt: skip
     torch = convention.framework == "torch"
 
-    def cast(names: list[str], dtype: str) -> str:
-        each = f"{names[0]}," if len(names) == 1 else ", ".join(names)
-        one = f"torch.tensor(x, dtype=torch.{dtype})" if torch else f"jnp.asarray(x, jnp.{dtype})"
-        same = "torch.tensor(x)" if torch else "jnp.asarray(x)"
-        return f"{each} = ({one if dtype else same} for x in ({each}))".replace(", =", ", =")
+    def each(names: list[str], one: str) -> list[str]:
+        listed = f"{names[0]}," if len(names) == 1 else ", ".join(names)
+        return [f"{listed} = ({one} for x in ({listed}))"] if names else []
 
-    lines = [cast(floats, case.dtype)]
-    lines += [cast(single, "float32")] if single else []
-    lines += [cast(others, "")] if others else []
+    lines = [] if drawn_as_called(case) else each(floats, cast("x", case, convention))
+    lines += each(single, "torch.tensor(x, dtype=torch.float32)" if torch else "jnp.asarray(x, jnp.float32)")
+    lines += each(others, "torch.tensor(x)" if torch else "jnp.asarray(x)")
     inputs = ", ".join(differentiated(case)) if case.has("gradient") else "q, k, v"
-    lines.append(f"call = lambda {inputs}: {_call_text(case, convention)}")
-    return [*lines, *(_torch_run(case) if torch else _jax_run(case, inputs))]
+    function = f"lambda {inputs}: {_call_text(case, convention)}"
+    return [*lines, *(_torch_run(case, function) if torch else _jax_run(case, inputs, function))]
 
 
-def _jax_run(case: Case, inputs: str) -> list[str]:
-    lines: list[str] = []
+def _jax_run(case: Case, inputs: str, function: str) -> list[str]:
     transform = case.levels["transform"]
+    if transform in ("jit", "eager", "x64", "debug_nans") and not case.has("gradient") and not case.has("lse"):
+        jitted = f"({function})" if transform == "eager" else f"jax.jit({function})"
+        return [f"got = [np.asarray({jitted}({inputs}), np.float64)]"]
+    lines = [f"call = {function}"]
     pair = "one, pair = call, lambda x: [jnp.stack([a, -a]) for a in x]  # of -q, -k, -v the output is minus that of q, k, v"
     if transform == "vmap":
         lines += [pair, "call = lambda *x: -jax.vmap(one)(*pair(x))[1]"]
@@ -89,11 +103,12 @@ def _jax_run(case: Case, inputs: str) -> list[str]:
     return [*lines, f"got = [{every}]"]
 
 
-def _torch_run(case: Case) -> list[str]:
+def _torch_run(case: Case, function: str) -> list[str]:
     if not case.has("gradient"):
-        return ["got = [call(q, k, v).double().numpy()]"]
+        return [f"got = [({function})(q, k, v).double().numpy()]"]
     names = ", ".join(differentiated(case))
     return [
+        f"call = {function}",
         f"x = [a.requires_grad_() for a in ({names})]",
         "out = call(*x)",
         "got = [a.detach().double().numpy() for a in (out, *torch.autograd.grad(out, x, d.to(out.dtype)))]",

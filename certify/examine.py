@@ -21,11 +21,12 @@ _TRIES = {"no answer": 3, "the process ended": 8}  # each costs a new process
 
 @dataclass
 class Examination:
-    """The cases that ran and what came of them. run: judges one case."""
+    """The cases that ran and what came of them. run: judges one case. tell: is told what is being done beside that."""
 
     subject: Subject
     family: Family
     run: Callable[[Any], Judgement]
+    tell: Callable[[str], None] = lambda what: None
     results: list[tuple[Any, Judgement]] = field(default_factory=list)
     wrong_cases: list[WrongCase] = field(default_factory=list)
     causes: list[tuple[frozenset[Feature], ...]] = field(default_factory=list)
@@ -53,6 +54,7 @@ class Examination:
         last = {case: result}
 
         def fails(smaller: Any) -> bool:
+            self.tell(f"making a wrong case small, {len(last)} tried")
             judgement = self.run(smaller)
             last[smaller] = judgement
             return judgement.verdict == "wrong" and judgement.what.startswith(tuple(_TRIES)) == slow
@@ -62,10 +64,15 @@ class Examination:
         what = last[small].what
         essential = self.family.essential(small)
         names = tuple(one.name for one in self.family.features if one in essential) or (self.family.plain.name,)
-        self.wrong_cases.append(WrongCase(names, what, self.family.script(small, f"{self.subject.name}: {what}")))
+        found = WrongCase(names, what, self.family.script(small, f"{self.subject.name}: {what}"))
         # Another level of the same factor may have taken the place of the one that was tried.
         factors = {one.factor for one in essential}
-        self.causes.append((frozenset(one for one in self.family.essential(case) if one.factor in factors), essential))
+        tried = frozenset(one for one in self.family.essential(case) if one.factor in factors)
+        if found in self.wrong_cases:
+            self.causes[self.wrong_cases.index(found)] += (tried,)
+        else:
+            self.wrong_cases.append(found)
+            self.causes.append((tried, essential))
 
 
 def certify(
@@ -83,14 +90,16 @@ def certify(
     """Each feature alone, then at most `pairs` cases in which those that are right meet. features: all by default."""
     family = AttentionFamily(subject) if family is None else family
     unsaid = {one: why for one in family.features if (why := family.inexpressible(one)) is not None}
-    wanted = [one for one in family.features if one not in unsaid and (features is None or one in features)]
-    examination = Examination(subject, family, run)
+    asked = [one for one in family.features if features is None or one in features]
+    wanted = [one for one in asked if one not in unsaid]
     first = list(family.alone(wanted, seed, quick))
+    at, of = 0, len(first) + pairs
+    examination = Examination(subject, family, run, lambda what: progress(at, of, what))
     refused: dict[Feature, str] = {}
     bad: set[Feature] = set()
     plain = Judgement("right")
-    for n, (one, case) in enumerate(first):
-        progress(n, len(first) + pairs, family.plain.title if one is None else one.title)
+    for at, (one, case) in enumerate(first):
+        progress(at, of, family.plain.title if one is None else one.title)
         result = examination.judge(case)
         if one is None:
             plain = result
@@ -101,14 +110,15 @@ def certify(
     if plain.verdict == "right" and pairs:
         meeting = [one for one in wanted if one not in refused and one not in bad]
         rows = family.paired(meeting, seed, pairs)
-        for n, case in enumerate(rows):
-            progress(len(first) + n, len(first) + len(rows), f"{len(family.features_of(case))} features together")
+        of = len(first) + len(rows)
+        for at, case in enumerate(rows, len(first)):
+            progress(at, of, f"{len(family.features_of(case))} features together")
             result = examination.judge(case)
             if result.verdict == "refused" and result.what not in examination.refusals.values():
                 examination.refusals[" + ".join(one.name for one in family.features_of(case))] = result.what
     if plain.verdict == "refused":
         refused[family.plain] = plain.what
-    table = tuple(_verdict(one, examination, unsaid, refused, wanted) for one in (family.plain, *family.features))
+    table = tuple(_verdict(one, examination, unsaid, refused, asked) for one in (family.plain, *family.features))
     convention = subject.convention
     return Certificate(
         subject.name, convention.name, convention.about, seed, len(examination.results), versions or {}, table,
@@ -118,13 +128,13 @@ def certify(
 
 
 def _verdict(
-    one: Feature, examination: Examination, unsaid: dict[Feature, str], refused: dict[Feature, str], wanted: list[Feature]
+    one: Feature, examination: Examination, unsaid: dict[Feature, str], refused: dict[Feature, str], asked: list[Feature]
 ) -> FeatureVerdict:  # fmt: skip
     family = examination.family
     plain = one is family.plain
-    if one in unsaid:
+    if one in unsaid and one in asked:
         return FeatureVerdict(one.name, one.title, "not expressible", unsaid[one])
-    if not plain and one not in wanted:
+    if not plain and one not in asked:
         return FeatureVerdict(one.name, one.title, "not tried")
     counts: Counter[str] = Counter()
     for case, result in examination.results:

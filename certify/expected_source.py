@@ -33,7 +33,15 @@ def expected_lines(case: Case, convention: Convention, gradients: tuple[str, ...
     if case.has("bias"):
         x = f"{x} + bias"
     lines.append(f"x = {x}" if case.sees_all else f"x = np.where(see, {x}, -np.inf)")
-    lines += _softmax(case)
+    plain = not case.has("sinks") and not case.has("lse") and not case.may_have_dead_rows
+    if plain and not case.has("gradient"):
+        weights = "w / w.sum(-1, keepdims=True)"
+        return [
+            *lines,
+            "w = np.exp(x - x.max(-1, keepdims=True))",
+            f'want = [np.einsum("bhij,bjhd->bihd", {weights}, v)]',
+        ]
+    lines += _softmax(case, plain)
     lines.append('want = [np.einsum("bhij,bjhd->bihd", w, v)]')
     if case.has("lse"):
         lines.append("want.append((m + np.log(total))[..., 0])")
@@ -72,9 +80,9 @@ _SCORED = {
 }
 
 
-def _softmax(case: Case) -> list[str]:
+def _softmax(case: Case, plain: bool) -> list[str]:
     """From `x` to `w`; a row that sees no key has weights of 0."""
-    if not case.has("sinks") and not case.has("lse") and not case.may_have_dead_rows:
+    if plain:
         return ["e = np.exp(x - x.max(-1, keepdims=True))", "w = e / e.sum(-1, keepdims=True)"]
     least = "sinks[:, None, None]" if case.has("sinks") else "-1e300"
     extra = " + np.exp(sinks[:, None, None] - m)" if case.has("sinks") else ""

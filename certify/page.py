@@ -16,8 +16,8 @@ _CLASSES = {
 }
 
 
-def result_text(one: FeatureVerdict) -> str:
-    """What a row says beside its verdict."""
+def result_text(one: FeatureVerdict, *, noted: bool = True) -> str:
+    """What a row says beside its verdict. noted: with what has to be known of a feature that is right."""
     if one.verdict in ("not expressible", "refused"):
         return one.why
     if one.verdict == "wrong":
@@ -25,7 +25,7 @@ def result_text(one: FeatureVerdict) -> str:
     if one.verdict == "not tried":
         return ""
     counted = f"{one.right} case{'' if one.right == 1 else 's'}"
-    return f"{counted}; {one.why}" if one.why else counted
+    return f"{counted}; {one.why}" if one.why and noted else counted
 
 
 def certificate_page(certificate: Certificate) -> str:

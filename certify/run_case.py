@@ -5,14 +5,15 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from ..errors import ConfigError, first_line
+from ..errors import ConfigError, RefusedError, first_line
 from .case import Case
 from .judge import Judgement, judged
 from .source import Lines, Subject, lines_of
 
-__all__ = ["CaseRunner", "raised_in"]
+__all__ = ["CaseRunner", "message_of", "raised_in"]
 
 _FILE = "<case>"
+_LONGEST = 300  # letters of a message
 _CLEARED_EVERY = 100  # cases: jax keeps every compiled program
 
 
@@ -43,14 +44,14 @@ class CaseRunner:
             except Exception as error:  # the target's, of whatever class
                 if isinstance(error, NameError) and raised_in(error, _FILE):
                     raise self._unwritten(str(error)) from None
-                return Judgement("refused", f"{type(error).__name__}: {first_line(error)}")
+                return Judgement("refused", message_of(error))
             finally:
                 _reset(case)
         return judged(case, self.subject.convention, space)
 
-    def start(self) -> None:
-        """Import the target. Errors: those of the import."""
-        self._imported(lines_of(Case(), self.subject))
+    def start(self) -> Any:
+        """Import the target, and return it. Errors: those of the import."""
+        return self._imported(lines_of(Case(), self.subject))["f"]
 
     def _compiled(self, lines: Lines) -> Any:
         text = "\n".join((*lines.options, *lines.prepare, *lines.inputs, *lines.call))
@@ -72,6 +73,13 @@ class CaseRunner:
             f"convention {self.subject.convention.name}: {why}; wanted a call with q, k, v, mask, bias, q_segments, kv_segments, "
             "kv_lengths, sinks, slopes, and what the convention imports."
         )
+
+
+def message_of(error: BaseException) -> str:
+    """An exception in one line. attnops' own refusals begin with the whole call; their reasons follow."""
+    reasons = str(error).strip().splitlines()[1:] if isinstance(error, RefusedError) else []
+    text = " ".join(line.strip() for line in reasons) or first_line(error)
+    return f"{type(error).__name__}: {text if len(text) <= _LONGEST else f'{text[: _LONGEST - 3]}...'}"
 
 
 def raised_in(error: BaseException, file: str) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .call_source import call_lines, differentiated, prepared_lines
+from .call_source import call_lines, cast, differentiated, drawn_as_called, prepared_lines
 from .case import Case
 from .convention import Convention
 from .expected_source import expected_lines
@@ -55,7 +55,7 @@ def lines_of(case: Case, subject: Subject) -> Lines:
     imports = ("import numpy as np", "import torch") if torch else ("import jax, jax.numpy as jnp, numpy as np",)
     return Lines(
         process, options, (*imports, *convention.imports, *subject.define), prepared_lines(case, convention),
-        tuple(_inputs(case, convention.dead_rows)), tuple(call_lines(case, convention)),
+        tuple(_inputs(case, convention)), tuple(call_lines(case, convention)),
     )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def _literal(array: np.ndarray) -> str:
     return f"np.array({text.replace(',', ', ')}, {'bool' if array.dtype == bool else 'np.int32'})"
 
 
-def _inputs(case: Case, dead_rows: str) -> list[str]:
+def _inputs(case: Case, convention: Convention) -> list[str]:
     """The arrays in NumPy, and `see`: which query may attend to which key."""
     b, t, s, h, k = case.batch, case.q_len, case.kv_len, case.heads, case.kv_heads
     shapes: list[tuple[str, tuple[int, ...]]] = [
@@ -112,7 +112,11 @@ def _inputs(case: Case, dead_rows: str) -> list[str]:
         shapes.append(("bias", (1, h, 1, s) if case.levels["bias"] == "broadcast" else (b, h, t, s)))
     if case.has("sinks"):
         shapes.append(("sinks", (h,)))
-    drawn = "rng.integers(-2, 3, s).astype(float)" if case.integers else "rng.standard_normal(s)"
+    drawn = "rng.integers(-2, 3, s)" if case.integers else "rng.standard_normal(s)"
+    if drawn_as_called(case):
+        drawn = cast(drawn, case, convention)
+    elif case.integers:
+        drawn += ".astype(float)"
     names = ", ".join(name for name, _ in shapes)
     lines = [
         f"rng = np.random.default_rng({case.seed})",
@@ -130,7 +134,7 @@ def _inputs(case: Case, dead_rows: str) -> list[str]:
         lines.append(_SCORE_ARRAYS[case.levels["score"]].format(b=b, h=h, s=s))
     if case.has("alibi"):
         lines.append(f"slopes = np.array({[2.0 ** -(1 + n) for n in range(h)]})")
-    return lines + _visible(case, dead_rows)
+    return lines + _visible(case, convention.dead_rows)
 
 
 def _visible(case: Case, dead_rows: str) -> list[str]:
@@ -153,7 +157,7 @@ def _visible(case: Case, dead_rows: str) -> list[str]:
         lines.append(f"mask = {_literal(case.mask())}")
         terms.append("mask")
     shape = (case.batch, case.heads, case.q_len, case.kv_len)
-    if terms or case.has("alibi") or case.has("score"):
+    if any(case.has(factor) for factor in ("causal", "window", "lengths", "alibi", "score")):
         lines.append(f"i, j = np.arange({case.q_len})[:, None], np.arange({case.kv_len})")
     if terms:
         lines.append(f"see = np.broadcast_to({' & '.join(terms)}, {shape})")

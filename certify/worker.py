@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -34,11 +35,19 @@ def _waited(pid: int) -> dict[str, float]:
     return found
 
 
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End a worker, and what its target started."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+
+
 class Worker:
     """Runs the cases of one subject, each within `seconds`. A context manager; the process starts with the first case. Time in
     which the process waits for a CPU isn't counted, so that a busy machine isn't a wrong case.
 
-    Errors: AttnOpsError if the target can't be imported.
+    Errors: AttnOpsError if the target can't be imported or called.
     """
 
     def __init__(self, subject: Subject, seconds: float) -> None:
@@ -65,8 +74,8 @@ class Worker:
         status = self._end()
         if late:
             return Judgement("wrong", f"no answer within {self.seconds:g} s", -1.0)
-        signal = f"signal {-status}" if status < 0 else f"status {status}"
-        return Judgement("wrong", f"the process ended with {signal}", -1.0)
+        ending = f"signal {-status}" if status < 0 else f"status {status}"
+        return Judgement("wrong", f"the process ended with {ending}", -1.0)
 
     def _start(self) -> None:
         environment = dict(os.environ)
@@ -81,6 +90,7 @@ class Worker:
             stderr=subprocess.DEVNULL,
             text=True,
             env=environment,
+            start_new_session=True,
         )
         self.starts += 1
         convention = self.subject.convention.model_dump_json()
@@ -88,7 +98,7 @@ class Worker:
         if answer is None or "error" in answer:
             self._end()
             why = "the import takes too long" if late else (answer or {}).get("error", "the process ended")
-            raise AttnOpsError(f"{self.subject.name}: {why}; wanted a target that can be imported.")
+            raise AttnOpsError(f"{self.subject.name}: {why}; wanted a function that can be imported.")
 
     def _ask(self, request: Any, seconds: float) -> tuple[Any, bool]:
         """(the answer, None if there is none; whether time ran out)."""
@@ -107,7 +117,7 @@ class Worker:
                 waited = max((spent - before.get(thread, 0.0) for thread, spent in now.items()), default=0.0)
                 left = seconds - (time.monotonic() - started - waited)
             late.set()
-            process.kill()
+            _kill(process)
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
@@ -130,8 +140,7 @@ class Worker:
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-        try:
-            return process.wait(2)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2)
+        _kill(process)
+        return process.wait()

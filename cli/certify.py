@@ -54,9 +54,13 @@ def run_certify(options: CertifyOptions) -> Certificate:
 
 
 def check_files(*paths: Path | None) -> None:
-    """Errors: ConfigError for a file whose folder doesn't exist, before anything runs."""
+    """Errors: ConfigError for a file that can't be written, before anything runs."""
     for path in paths:
-        if path is not None and not path.parent.is_dir():
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder; wanted a file to write to.")
+        if not path.parent.is_dir():
             raise ConfigError(f"{path}: {path.parent} is not a folder; wanted a file to write to.")
 
 
@@ -81,19 +85,18 @@ def print_certificate(certificate: Certificate, written: list[Path]) -> None:
     for one in c.features:
         if one.verdict == "not tried":
             continue
-        said = "" if one.verdict in ("refused", "not expressible") else result_text(one)
+        said = result_text(one, noted=False) if one.verdict in ("right", "wrong") else ""
         rows.add_row(one.title, Text(one.verdict, style=_STYLES[one.verdict]), said)
     console.print(rows)
     for n, case in enumerate(c.wrong_cases):
-        console.print(
-            "", title(Text(f"case {n + 1}: {', '.join(case.features)}", style="bold red")), case.script, sep="\n"
-        )
+        console.print("", title(Text(f"case {n + 1}: {', '.join(case.features)}", style="bold red")), sep="\n")
+        console.print(case.script, soft_wrap=True)  # whole lines, to be pasted
     counts = ", ".join(f"{c.count(word)} {word}" for word in _STYLES if c.count(word))
     ending: list[tuple[str, str | Text]] = [
-        (one.verdict, f"{one.title}: {one.why}")
-        for word in ("refused", "not expressible")
+        (word, f"{one.title}: {one.why}")
+        for word in ("right", "refused", "not expressible")
         for one in c.features
-        if one.verdict == word
+        if one.verdict == word and one.why
     ]
     ending += [("refused together", f"{names}: {why}") for names, why in c.refusals]
     ending += [("features", counts), ("cases", f"{c.cases}, seed {c.seed}")]

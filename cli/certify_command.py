@@ -55,10 +55,13 @@ def certify(
     as_json: o.Json = False,
 ) -> None:
     """Find out what a function of attention gets right, feature by feature, and the smallest case of what it gets wrong."""
+    from ..errors import ConfigError
     from .certify import CertifyOptions, check_files, list_names, print_certificate, run_certify, write_files
     from .json_output import print_json
 
     if target is None:
+        if convention or feature or quick or html or badge or as_json:
+            raise ConfigError("no target; `attnops certify` lists the names.")
         list_names()
         return
     check_files(html, badge)
@@ -70,3 +73,8 @@ def certify(
         print_certificate(certificate, written)
     if certificate.wrong:
         raise typer.Exit(1)
+    if certificate.features[0].verdict == "refused":
+        raise ConfigError(
+            f"{target} refuses plain attention, and nothing is certified: {certificate.features[0].why}; wanted a convention "
+            "that says how it is called, on a device where it runs."
+        )

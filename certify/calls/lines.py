@@ -33,8 +33,10 @@ def lines_of(parts: CallParts, case: CallCase, subject: Subject) -> CallLines:
     call = [
         "def run(some):",
         *_indented(parts.run),
+        # Arguments: of constants, XLA on CPUs folds some gathers wrongly (openxla/xla#34260).
+        "floats = lambda some: {n: y for n, y in (x | some).items() if jnp.issubdtype(y.dtype, jnp.floating)}",
         *_TRANSFORMS.get(transform, ()),
-        f"got = [np.asarray(y, np.float64) for y in {'run' if transform == 'eager' else 'jax.jit(run)'}({{}})]",
+        f"got = [np.asarray(y, np.float64) for y in {'run' if transform == 'eager' else 'jax.jit(run)'}(floats({{}}))]",
     ]
     expected = [
         "wide = lambda y: np.asarray(y) if jnp.issubdtype(y.dtype, jnp.integer) else np.asarray(y, np.float64)",
@@ -48,8 +50,9 @@ def lines_of(parts: CallParts, case: CallCase, subject: Subject) -> CallLines:
             f"smooth = {{n: x[n] for n in {list(smooth)}}}",
             "d = [rng.standard_normal(y.shape) for y in got]",
             "u = {n: rng.standard_normal(y.shape) for n, y in smooth.items()}",
-            "loss = lambda some: sum((y.astype(jnp.float32) * jnp.asarray(z, jnp.float32)).sum() for y, z in zip(run(some), d))",
-            "slopes = jax.jit(jax.grad(loss))(smooth)",
+            "single = lambda y: jnp.asarray(y, jnp.float32)",
+            "loss = lambda some, rest: sum((single(y) * single(z)).sum() for y, z in zip(run(rest | some), d))",
+            "slopes = jax.jit(jax.grad(loss))(smooth, floats({}))",
             "slopes = {n: np.asarray(y, np.float64) for n, y in slopes.items()}",
             "got += [np.asarray((slopes[n] * u[n]).sum()) for n in smooth]",
         ]
@@ -116,12 +119,9 @@ def _indented(lines: tuple[str, ...]) -> list[str]:
     return [textwrap.indent(line, "    ") for line in lines]
 
 
-_PAIR = (
-    "floats = lambda some: {n: y for n, y in (x | some).items() if jnp.issubdtype(y.dtype, jnp.floating)}",
-    "one, pair = run, lambda some: jax.tree.map(lambda y: jnp.stack([y * 0, y]), floats(some))",
-)
+_PAIR = "one, pair = run, lambda some: jax.tree.map(lambda y: jnp.stack([y * 0, y]), floats(some))"
 _TRANSFORMS = {
-    "vmap": (*_PAIR, "run = lambda some: [y[1] for y in jax.vmap(one)(pair(some))]"),
-    "scan": (*_PAIR, "run = lambda some: [y[1] for y in jax.lax.scan(lambda c, y: (c, one(y)), 0, pair(some))[1]]"),
+    "vmap": (_PAIR, "run = lambda some: [y[1] for y in jax.vmap(one)(pair(some))]"),
+    "scan": (_PAIR, "run = lambda some: [y[1] for y in jax.lax.scan(lambda c, y: (c, one(y)), 0, pair(some))[1]]"),
     "remat": ("run = jax.checkpoint(run)",),
 }

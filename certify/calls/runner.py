@@ -10,7 +10,7 @@ import numpy as np
 from ...errors import ConfigError, first_line
 from ...verify.closeness import row_error
 from ..judge import TOLERANCES, Judgement
-from ..run_case import raised_in
+from ..run_case import message_of, raised_in
 from ..source import Subject
 from .case import CallCase
 from .kind import Kind
@@ -29,14 +29,12 @@ class CallRunner:
         self.subject, self.kind, self.given = subject, kind, given
         self.count = 0
 
-    def start(self) -> None:
-        """Import the target. Errors: those of the import."""
-        exec(
-            "\n".join(
-                ("import jax, jax.numpy as jnp, numpy as np", *self.subject.convention.imports, *self.subject.define)
-            ),
-            {},
-        )
+    def start(self) -> Any:
+        """Import the target, and return it. Errors: those of the import."""
+        space: dict[str, Any] = {}
+        lines = ("import jax, jax.numpy as jnp, numpy as np", *self.subject.convention.imports, *self.subject.define)
+        exec("\n".join(lines), space)
+        return space["f"]
 
     def __call__(self, case: CallCase) -> Judgement:
         """An exception of the target is a refusal; NaN that jax found at its request is not."""
@@ -58,7 +56,7 @@ class CallRunner:
             except Exception as error:  # the target's, of whatever class
                 if isinstance(error, NameError) and raised_in(error, _FILE):
                     raise self._unwritten(str(error)) from None
-                return Judgement("refused", f"{type(error).__name__}: {first_line(error)}")
+                return Judgement("refused", message_of(error))
             finally:
                 jax.config.update("jax_enable_x64", False)
                 jax.config.update("jax_debug_nans", False)

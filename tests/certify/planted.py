@@ -2,6 +2,8 @@
 
 import functools
 import os
+import subprocess
+import sys
 import time
 
 import jax
@@ -116,6 +118,37 @@ def hangs_with_sinks(q, k, v, **more):
     if "sinks" in more:
         time.sleep(1000)
     return attend(q, k, v, **more)
+
+
+def exits_with_scale(q, k, v, **more):
+    """Leaves Python."""
+    if "scale" in more:
+        sys.exit(3)
+    return attend(q, k, v, **more)
+
+
+def hangs_in_a_child_with_scale(q, k, v, **more):
+    """Waits for another process, whose number it leaves in a file."""
+    if "scale" in more:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        with open(os.environ["PLANTED_PID"], "a") as file:
+            print(child.pid, file=file)
+        child.wait()
+    return attend(q, k, v, **more)
+
+
+def reads_and_prints(q, k, v, **more):
+    """Talks on the streams of its process."""
+    print("{}", sys.stdin.read())
+    return attend(q, k, v, **more)
+
+
+def refuses_everything(q, k, v, **more):
+    """Never runs."""
+    raise NotImplementedError("dims of 128 are wanted")
+
+
+number = 3
 
 
 def refuses_windows(q, k, v, *, window=None, **more):

@@ -70,6 +70,10 @@ def test_a_wrong_function_ends_with_1_and_its_files_say_so(
         (["x.:y", "--as", "jax.nn"], "module:function"),
         (["vanilla", "--html", "/no/such/folder/a.html"], "not a folder"),
         (["planted:", "--as", "jax.nn"], "module:function"),
+        (["vanilla", "--badge", "/"], "is a folder"),
+        (["--as", "jax.nn"], "no target"),
+        (["planted:number", "--as", "jax.nn"], "int is no function"),
+        (["planted:refuses_everything", "--as", "jax.nn", "--feature", "scale", "--quick"], "dims of 128 are wanted"),
     ],
 )
 def test_bad_usage_ends_with_2(
@@ -78,6 +82,25 @@ def test_bad_usage_ends_with_2(
     monkeypatch.chdir(HERE)
     assert main(["certify", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_printed_case_is_pasted_as_it_stands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten lines, none of which is broken at the width of the console."""
+    monkeypatch.chdir(HERE)
+    monkeypatch.setenv("COLUMNS", "40")
+    command = ["certify", "planted:scale_ignored", "--as", "planted.toml", "--feature", "scale", "--cases", "0"]
+    assert main(command) == 1
+    printed = capsys.readouterr().out
+    pasted = printed[printed.index("import jax") :]
+    pasted = pasted[: pasted.index(".max())") + len(".max())")]
+    assert len(pasted.splitlines()) == 10
+    told: dict[str, object] = {}
+    exec(compile(pasted, "<script>", "exec"), told)
+    (got,), (want,) = told["got"], told["want"]
+    assert abs(got - want).max() > 1e-3
+    assert "window" not in printed  # it wasn't asked for
 
 
 def test_a_library_that_is_absent_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +116,7 @@ def test_a_library_that_is_absent_is_named(monkeypatch: pytest.MonkeyPatch, caps
         ('cuasal = "is_causal"', "cuasal"),
         ('mask_means = "maybe"', "mask_means"),
         ('call = "{f}({q}, {k}, {v}, nope)"', "nope"),
-        ('call = "{f}({q}, {k}"', "was never closed"),
+        ('call = "{f}({q}, {k}"', "does not match opening parenthesis"),
     ],
 )
 def test_a_convention_that_makes_no_call_is_refused(

@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import planted
@@ -70,7 +71,8 @@ def test_what_is_planted_is_found(name: str, features: tuple[str, ...], wrong: s
         assert wrong & set(case.features), case.features
         assert len(case.features) == 1, case.features
         assert max(_printed(case.script).values()) > 1e-3 or "nan" in str(_printed(case.script))
-        assert len(case.script.splitlines()) <= 20
+        assert len(case.script.splitlines()) <= 17
+    assert len({case.script for case in certificate.wrong_cases}) == len(certificate.wrong_cases)
 
 
 def test_a_missing_scale_is_wrong_in_plain_attention() -> None:
@@ -114,7 +116,7 @@ def test_a_refusal_is_told_with_its_message() -> None:
 
 def test_what_is_refused_only_together_is_told() -> None:
     certificate = _certified("refuses_windows_with_bias", "window.left", "bias", "scale", pairs=20)
-    assert {one.verdict for one in certificate.features} == {"right", "not tried", "not expressible"}
+    assert {one.verdict for one in certificate.features} == {"right", "not tried"}
     ((names, why),) = certificate.refusals
     assert "window.left" in names
     assert "bias" in names
@@ -158,6 +160,40 @@ def _in_worker(name: str, monkeypatch: pytest.MonkeyPatch, seconds: float, *feat
     monkeypatch.chdir(HERE)
     with Worker(_subject(name), seconds) as worker:
         return certify(_subject(name), worker, features=_features(*features), quick=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "said"),
+    [
+        ("exits_with_scale", "wrong", "ended with status 3"),
+        ("hangs_in_a_child_with_scale", "wrong", "no answer within 3 s"),
+        ("reads_and_prints", "right", ""),
+    ],
+)
+def test_the_process_of_a_case_is_ended_whole_and_is_its_own(
+    name: str, verdict: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PLANTED_PID", str(tmp_path / "pid"))
+    certificate = _in_worker(name, monkeypatch, 3 if "hangs" in name else 60, "scale")
+    assert {one.feature: one.verdict for one in certificate.features}["scale"] == verdict
+    assert all(said in case.what for case in certificate.wrong_cases)
+    if "hangs" in name:
+        for pid in (tmp_path / "pid").read_text().split():
+            assert _ended(int(pid)), pid
+
+
+def _ended(pid: int) -> bool:
+    """Whether a process has ended, or has nobody who would take note of it."""
+    for _ in range(50):
+        status = Path(f"/proc/{pid}/stat")
+        try:
+            os.kill(pid, 0)
+            if status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def test_a_crash_is_the_result_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,22 @@ def test_nothing_of_attnops_is_wrong(name: str) -> None:
     assert {one.verdict for one in certificate.features} <= {"right", "not tried", "not expressible"}
 
 
+def test_arrays_are_arguments_of_the_program() -> None:
+    """Of constants under vmap, XLA on CPUs folds a gather of float16 wrongly (openxla/xla#34260)."""
+    run = runner_of(subject_named("paged"))
+    levels = {"dtype": "float16", "transform": "vmap"}
+    assert run(KINDS["pages"].case(levels, 0)).verdict == "right"
+
+
+def test_a_refusal_of_attnops_is_told_with_its_reasons() -> None:
+    certificate = _certified(subject_named("sdpa"), "soft_cap", "scale", quick=True)
+    told = {one.feature: one for one in certificate.features}
+    assert told["scale"].verdict == "right"
+    assert told["soft_cap"].verdict == "refused"
+    assert "[feature.logits_soft_cap]" in told["soft_cap"].why
+    assert "batch" not in told["soft_cap"].why  # of the one case that was tried first
+
+
 def test_a_method_that_does_not_run_is_refused() -> None:
     subject = subject_named("indexer")
     run = runner_of(subject, only("forward_tpu", OperationRegistry.create("indexer")))
