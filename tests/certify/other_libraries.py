@@ -72,3 +72,15 @@ def splash(mask, *, head_shards, q_seq_shards, attn_logits_soft_cap=None, wrong=
 
 
 splash_wrong = functools.partial(splash, wrong=True)
+
+
+def torch_attention(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, wrong=False):
+    """As torch's. wrong: a mask of booleans is added."""
+    import torch
+
+    mask = attn_mask.float() if wrong and attn_mask is not None else attn_mask
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+torch_attention_wrong = functools.partial(torch_attention, wrong=True)

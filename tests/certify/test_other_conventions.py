@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import other_libraries
@@ -21,6 +20,7 @@ CONVENTIONS = [
     ("tokamax", "tokamax", ("soft_cap", "scale", "causal"), {"soft_cap"}),
     ("flax", "flax", ("mask.padding", "segments", "heads.gqa"), {"mask.padding", "segments", "segments.negative"}),
     ("flash-attn", "flash_attn", ("causal.end", "causal", "alibi", "soft_cap", "window.open"), {"causal.end"}),
+    ("torch", "torch_attention", ("mask.padding", "causal", "heads.gqa", "scale"), {"mask.padding"}),
     ("splash", "splash", ("causal.end", "window.left", "segments", "soft_cap"), {"segments", "segments.negative"}),
 ]  # fmt: skip
 
@@ -35,8 +35,8 @@ def _certified(convention: str, name: str, function: object, features: tuple[str
 def test_a_convention_judges_functions_of_its_kind(
     convention: str, name: str, features: tuple[str, ...], wrong: set[str]
 ) -> None:
-    if convention == "flax" and importlib.util.find_spec("flax") is None:
-        pytest.skip("flax isn't installed")
+    if convention in ("flax", "torch"):
+        pytest.importorskip(convention)
     right = getattr(other_libraries, name)
     verdicts = {one.feature: one.verdict for one in _certified(convention, name, right, features).features}
     assert {name for name, verdict in verdicts.items() if verdict == "right"} >= {"plain", *wrong}
@@ -45,23 +45,3 @@ def test_a_convention_judges_functions_of_its_kind(
     planted = _certified(convention, f"{name}_wrong", getattr(other_libraries, f"{name}_wrong"), features)
     assert {one.feature for one in planted.features if one.verdict == "wrong"} == wrong
     assert all("attnops" not in case.script for case in planted.wrong_cases)
-
-
-def test_torchs_convention_judges_functions_of_torch() -> None:
-    torch = pytest.importorskip("torch")
-
-    def right(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-
-    def wrong(q, k, v, attn_mask=None, **more):  # type: ignore[no-untyped-def]
-        return right(q, k, v, None if attn_mask is None else attn_mask.float(), **more)
-
-    features = ("mask.padding", "causal", "heads.gqa", "scale")
-    verdicts = [
-        {one.feature: one.verdict for one in _certified("torch", "f", function, features).features}
-        for function in (right, wrong)
-    ]
-    assert {verdicts[0][name] for name in features} == {"right"}
-    assert [name for name in features if verdicts[1][name] == "wrong"] == ["mask.padding"]
