@@ -141,7 +141,7 @@ def _cell(text: str) -> str:
 
 
 def _why(certificate: Certificate) -> list[str]:
-    lines = [f"### {certificate.target}\n"]
+    lines: list[str] = []
     for verdict in ("refused", "not expressible"):
         reasons: dict[str, list[str]] = {}
         for row in certificate.features:
@@ -149,7 +149,7 @@ def _why(certificate: Certificate) -> list[str]:
                 reasons.setdefault(row.why, []).append(row.title)
         lines += [f"- {verdict}: {', '.join(titles)}. `{_cell(why)}`" for why, titles in reasons.items()]
     lines += [f"- refused together: {names}. `{_cell(why)}`" for names, why in certificate.refusals]
-    return [*lines, ""]
+    return [f"### {certificate.target}\n", *lines, ""] if lines else []
 
 
 def main() -> None:
