@@ -195,7 +195,7 @@ ALIASES = {"kimi_k2": "deepseek_v3", "minimax_m1": "minimax", "minimax_text_01":
 
 @dataclass(frozen=True)
 class Composite:
-    """A model of several parts, of which one is read by `part`, by default the text.
+    """A model of several parts, of which one is read by `part`, by default the text. Not of all models is the text read.
 
     parts: the family of each part's config if that has no model_type: `vision` is that of vision_config. spans: the kinds of
     layers of text where tokens of one image, or of a prefix, see each other: all of them, or those that the window leaves."""
@@ -204,8 +204,8 @@ class Composite:
     spans: Mapping[str, Spans] = field(default_factory=dict)
 
     @property
-    def text(self) -> str:
-        return self.parts["text"]
+    def text(self) -> str | None:
+        return self.parts.get("text")
 
 
 NESTED_PARTS = ("text", "vision", "audio")
@@ -217,6 +217,8 @@ def _composite(text: str, vision: str | None = None, spans: Mapping[str, Spans] 
 
 
 COMPOSITES: dict[str, Composite] = {
+    "aimv2": Composite({"vision": "aimv2_vision_model"}),
+    "chinese_clip": Composite({"vision": "chinese_clip_vision_model"}),
     "gemma3": _composite("gemma3_text", "siglip_vision_model", spans={GLOBAL: "all", LOCAL: "in_window"}),
     "gemma4": _composite("gemma4_text", spans={LOCAL: "in_window"}),  # if use_bidirectional_attention is 'vision'
     "kimi_k25": _composite("deepseek_v3"),
@@ -229,5 +231,8 @@ COMPOSITES: dict[str, Composite] = {
     "pix2struct": _composite("pix2struct_text_model", "pix2struct_vision_model"),
     "qwen3_5": _composite("qwen3_5_text"),
     "qwen3_5_moe": _composite("qwen3_5_moe_text"),
+    "sam": Composite({"vision": "sam_vision_model"}),  # it has no text
+    "siglip": Composite({"vision": "siglip_vision_model"}),
+    "siglip2": Composite({"vision": "siglip2_vision_model"}),
     **{name: Composite(parts) for name, parts in PLAIN["composites"].items()},
 }

@@ -72,7 +72,9 @@ def read_model_config(
     if not isinstance(ignore, Collection) or not all(isinstance(key, str) for key in ignore):
         raise ConfigError(f"{name}: ignore={shown(ignore)}; wanted the names of keys.")
     notes: list[Note] = []
-    nested = data.get("text_config") is not None
+    composite = COMPOSITES.get(str(data.get("model_type")))
+    textless = composite is not None and composite.text is None and family is None
+    nested = textless or data.get("text_config") is not None
     spans: Mapping[str, Spans] = {}
     if nested:
         beside, kind = (part if part in NESTED_PARTS else "text"), data.get("model_type")
@@ -125,7 +127,7 @@ def _family(
             f"{name}: no model_type, so this isn't a model's config as saved by transformers; wanted one of "
             f"{', '.join(known)}, or family=."
         )
-    if kind in COMPOSITES and family is None:
+    if kind in COMPOSITES and family is None:  # with a text: the others were read before
         raise ConfigError(
             f"{name}: model_type {kind!r} is multimodal, and its text_config, which has the keys of its layers, is missing. If "
             f"these are those keys, give family={COMPOSITES[kind].text!r}."

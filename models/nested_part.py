@@ -31,6 +31,10 @@ def nested_part(
     if whole is None:
         notes.append(note("model.assumed_masks", kind=kind, key=key))
         whole = Composite({"text": str(assume)})
+    if part not in whole.parts and whole.text is None and family is None:
+        raise ConfigError(
+            f"{name}: attnops reads no {part} of a {kind} model; give part={' or '.join(map(repr, whole.parts))}."
+        )
     if nested is None:
         has = [one for one in NESTED_PARTS if data.get(f"{one}_config") is not None]
         raise ConfigError(f"{name}: part={part!r}, but there is no {key}; wanted one of {', '.join(has)}.")
@@ -45,7 +49,7 @@ def nested_part(
     nested = dict(nested)
     if "dtype" not in nested and "torch_dtype" not in nested:
         nested |= {key: data[key] for key in ("dtype", "torch_dtype") if key in data}
-    if "model_type" not in nested and family is None:
+    if nested.get("model_type") in (None, "") and family is None:
         hint = f", such as family={whole.parts[part]!r}" if part in whole.parts else ""
         raise ConfigError(f"{name}: {key} has no model_type; add it, or give its family{hint}.")
     return nested

@@ -106,6 +106,34 @@ def test_parts_that_are_not_there(config: dict[str, Any], part: str, told: str) 
         ModelDeclaration.from_config(config, part=part)
 
 
+_SIZES = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "patch_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "wanted"),
+    [
+        ("siglip", {"image_size": 224}, [(196, 12)]),
+        ("siglip2", {}, [(None, 12)]),
+        ("aimv2", {"image_size": 224}, [(196, 12)]),
+        ("chinese_clip", {"image_size": 224}, [(197, 12)]),
+        ("sam", {"image_size": 1024, "window_size": 14, "global_attn_indexes": [2, 5, 8, 11]}, [(196, 8), (4096, 4)]),
+    ],
+)
+def test_models_of_which_the_images_alone_are_read(kind: str, sizes: dict[str, Any], wanted: list[Any]) -> None:
+    text = {} if kind == "sam" else {"text_config": {"model_type": f"{kind}_text_model"} | _SIZES}
+    config = {"model_type": kind, "vision_config": {"model_type": f"{kind}_vision_model"} | _SIZES | sizes} | text
+    vision = ModelDeclaration.from_config(config, part="vision", dtype="float32", batch=1)
+    assert vision.family == f"{kind}_vision_model"
+    assert [(layer.declaration.call.q_len, len(layer.layers)) for layer in vision.distinct] == wanted
+    for part in (None, "text", "audio"):
+        with pytest.raises(ConfigError, match="part='vision'"):
+            ModelDeclaration.from_config(config, part=part)
+    with pytest.raises(ConfigError, match=f"family='{kind}_vision_model'"):
+        ModelDeclaration.from_config(config | {"vision_config": {"model_type": ""} | _SIZES}, part="vision")
+    whole = ModelDeclaration.from_config(config["vision_config"], dtype="float32", batch=1)
+    assert vision.distinct == whole.distinct
+
+
 @pytest.mark.parametrize("name", IMAGES)
 def test_well_known_models_of_images(name: str) -> None:
     part, heads, dim, tokens, layers = IMAGES[name]
