@@ -1,8 +1,13 @@
-"""The names that a type checker knows are those that Attention accepts. `make types` checks the types themselves."""
+"""The names that a type checker knows are those that Attention accepts, and both checkers accept what the manual begins with."""
 
 from __future__ import annotations
 
+import importlib.util
+import runpy
+from pathlib import Path
 from typing import get_args
+
+import pytest
 
 from attnops import Attention
 from attnops.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS, CallArguments, PlainArguments
@@ -29,3 +34,11 @@ def test_the_keywords_are_those_that_are_accepted() -> None:
 def test_plain_arguments_lack_only_what_says_what_is_returned() -> None:
     assert {*CallArguments.__annotations__} - {*PlainArguments.__annotations__} == {"return_weights", "return_lse"}
     assert {*CALL_ARGUMENTS} == {"query", "key", "value", *CallArguments.__annotations__}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("basedpyright") is None, reason="basedpyright is not installed")
+def test_mypy_and_pyright_accept_the_readme_and_the_start_page_in_strict_mode() -> None:
+    tool = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools" / "check_types.py"))
+    tool["link"]()
+    assert tool["check_written"]() == 0
