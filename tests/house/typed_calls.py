@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops import Attention, Causal, Plan, dot_product_attention
+from attnops.adapters.flax_nnx import attention_fn
 
 attend = Attention("splash", mask=Causal(), block_q=256, runtime_dtype="bfloat16")
 x = jnp.ones((1, 8, 2, 16))
@@ -24,6 +25,7 @@ both = attend(x, x, x, return_weights=True, return_lse=True)
 assert_type(both.attention_weights, jax.Array)
 assert_type(both.lse, jax.Array)
 
+assert_type(attention_fn("attention.json").attention, Attention)
 assert_type(attend.plan(x, x, x), Plan)
 assert_type(Attention("attention.json", mesh=None).enabled, bool)
 
