@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Annotated, Any, Literal, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypeAlias, Union
 
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, with_config
-from pydantic_core import PydanticSerializationUnexpectedValue, core_schema
+from pydantic import Field, GetCoreSchemaHandler, TypeAdapter
+from pydantic_core import CoreSchema
 from typing_extensions import TypeAliasType, TypedDict  # those of typing would need Python 3.12 here
 
 from ..errors import MaskError
+from ..pydantic_fields import CLOSED, kind_dict, value_schema
 from .algebra import Mask
 from .checks import LIMIT
 from .serial import mask_from_dict
@@ -21,88 +22,48 @@ from .slots import SEGMENT_IDS
 
 __all__ = ["field_schema", "mask_json_schema"]
 
-_CLOSED = with_config(ConfigDict(extra="forbid"))
+_Size = Annotated[int, Field(ge=1, le=LIMIT)]
 _Distance = Annotated[int, Field(ge=0, le=LIMIT)]
-_Offset = Annotated[
+_Offset = NotRequired[Annotated[
     Annotated[int, Field(ge=-LIMIT, le=LIMIT)] | None,
     Field(description="Added to the row index; null: the call's query offset."),
-]
-
-
-@_CLOSED
-class FullDict(TypedDict):
-    """Every key is visible."""
-
-    kind: Literal["full"]
-
-
-@_CLOSED
-class CausalDict(TypedDict):
-    """Keys up to the row's position are visible."""
-
-    kind: Literal["causal"]
-    offset: NotRequired[_Offset]
-
-
-@_CLOSED
-class SlidingWindowDict(TypedDict):
-    """Keys within inclusive distances of the row's position are visible; null for no bound on that side."""
-
-    kind: Literal["sliding_window"]
-    left: NotRequired[_Distance | None]
-    right: NotRequired[_Distance | None]
-    offset: NotRequired[_Offset]
-
-
-@_CLOSED
-class ChunkedDict(TypedDict):
-    """Keys in the same chunk of `size` as the row's position are visible."""
-
-    kind: Literal["chunked"]
-    size: Annotated[int, Field(ge=1, le=LIMIT)]
-    offset: NotRequired[_Offset]
-
-
-@_CLOSED
-class PrefixDict(TypedDict):
-    """Keys before `length` are visible."""
-
-    kind: Literal["prefix"]
-    length: _Distance
-
-
-@_CLOSED
-class MaskFunctionDict(TypedDict):
-    """Keys are visible where the function registered under `name` returns true."""
-
-    kind: Literal["mask_function"]
-    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")]
-    offset: NotRequired[_Offset]
-
-
+]]  # fmt: skip
 _LayoutRow = Annotated[
     str, Field(pattern=r"^[01]+$", description="A block of queries: 1 for each kv block that it sees.")
 ]
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")]
+_side = NotRequired[_Distance | None]
+
+_LEAVES = (
+    kind_dict("FullDict", "full", "Every key is visible."),
+    kind_dict("CausalDict", "causal", "Keys up to the row's position are visible.", offset=_Offset),
+    kind_dict(
+        "SlidingWindowDict", "sliding_window",
+        "Keys within inclusive distances of the row's position are visible; null for no bound on that side.",
+        left=_side, right=_side, offset=_Offset,
+    ),
+    kind_dict(
+        "ChunkedDict", "chunked", "Keys in the same chunk of `size` as the row's position are visible.", size=_Size,
+        offset=_Offset,
+    ),
+    kind_dict("PrefixDict", "prefix", "Keys before `length` are visible.", length=_Distance),
+    kind_dict(
+        "MaskFunctionDict", "mask_function", "Keys are visible where the function registered under `name` returns true.",
+        name=_Name, offset=_Offset,
+    ),
+    kind_dict(
+        "BlocksDict", "blocks",
+        "Whole blocks of keys are visible. The layout has one row per block of queries, for all heads or for each head.",
+        layout=list[_LayoutRow] | list[list[_LayoutRow]], block_q=_Size, block_kv=_Size,
+    ),
+    kind_dict(
+        "SegmentIdsDict", "segment_ids",
+        "The place of a call's q_segment_ids and kv_segment_ids, visible where they are equal.",
+    ),
+)  # fmt: skip
 
 
-@_CLOSED
-class BlocksDict(TypedDict):
-    """Whole blocks of keys are visible. The layout has one row per block of queries, for all heads or for each head."""
-
-    kind: Literal["blocks"]
-    layout: list[_LayoutRow] | list[list[_LayoutRow]]
-    block_q: Annotated[int, Field(ge=1, le=LIMIT)]
-    block_kv: Annotated[int, Field(ge=1, le=LIMIT)]
-
-
-@_CLOSED
-class SegmentIdsDict(TypedDict):
-    """The place of a call's q_segment_ids and kv_segment_ids, visible where they are equal."""
-
-    kind: Literal["segment_ids"]
-
-
-@_CLOSED
+@CLOSED
 class AndDict(TypedDict):
     """Visible where every mask is."""
 
@@ -110,7 +71,7 @@ class AndDict(TypedDict):
     masks: list[MaskDict]
 
 
-@_CLOSED
+@CLOSED
 class OrDict(TypedDict):
     """Visible where any mask is."""
 
@@ -118,7 +79,7 @@ class OrDict(TypedDict):
     masks: list[MaskDict]
 
 
-@_CLOSED
+@CLOSED
 class NotDict(TypedDict):
     """Visible where the mask is not."""
 
@@ -126,18 +87,11 @@ class NotDict(TypedDict):
     mask: MaskDict
 
 
-_Leaf = (
-    FullDict
-    | CausalDict
-    | SlidingWindowDict
-    | ChunkedDict
-    | PrefixDict
-    | MaskFunctionDict
-    | BlocksDict
-    | SegmentIdsDict
-)
-_Object = Annotated[_Leaf | AndDict | OrDict | NotDict, Field(discriminator="kind")]
-MaskDict = TypeAliasType("MaskDict", Literal["causal", "full"] | _Object)
+if TYPE_CHECKING:
+    MaskDict: TypeAlias = Any
+else:
+    _Object = Annotated[Union[(*_LEAVES, AndDict, OrDict, NotDict)], Field(discriminator="kind")]
+    MaskDict = TypeAliasType("MaskDict", Literal["causal", "full"] | _Object)
 
 
 def mask_json_schema() -> dict[str, Any]:
@@ -159,23 +113,11 @@ def _validate(mask_type: type[Mask], value: Any) -> Mask:
     return mask
 
 
-def _write(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mask):  # pydantic tries the branches of a union in turn
-        raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is not a mask")
-    return value.to_dict()
-
-
-def field_schema(mask_type: type[Mask], handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+def field_schema(mask_type: type[Mask], handler: GetCoreSchemaHandler) -> CoreSchema:
     """The schema of a pydantic field. It accepts a static mask, its dict, "causal" or "full", and is written as the dict.
 
     The whole dict is always written: exclude_none would turn SlidingWindow(3, None) into SlidingWindow(3), which sees no
     later keys.
     """
-    as_dict = handler.generate_schema(MaskDict)
-    # Described as a MaskDict, but not serialised by a schema, so that nothing is left out.
-    whole: Any = {**as_dict, "serialization": core_schema.plain_serializer_function_ser_schema(lambda data: data)}
-    return core_schema.no_info_plain_validator_function(
-        functools.partial(_validate, mask_type),
-        json_schema_input_schema=as_dict,
-        serialization=core_schema.plain_serializer_function_ser_schema(_write, return_schema=whole),
-    )
+    read = functools.partial(_validate, mask_type)
+    return value_schema(Mask, "a mask", read, lambda mask: mask.to_dict(), handler.generate_schema(MaskDict))

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import GetJsonSchemaHandler
-from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
+from pydantic_core import CoreSchema
 
 from ..errors import AttnOpsError
 from ..planning.policy import CHOICES
+from ..pydantic_fields import value_schema
 from .registry import OperationRegistry
 
 __all__ = ["field_json_schema", "field_schema", "metadata_json_schema"]
@@ -27,14 +28,7 @@ def field_schema(metadata_type: type[Any]) -> CoreSchema:
         except AttnOpsError as error:  # pydantic requires a ValueError, which not all of these are
             raise ValueError(str(error)) from None
 
-    def write(value: Any) -> dict[str, Any]:
-        if not isinstance(value, metadata_type):  # pydantic tries the branches of a union in turn
-            raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} is not a {metadata_type.__name__}")
-        return value.to_dict()
-
-    return core_schema.no_info_plain_validator_function(
-        read, serialization=core_schema.plain_serializer_function_ser_schema(write)
-    )
+    return value_schema(metadata_type, f"a {metadata_type.__name__}", read, lambda value: value.to_dict())
 
 
 def field_json_schema(metadata_type: type[Any], handler: GetJsonSchemaHandler) -> dict[str, Any]:

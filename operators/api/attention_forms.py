@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
-from pydantic_core import CoreSchema, PydanticSerializationUnexpectedValue, core_schema
+from pydantic_core import CoreSchema
 
 from ...errors import AttnOpsError, ConfigError
+from ...pydantic_fields import value_schema
 from ...registry.declaration import Declaration
 
 __all__ = ["attention_html", "attention_schema"]
@@ -30,17 +31,7 @@ def attention_schema(cls: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         except AttnOpsError as error:  # some aren't a ValueError, which pydantic requires
             raise ValueError(str(error)) from None
 
-    def write(value: Any) -> Declaration:
-        if not isinstance(value, cls):  # pydantic tries the branches of a union in turn
-            raise PydanticSerializationUnexpectedValue(f"a {type(value).__name__} isn't a {cls.__name__}")
-        declared: Declaration = value.declared()
-        return declared
-
-    return core_schema.no_info_plain_validator_function(
-        read,
-        json_schema_input_schema=declaration,
-        serialization=core_schema.plain_serializer_function_ser_schema(write, return_schema=declaration),
-    )
+    return value_schema(cls, f"a {cls.__name__}", read, lambda value: value.declared(), declaration, declaration)
 
 
 def attention_html(declared: Declaration, plans: Iterable[Any]) -> str:

@@ -22,7 +22,7 @@ FLOORS = (
     ("masks", "scores", "sharding"),
     ("drawing",),
     ("devices", "names", "page_layouts", "pytree_export", "strict_json", "symbolic"),
-    ("errors", "compat", "distribution", "lazy"),
+    ("errors", "compat", "distribution", "lazy", "pydantic_fields"),
 )
 FLOOR = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(path for room in FLOOR for path in [*(ROOT / room).rglob("*.py"), *ROOT.glob(f"{room}.py")])
@@ -64,7 +64,17 @@ def _is_kernel(name: str) -> bool:
 
 
 KERNELS = [path for path, name in zip(FILES, NAMES, strict=True) if _is_kernel(name)]
-BELOW_KERNELS = {"masks", "scores", "errors", "compat", "symbolic", "devices", "page_layouts", "lazy"}
+BELOW_KERNELS = {
+    "masks",
+    "scores",
+    "errors",
+    "compat",
+    "symbolic",
+    "devices",
+    "page_layouts",
+    "lazy",
+    "pydantic_fields",
+}
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=[path.relative_to(ROOT).as_posix() for path in KERNELS])
