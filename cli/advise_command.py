@@ -14,29 +14,17 @@ __all__ = ["advise"]
 
 Target = Annotated[str, typer.Option("--target", help="TPU topology, GPUs or CPUs: v5p:4x4x4, h100:8, cpu:8.")]
 Batch = Annotated[
-    list[int] | None,
-    typer.Option("--batch", min=1, help="Batch size, instead of the declared one; repeatable.", show_default=False),
+    list[int] | None, o.optional("--batch", "Batch size, instead of the declared one; repeatable.", min=1)
 ]
-Devices = Annotated[
-    str | None, typer.Option("--devices", help="Number of devices: 8, or 8..64. Default: all.", show_default=False)
-]
-FixedAxes = Annotated[
-    str | None,
-    typer.Option("--mesh", help="Fixed sizes of mesh axes fsdp, cp, sp, tp: tp=8.", show_default=False),
-]
+Devices = Annotated[str | None, o.optional("--devices", "Number of devices: 8, or 8..64. Default: all.")]
+FixedAxes = Annotated[str | None, o.optional("--mesh", "Fixed sizes of mesh axes fsdp, cp, sp, tp: tp=8.")]
 Operations = Annotated[
     list[str] | None,
-    typer.Option(
-        "--operation",
-        help="Operation to try, instead of the declared one and its alternatives; repeatable.",
-        show_default=False,
-    ),
+    o.optional("--operation", "Operation to try, instead of the declared one and its alternatives; repeatable."),
 ]
 Compile = Annotated[int, typer.Option("--compile", min=0, help="Number of best candidates to compile.")]
 Rows = Annotated[int, typer.Option("--rows", min=1, help="Rows of the table.")]
-WriteTo = Annotated[
-    Path | None, typer.Option("--write", help="Write the best declaration to this file.", show_default=False)
-]
+WriteTo = Annotated[Path | None, o.optional("--write", "Write the best declaration to this file.")]
 
 
 def advise(

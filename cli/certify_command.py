@@ -19,27 +19,18 @@ Target = Annotated[
         show_default=False,
     ),
 ]
-As = Annotated[
-    str | None,
-    typer.Option(
-        "--as", help="How module:function is called: a convention's name, or a .toml file.", show_default=False
-    ),
-]
+As = Annotated[str | None, o.optional("--as", "How module:function is called: a convention's name, or a .toml file.")]
 Cases = Annotated[
     int, typer.Option("--cases", min=0, help="Most cases in which features meet, after each feature alone.")
 ]
 OneFeature = Annotated[
     list[str] | None,
-    typer.Option(
-        "--feature",
-        help="Try only this feature or factor, such as window.left or window; repeatable.",
-        show_default=False,
-    ),
+    o.optional("--feature", "Try only this feature or factor, such as window.left or window; repeatable."),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Each feature alone, and ten cases in which they meet.")]
 Seconds = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that a case may take; more is a wrong case.")]
-Html = Annotated[Path | None, typer.Option("--html", help="Write a page to this file.", show_default=False)]
-Badge = Annotated[Path | None, typer.Option("--badge", help="Write a badge (SVG) to this file.", show_default=False)]
+Html = Annotated[Path | None, o.optional("--html", "Write a page to this file.")]
+Badge = Annotated[Path | None, o.optional("--badge", "Write a badge (SVG) to this file.")]
 
 
 def certify(
