@@ -78,7 +78,6 @@ class PageLayout:
 
     def index(self, ids: Any, half: int, first: int, dim: int) -> tuple[Any, ...]:
         """What of an array's pages to fetch: its keys (half 0) or values (half 1). A joined row's begin at `first`."""
-        del half, first, dim
         return (ids,)
 
     def tokens_by_head(self, pages: Any) -> Any:
@@ -87,12 +86,10 @@ class PageLayout:
 
     def one_head(self, page: Any, head: Any, half: int, rows: Any, columns: Any) -> tuple[Any, ...]:
         """The index of some tokens of a page: the columns of one head's keys (half 0) or values (half 1)."""
-        del half
         return (page, head, rows, columns) if self.heads_first else (page, rows, head, columns)
 
     def first_value(self, dim: int) -> int:
         """The column at which a value begins, in a row with keys of this dim."""
-        del dim
         return 0
 
     def joined(self, key: Any, value: Any) -> Any:
@@ -101,7 +98,6 @@ class PageLayout:
 
     def separate(self, key: Any, value: Any, dim: int, value_dim: int) -> tuple[Any, Any]:
         """Keys and values [pages, page, kv_heads, dim] of a layer's arrays."""
-        del dim, value_dim
         return (key.swapaxes(1, 2), value.swapaxes(1, 2)) if self.heads_first else (key, value)
 
     def places(self, page: Any, row: Any) -> tuple[Any, ...]:
@@ -110,12 +106,10 @@ class PageLayout:
 
     def padded_row(self, dim: int, value_dim: int) -> tuple[str, int] | None:
         """(what a row holds, how many numbers) where the layout itself pads rows to 128 lanes; None if it doesn't."""
-        del dim, value_dim
         return None
 
     def heads_per_word(self, pack: int) -> int:
         """Heads of keys and values together that share a 32-bit word, so that a device holds a multiple of them."""
-        del pack
         return 1
 
 

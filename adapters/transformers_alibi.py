@@ -62,7 +62,6 @@ def _bloom(
     use_cache: bool = False, output_attentions: bool = False, **others: Any,
 ) -> tuple[Any, None]:  # fmt: skip
     """BloomAttention.forward."""
-    del use_cache, others
     if output_attentions:
         raise ConfigError(_WEIGHTS)
     batch, length, _ = hidden_states.shape

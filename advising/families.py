@@ -108,14 +108,12 @@ class _Recurrence(SearchedFamily):
     strategies = ("state", "gather")
 
     def operations(self, declared: str, platform: str, kind: Any) -> tuple[str, ...]:
-        del platform, kind
         return (declared,)
 
     def batch(self, problem: Any) -> int:
         return int(problem.size.get("batch", 1))
 
     def split_by(self, problem: Any, generating: bool) -> tuple[tuple[str, int, str], ...]:
-        del generating
         size = problem.size
         heads = ("heads", size["heads"]) if "heads" in size else ("channels", size["channels"])
         return (
@@ -125,7 +123,6 @@ class _Recurrence(SearchedFamily):
         )
 
     def second_axis(self, space: SearchSpace, sizes: Mapping[str, int]) -> str:
-        del space, sizes
         return "one axis splits the sequence of a recurrence"
 
     def ways(self, space: SearchSpace, sizes: Mapping[str, int]) -> Ways:

@@ -122,7 +122,6 @@ class _Indexer(_OfOperation):
         return PlannedIndexer(self.kind(metadata), self.arguments)
 
     def tune(self, metadata: OperationMetadata, how: str | None, max_candidates: int, progress: Progress) -> TuneReport:
-        del metadata, how, max_candidates, progress
         raise ConfigError(
             f"operation {self.kind.name!r} has no sizes to search: its blocks are chosen by rule, or declared in its config. The "
             "blocks of 'paged_indexer' can be searched."

@@ -67,7 +67,6 @@ class Runnable(ABC):
 
     def compare(self, output: Any) -> Compared | None:
         """The same work by jax.nn. Default: it can't be expressed."""
-        del output
         return None
 
     @abstractmethod

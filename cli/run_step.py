@@ -52,7 +52,6 @@ class RunnableStep(Runnable):
         return compile_call(self.drawn.run, self.drawn.arguments)
 
     def check(self, output: Any, progress: ReportProgress) -> list[Comparison]:
-        del progress
         if self.paged.problem.top_k is not None:
             return [_check_selection(self.paged, output, self.arrays, self.batch)]
         return _check(self.paged, output, self.arrays, self.batch)

@@ -55,7 +55,6 @@ def plan(operation: type[PlannedOperation], problem: Problem, policy: Policy = _
 def _decide(
     operation: type[PlannedOperation], problem: Any, policy: Policy, cache_version: object
 ) -> Decision[Any, Any]:
-    del cache_version
     planner, request = operation.planner, Request(operation, problem, policy)
     place = planner.placements(request)
     platform = operation.kernel_platform(problem)

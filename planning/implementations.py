@@ -126,12 +126,10 @@ class Implementation(Generic[C]):
 
     def serves(self, problem: Any) -> bool:
         """Whether it was written for the problem's device. If not, a plan doesn't consider it. Default: yes."""
-        del problem
         return True
 
     def variant(self, config: OperationConfig) -> Implementation[Any]:
         """The implementation that a config chooses, if it has a choice. Default: this one."""
-        del config
         return self
 
     def reads(self, config: OperationConfig) -> bool:
@@ -153,12 +151,10 @@ class Implementation(Generic[C]):
 
         Errors: ConfigError if there is none; the plan then has it as a reason against the implementation.
         """
-        del placement
         return problem.config
 
     def tuned_fields(self, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
         """The config's fields that a search may choose for this problem. Default: none."""
-        del problem, placement
         return ()
 
     def candidates(self, problem: AttentionProblem, placement: Placement) -> Mapping[str, tuple[dict[str, Any], ...]]:
@@ -166,12 +162,10 @@ class Implementation(Generic[C]):
 
         The two are measured separately, so no field is in both.
         """
-        del problem, placement
         return {}
 
     def shipped_choice(self, problem: AttentionProblem, placement: Placement) -> tuple[str, Mapping[str, Any]] | None:
         """(source, fields) of a choice that is shipped with the package, or None."""
-        del problem, placement
         return None
 
     def passes(self, config: OperationConfig, backward: bool) -> tuple[PassSizes, ...]:
@@ -179,19 +173,16 @@ class Implementation(Generic[C]):
 
         Default: tiles of 128 x 128, and the five products that a backward pass takes at least.
         """
-        del config
         return (PassSizes("backward" if backward else "forward", 128, 128),)
 
     def memory(
         self, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> Mapping[str, Mapping[str, int]]:
         """The kernel's name in the compiled program -> bytes of fast memory, by what they hold; {} if they aren't counted."""
-        del problem, placement, config
         return {}
 
     def check_vma(self, config: OperationConfig) -> bool:
         """Whether it can be traced under shard_map's replication check with this config."""
-        del config
         return self.capability.check_vma
 
     def works_on_parts(self, config: OperationConfig, strategy: str) -> bool:
@@ -199,17 +190,14 @@ class Implementation(Generic[C]):
 
         strategy: 'split_kv', with one part, or 'ring', with one part after the other (LocalCall.ring).
         """
-        del config, strategy
         return False
 
     def padding(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> Padding | None:
         """Its padding on each device, or None."""
-        del problem, placement, config
         return None
 
     def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
         """Notes for the plan. Default: none."""
-        del problem, placement, config
         return ()
 
 
@@ -225,5 +213,4 @@ class MethodImplementation(Implementation[OperationConfig]):
 
     def interpreted(self, config: OperationConfig) -> bool:
         """No: what `interpret` means in a config of one's own isn't known here."""
-        del config
         return False

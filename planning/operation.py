@@ -128,5 +128,4 @@ class PlannedOperation:
     @classmethod
     def remarks(cls, problem: Any) -> tuple[str, ...]:
         """Notes for the plan, whatever runs. Default: none."""
-        del problem
         return ()

@@ -39,7 +39,6 @@ class Configs(dict[str, OperationConfig]):
     """The operation configs of a metadata: an immutable dict."""
 
     def _frozen(self, *args: Any, **changes: Any) -> Any:
-        del args, changes
         raise TypeError("operation_configs are immutable; use metadata.replace(operation_configs=...).")
 
     __setitem__ = __delitem__ = pop = popitem = clear = update = setdefault = __ior__ = _frozen

@@ -208,12 +208,10 @@ class OperationMetadata(Policy, MetadataFields):  # type: ignore[misc]
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[Self], handler: GetCoreSchemaHandler) -> CoreSchema:
-        del handler
         return field_schema(source)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        del schema
         return field_json_schema(cls, handler)
 
     # -- identity --------------------------------------------------------------------------------------------------

@@ -109,7 +109,6 @@ class Score:
 
     def with_heads(self, heads: int) -> Score:
         """The score for this many query heads; a score whose numbers follow from that has them as an array then."""
-        del heads
         return self
 
     def _changed(self, **fields: Any) -> Self:
@@ -137,7 +136,6 @@ class Score:
 
     def operations(self, contiguous: bool) -> frozenset[str]:
         """The names of jax's primitives that a kernel has to compile for registered functions, with their derivatives."""
-        del contiguous
         return frozenset()
 
     # -- text --------------------------------------------------------------------------------------------------------

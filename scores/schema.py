@@ -104,5 +104,4 @@ def _validate(value: Any) -> Score:
 def field_schema(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
     """The schema of a pydantic field. It accepts a score without arrays, its dict, a kind's name or a list, and is written as the
     dict."""
-    del source
     return value_schema(Score, "a score", _validate, lambda score: score.to_dict(), handler.generate_schema(ScoreDict))

@@ -273,16 +273,11 @@ def main() -> None:
             unread[model_type] = str(error)
             print(model_type, error, flush=True)
     composites = composite_types(sorted(set(_candidates()) - set(taken)), unread)
-    table = {
-        "transformers": transformers.__version__, "families": _sorted(taken), "composites": composites, "unread": _sorted(unread)
-    }  # fmt: skip
+    table = {"transformers": transformers.__version__, "composites": composites}
+    table |= {"families": dict(sorted(taken.items())), "unread": dict(sorted(unread.items()))}
     TABLE.write_text(_text(table, '"defaults"'))
     cases = [case for model_type in sorted(truth) for case in truth[model_type]]
     TRUTH.write_text(_text({"transformers": transformers.__version__, "cases": cases}, '"config"'))
-
-
-def _sorted(rows: dict[str, Any]) -> dict[str, Any]:
-    return dict(sorted(rows.items()))
 
 
 def _text(data: Any, row: str) -> str:

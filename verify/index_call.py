@@ -31,7 +31,6 @@ class PlannedIndexer(Planned):
 
     def traced(self, name: str) -> Any:
         """Every array laid out as planned."""
-        del name
         specs = self.index.specs
         arrays = {name: self.laid_out(x, specs[name]) for name, x in self.arguments.items() if hasattr(x, "shape")}
         static = {name: x for name, x in self.arguments.items() if name not in arrays}
@@ -44,7 +43,6 @@ class PlannedIndexer(Planned):
 
     def flops(self, name: str) -> float:
         """A product and a weight of each head, for the pairs that the mask shows."""
-        del name
         problem, placement = self.index.problem, self.index.placement
         causal, left, right = causal_window(problem.mask) or ANY_CAUSAL
         first = problem.query_offset or 0
@@ -59,7 +57,6 @@ class PlannedIndexer(Planned):
 
     def traffic(self, name: str) -> Traffic:
         """What lies split over the keys is gathered."""
-        del name
         sizes = {axis.name: axis.size for axis in self.index.problem.mesh}
         needs = []
         for fitted in self.index.tensors:

@@ -121,7 +121,6 @@ class LocalProblem:
 
     def read(self, kernel: str, root: Region) -> TileCycles:
         """A kernel's cycles by tile."""
-        del kernel
         return tile_cycles(root)
 
     def arrays(self, shapes: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:

@@ -88,7 +88,6 @@ class LocalRecurrence:
 
     def read(self, kernel: str, root: Region) -> int:
         """The cycles of a step of a kernel's grid: the loop around it, or all of a grid with one step."""
-        del kernel
         return max((region.cycles for region in root.all() if region.is_loop), default=root.cycles)
 
     def drawn(self) -> list[jax.Array]:

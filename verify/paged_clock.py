@@ -59,7 +59,6 @@ class LocalStep:
 
     def program(self, fields: Mapping[str, Any], part: str, mesh: Any = None) -> tuple[Any, list[Any]]:
         """(a function of a list of arrays, their shapes). The sizes are those of the options."""
-        del fields, part, mesh
         geometry, options = self.geometry, self.options
         stored = {f"{n}_pages": jax.ShapeDtypeStruct(shape, d) for n, (shape, d) in self._stored().items()}
         scales = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in self._scales().items()}

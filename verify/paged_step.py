@@ -32,7 +32,6 @@ class PlannedStep(Planned):
 
     def traced(self, name: str) -> Any:
         """One layer of the cache, donated."""
-        del name
         step, cache = self.step, self.paged.cache
         names = ("cu_q_lens", "kv_lens", "page_table", "num_seqs")
         batch = RaggedBatch(*(self.laid_out(getattr(step.batch, n), cache[n].fitted.spec) for n in names))
@@ -42,17 +41,14 @@ class PlannedStep(Planned):
         return run.trace(abstract(cache, self.mesh, layers=1), batch, arrays)
 
     def flops(self, name: str) -> float:
-        del name
         return step_flops(self.paged.problem, self.step.batch)
 
     def work(self, name: str, counted: Any, ends: int, loops: bool) -> Work:
         """By attnops' count, whatever the compiler's is."""
-        del counted, ends, loops
         reads = self.paged.reads
         return Work(self.flops(name), selected_bytes(self.paged.problem) if reads is None else reads.device_bytes)
 
     def traffic(self, name: str) -> Traffic:
-        del name
         return step_traffic(self.paged.problem)
 
     def differences(self, required: Traffic, sent: tuple[Collective, ...]) -> tuple[str, ...]:

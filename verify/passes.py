@@ -89,7 +89,6 @@ class Planned(ABC):
 
     def advice(self, name: str, failure: Failure, vmem_most: int) -> tuple[str | None, tuple[tuple[str, int], ...]]:
         """(what to declare so that a failed pass compiles, what its kernel holds), as far as that is known."""
-        del name, failure, vmem_most
         return None, ()
 
     def scheduled(self, name: str) -> Scheduled:
@@ -99,7 +98,6 @@ class Planned(ABC):
 
     def warnings(self, passes: tuple[PassReport, ...]) -> Iterator[str]:
         """What numbers of compiled passes don't say of other devices."""
-        del passes
         yield from ()
 
 

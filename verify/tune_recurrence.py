@@ -31,5 +31,4 @@ class RecurrenceSearch(Search):
         return partial(jax.jit(function), self.local.drawn())
 
     def scheduled(self, part: str, fields: dict[str, Any]) -> Scheduled:
-        del part
         return scheduled_recurrence(self.kind, self.method, self.problem, self.placement, fields)

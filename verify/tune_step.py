@@ -34,7 +34,6 @@ class _StepSearch(Search):
 
     def program(self, part: str, fields: Mapping[str, Any]) -> Callable[[], Any]:
         """The pages are donated, and those of one run are the next one's."""
-        del part
         drawn = draw_step(self._with(fields), self.step, 0)
         state, *others = drawn.arguments
         step = jax.jit(drawn.run, donate_argnums=0)
@@ -55,7 +54,6 @@ class _StepSearch(Search):
         return type(self.operation)(metadata.replace(operation_configs=configs, tuning="off"))
 
     def gpu_cost(self, part: str, fields: dict[str, Any]) -> GpuCost:
-        del part
         visits = self.runs.visits(self.problem, self.resolve(fields), self.step.batch)
         compiled = PlannedStep(self._with(fields), self.step).lowered("step").compile()
         return step_cost(
@@ -63,7 +61,6 @@ class _StepSearch(Search):
         )
 
     def scheduled(self, part: str, fields: dict[str, Any]) -> Scheduled:
-        del part
         local = LocalStep(*tpu_call(self.problem, self.problem.config.with_fields(fields)))
         visits = step_visits(self.problem, local, self.step.batch)
         return Scheduled(local, {}, {name: visits[name].cycles for name in kernels_of_step(local)})

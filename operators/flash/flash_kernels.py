@@ -48,7 +48,6 @@ class FlashKernels(Implementation[FlashAttention2Config]):
 
     def works_on_parts(self, config: OperationConfig, strategy: str) -> bool:
         """On one part, and around a ring."""
-        del config, strategy
         return True
 
     def passes(self, config: OperationConfig, backward: bool) -> tuple[PassSizes, ...]:

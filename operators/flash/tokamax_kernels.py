@@ -65,7 +65,6 @@ class TokamaxKernels(Implementation[FlashAttention2Config]):
 
     def check_vma(self, config: OperationConfig) -> bool:
         """It can't."""
-        del config
         return False
 
     def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:

@@ -71,7 +71,6 @@ class _JaxAttention(Implementation[SdpaConfig]):
 
     def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
         """The precision of jax's products, and what a score's bias takes."""
-        del config
         return (*default_precision_notes(problem), *bias_note(problem, placement, self.bias_itemsize))
 
 

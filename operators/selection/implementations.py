@@ -60,7 +60,6 @@ class IndexOnXla(Implementation[IndexerConfig]):
 
     def resolve(self, problem: Any, placement: Any) -> OperationConfig:
         """The config as declared. Errors: ConfigError for a block of keys that isn't whole words of bits."""
-        del placement
         size = self.read(problem.config).block_kv
         if size is not None and size % WORD:
             raise ConfigError(f"block_kv={size}; wanted a multiple of {WORD}.")

@@ -39,7 +39,6 @@ class IndexOnPages(PagedImplementation):
 
     def resolve(self, problem: Any, placement: Any) -> OperationConfig:
         """The config as declared. Errors: ConfigError for a block of pages that isn't whole words of bits."""
-        del placement
         config: Any = problem.config
         size, unit = config.pages_per_block, whole_words(problem.page_size)
         if size is not None and size % unit:
@@ -51,7 +50,6 @@ class IndexOnPages(PagedImplementation):
 
     def candidates(self, problem: Any, placement: Any) -> Mapping[str, tuple[dict[str, Any], ...]]:
         """Sizes of the blocks; the first candidate declares nothing and is the rule's choice."""
-        del placement
         names, unit = step_fields(problem), whole_words(problem.page_size)
         width = -(-problem.cache.table_width // problem.sequence_shards // unit) * unit
         pages = dict.fromkeys(min(max(1, keys // problem.page_size // unit) * unit, width) for keys in _KEYS)
@@ -64,7 +62,6 @@ class IndexOnPages(PagedImplementation):
 
     def notes(self, problem: Any, placement: Any, config: OperationConfig) -> tuple[str, ...]:
         """That there is no fused update."""
-        del placement, config
         if problem.update == "fused" and problem.mode != "insert":
             return (note("paged.fused_unsupported", method="forward_native"),)
         return ()

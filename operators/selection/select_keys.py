@@ -36,7 +36,6 @@ class SelectedKeys(NamedTuple):
     @classmethod
     def specs(cls, tokens: Any, heads: Any, pages: Any) -> SelectedKeys:
         """The specs of a result whose tokens are split over these axes."""
-        del heads
         return cls(PartitionSpec(tokens, None), None, pages)
 
     @classmethod
@@ -126,7 +125,6 @@ def select_keys(
         index: Any = 0,
         head_start: Any = 0,
     ) -> SelectedKeys:
-        del rows, head_start
         call = PagedCall(
             query,
             pages,

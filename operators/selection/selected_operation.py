@@ -41,7 +41,6 @@ class SelectedConfig(OperationConfig):
 
 
 def _given(problem: AttentionProblem, config: OperationConfig) -> bool:
-    del config
     return problem.operand("selected") is not None
 
 

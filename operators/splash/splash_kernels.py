@@ -115,7 +115,6 @@ class _SplashConfigured(Implementation[SplashConfig]):
 
     def padding(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> Padding | None:
         """Rows added to reach whole blocks: in the forward pass, or in all passes if they share a length."""
-        del problem
         q_len, kv_len = placement.local.q_len, placement.local.kv_len
         q_block, kv_block = self.blocks(self.read(config))
         q_padded, kv_padded = math.ceil(q_len / q_block) * q_block, math.ceil(kv_len / kv_block) * kv_block
@@ -153,7 +152,6 @@ class ExternalSplash(_SplashConfigured):
 
     def check_vma(self, config: OperationConfig) -> bool:
         """It can't."""
-        del config
         return False
 
     def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
@@ -185,7 +183,6 @@ class SplashKernels(_SplashConfigured):
 
     def works_on_parts(self, config: OperationConfig, strategy: str) -> bool:
         """On one part, and around a ring."""
-        del config, strategy
         return True
 
     def tuned_fields(self, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:

@@ -32,12 +32,10 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
         return lambda _: placement
 
     def reasons(self, request: Request[PagedProblem], method: str, placement: StepPlacement) -> tuple[Reason, ...]:
-        del placement
         reasons: tuple[Reason, ...] = request.operation.reasons_against(method, request.problem)
         return reasons
 
     def notes(self, request: Request[PagedProblem], method: str, placement: StepPlacement) -> tuple[str, ...]:
-        del method, placement
         problem = request.problem
         notes: tuple[str, ...] = ()
         if (selected := problem.operand("selected")) is not None:
@@ -58,7 +56,6 @@ class _Steps(Planner[PagedProblem, StepPlacement]):
         return notes
 
     def tune_key(self, method: str, problem: PagedProblem, placement: StepPlacement) -> dict[str, Any]:
-        del placement
         return step_key(method, problem)
 
 

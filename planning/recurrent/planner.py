@@ -92,7 +92,6 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
         return (*reasons, *(reason for reason in failing if reason is not None))
 
     def notes(self, request: Request[TableProblem], method: str, placement: TablePlacement) -> tuple[str, ...]:
-        del method
         _, problem, policy = request
         notes: list[str] = []
         if idle := idle_axes(problem, placement):

@@ -45,7 +45,6 @@ class _SlotSteps(Recurrences):
         return (*reasons, Reason("recurrent.shards", "batch", f"the mesh splits {named}", hint))
 
     def _of_split(self, request: Request[TableProblem], placement: TablePlacement) -> list[str]:
-        del placement
         declared = request.policy.sequence_parallel
         return [] if declared == "auto" else [note("sequence.unsplit", strategy=declared)]
 

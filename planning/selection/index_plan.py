@@ -65,7 +65,6 @@ class _Selections(Planner[IndexProblem, IndexPlacement]):
         return lambda _: placement
 
     def reasons(self, request: Request[IndexProblem], method: str, placement: IndexPlacement) -> tuple[Reason, ...]:
-        del placement
         operation, problem, _ = request
         if causal_window(problem.mask) is None:
             text = f"the mask {problem.mask.describe()}: an indexer's is Causal and SlidingWindow, by positions"
@@ -76,7 +75,6 @@ class _Selections(Planner[IndexProblem, IndexPlacement]):
         return tuple(Reason(f"feature.{x}", x, f"{method} has no {x}", "Leave it out.") for x in missing)
 
     def notes(self, request: Request[IndexProblem], method: str, placement: IndexPlacement) -> tuple[str, ...]:
-        del method
         problem = request.problem
         notes: tuple[str, ...] = ()
         if idle := placement.idle(problem.mesh):
@@ -91,7 +89,6 @@ class _Selections(Planner[IndexProblem, IndexPlacement]):
         return (*notes, note("index.keys_gathered", axes=list(split), size=whole))
 
     def tune_key(self, method: str, problem: IndexProblem, placement: IndexPlacement) -> dict[str, Any]:
-        del placement
         return {"implementation": method, **problem.sizes, "dtype": problem.input_dtype, "key": problem.key_dtype}
 
 

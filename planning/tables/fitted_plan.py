@@ -50,7 +50,6 @@ class FittedPlan(Decision[P, L]):
 
     def spec_of(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """The spec of an array of the call, before the call starts."""
-        del shape
         return self.specs[name]
 
     @property

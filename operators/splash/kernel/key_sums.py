@@ -74,7 +74,6 @@ class KeySums:
         """Start with zeros."""
 
         def part(number: Any, head: Any, rows: Any) -> None:
-            del number
             for name in self.names:
                 at = self._at(name, head, rows)
                 at[...] = jnp.zeros(at.shape, jnp.float32)
