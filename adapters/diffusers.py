@@ -9,7 +9,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, InputError, InputTypeError, a_type, shown
+from ..errors import ConfigError, InputError, a_type, shown
 from ..operators.api.attention import Attention
 from ..operators.api.attention_keywords import is_operation_name
 from .extra import extra
@@ -18,8 +18,7 @@ from .front import Declared, declared_attention
 with extra("torch"):
     import torch
 
-    from .torch_call import DTYPES, CallOptions, TorchCall
-    from .torch_tensors import check_tensor
+    from .torch_call import CallOptions, TorchCall, check_mask, check_tensors
 with extra("diffusers"):
     from diffusers.models import attention_dispatch
 
@@ -110,28 +109,17 @@ class DiffusersAttention(TorchCall):
                     f"{_HINTS.get(name, 'it belongs to other backends; remove it from attention_kwargs')}."
                 )
         tensors = {"query": query, "key": key, "value": value}
-        for name, x in tensors.items():
-            check_tensor(name, x, DTYPES)
-            if x.ndim != 4:
-                raise InputError(f"{name} has shape {tuple(x.shape)}; wanted [batch, length, heads, dim].")
-        if len({x.dtype for x in tensors.values()}) > 1:
-            raise InputTypeError(
-                f"query, key and value are {query.dtype}, {key.dtype}, {value.dtype}; wanted one dtype."
-            )
+        check_tensors("batch, length, heads, dim", **tensors)
         if key.shape[2] != query.shape[2] and not enable_gqa:
             raise InputError(
                 f"query has {query.shape[2]} heads, key has {key.shape[2]}; grouped heads require enable_gqa=True, as in torch."
             )
         tensors = {name: x.transpose(1, 2) for name, x in tensors.items()}
         if attn_mask is not None:
-            check_tensor("attn_mask", attn_mask, (torch.bool, *DTYPES))
-            if is_causal:
-                raise InputError(
-                    "attn_mask with is_causal=True is an error, as in torch; include the causal mask in attn_mask."
-                )
+            kind = check_mask(attn_mask, is_causal)
             if attn_mask.shape == (key.shape[0], key.shape[1]):
                 attn_mask = attn_mask[:, None, None]
-            tensors["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
+            tensors[kind] = attn_mask
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         options = CallOptions(bool(is_causal), scale, float(dropout_p), shape)
         return self.run(tensors, options, compiled=True).transpose(1, 2)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ..errors import ConfigError, InputError
 from ..operators.api.attention import Attention
 from ..scores import Score
-from .front import DEFAULT_PRECISIONS, Attended, attend
+from .front import DEFAULT_PRECISIONS, Attended, Declared, attend, declared_attention, refuse_score
 
 __all__ = ["FlaxAttention"]
 
@@ -24,6 +24,15 @@ class FlaxAttention:
 
     def __init__(self, attention: Attention, score: Score | None = None) -> None:
         self.attention, self.score = attention, score
+
+    @classmethod
+    def of(cls, declared: Declared, metadata: Any, score: Score | None, own: Any) -> Any:
+        """The declared attention with its score; with "enabled": false flax's own function, which takes no score."""
+        attention = declared_attention(declared, metadata)
+        if attention.enabled:
+            return cls(attention, score)
+        refuse_score(score)
+        return own
 
     def check_dtype(self, dtype: Any) -> None:
         """Refuse a module's dtype that differs from the file's runtime_dtype, if both are given."""

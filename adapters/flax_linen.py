@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..scores import Score
 from .extra import extra
 from .flax_call import FlaxAttention
-from .front import Declared, declared_attention, refuse_score
+from .front import Declared
 
 with extra("flax"):
     from flax import linen
@@ -28,12 +28,8 @@ def attention_fn(declared: Declared, *, score: Score | None = None, **metadata: 
     replace the file's, such as mesh. score: of every call, with its arrays. With "enabled": false it is
     linen.dot_product_attention itself, which takes no score.
     """
-    attention = declared_attention(declared, metadata)
-    if attention.enabled:
-        return LinenAttention(attention, score)
-    refuse_score(score)
-    own: Any = linen.dot_product_attention  # to a type checker it has `attention` too
-    return own
+    found: LinenAttention = LinenAttention.of(declared, metadata, score, linen.dot_product_attention)
+    return found
 
 
 class LinenAttention(FlaxAttention):

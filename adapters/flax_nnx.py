@@ -9,7 +9,7 @@ import jax
 from ..scores import Score
 from .extra import extra
 from .flax_call import FlaxAttention
-from .front import Declared, declared_attention, refuse_score
+from .front import Declared
 
 with extra("flax"):
     from flax import nnx
@@ -25,12 +25,8 @@ def attention_fn(declared: Declared, *, score: Score | None = None, **metadata: 
     replace the file's, such as mesh. score: of every call, with its arrays. With "enabled": false it is
     nnx.dot_product_attention itself, which takes no score.
     """
-    attention = declared_attention(declared, metadata)
-    if attention.enabled:
-        return NnxAttention(attention, score)
-    refuse_score(score)
-    own: Any = nnx.dot_product_attention  # to a type checker it has `attention` too
-    return own
+    found: NnxAttention = NnxAttention.of(declared, metadata, score, nnx.dot_product_attention)
+    return found
 
 
 class NnxAttention(FlaxAttention):

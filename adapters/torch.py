@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError, InputTypeError
+from ..errors import InputError
 from ..operators.api.attention import Attention
 from .extra import extra
 from .front import Declared, declared_attention
@@ -19,8 +19,7 @@ from .front import Declared, declared_attention
 with extra("torch"):
     import torch
 
-    from .torch_call import DTYPES, CallOptions, TorchCall
-    from .torch_tensors import check_tensor
+    from .torch_call import CallOptions, TorchCall, check_mask, check_tensors
 
 __all__ = ["ScaledDotProductAttention", "scaled_dot_product_attention", "scaled_dot_product_attention_for"]
 
@@ -61,19 +60,9 @@ class ScaledDotProductAttention(TorchCall):
         see the keys up to i, whatever the lengths. Errors: InputError, InputTypeError and ConfigError name what is refused.
         """
         tensors = {"query": query, "key": key, "value": value}
-        for name, x in tensors.items():
-            check_tensor(name, x, DTYPES)
-        if len({x.dtype for x in tensors.values()}) > 1:
-            raise InputTypeError(
-                f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; wanted one dtype."
-            )
+        check_tensors("", **tensors)
         if attn_mask is not None:
-            check_tensor("attn_mask", attn_mask, (torch.bool, *DTYPES))
-            if is_causal:
-                raise InputError(
-                    "attn_mask with is_causal=True is an error, as in torch; include the causal mask in attn_mask."
-                )
-            tensors["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
+            tensors[check_mask(attn_mask, is_causal)] = attn_mask
         shape = _output_shape(query, key, value, enable_gqa)
         if attn_mask is not None:
             _check_broadcasts(tuple(attn_mask.shape), (*shape[:-1], key.shape[-2]))

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from ..errors import RefusedError
+from ..errors import InputError, InputTypeError, RefusedError
 from ..operators.api.attention import Attention
 from .front import attend
-from .torch_tensors import Padding, dropout_key, is_torchax, to_jax, to_torch
+from .torch_tensors import Padding, check_tensor, dropout_key, is_torchax, to_jax, to_torch
 
-__all__ = ["DTYPES", "CallOptions", "TorchCall"]
+__all__ = ["DTYPES", "CallOptions", "TorchCall", "check_mask", "check_tensors"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_COMPILED = 512  # compiled calls kept per function
@@ -35,6 +35,30 @@ class CallOptions(NamedTuple):
     shape: tuple[int, ...]
     soft_cap: float | None = None
     window: tuple[int, int] | None = None
+
+
+def check_tensors(axes: str, **tensors: torch.Tensor) -> None:
+    """Refuse what JAX can't accept, tensors without these four axes ("" for any number), and several dtypes. Errors:
+    InputTypeError, InputError."""
+    for name, x in tensors.items():
+        check_tensor(name, x, DTYPES)
+        if axes and x.ndim != 4:
+            raise InputError(f"{name} has shape {tuple(x.shape)}; wanted [{axes}].")
+    if len({x.dtype for x in tensors.values()}) > 1:
+        *first, last = tensors
+        *others, dtype = (str(x.dtype) for x in tensors.values())
+        raise InputTypeError(f"{', '.join(first)} and {last} are {', '.join(others)} and {dtype}; wanted one dtype.")
+
+
+def check_mask(attn_mask: torch.Tensor, is_causal: bool) -> str:
+    """The name of a mask in a call: 'mask' for booleans, 'bias' for numbers. Errors: InputTypeError, and InputError beside
+    is_causal."""
+    check_tensor("attn_mask", attn_mask, (torch.bool, *DTYPES))
+    if is_causal:
+        raise InputError(
+            "attn_mask with is_causal=True is an error, as in torch; include the causal mask in attn_mask."
+        )
+    return "mask" if attn_mask.dtype == torch.bool else "bias"
 
 
 class TorchCall:

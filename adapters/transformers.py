@@ -21,7 +21,7 @@ from .front import Declared, declared_attention
 with extra("torch"):
     import torch
 
-    from .torch_call import DTYPES, CallOptions, TorchCall
+    from .torch_call import DTYPES, CallOptions, TorchCall, check_tensors
     from .torch_tensors import check_tensor
     from .transformers_alibi import declared_mask, runs_here
 with extra("transformers"):
@@ -143,14 +143,7 @@ class TransformersAttention(TorchCall):
         """
         _check_others(others)
         tensors = {"query": query, "key": key, "value": value}
-        for name, x in tensors.items():
-            check_tensor(name, x, DTYPES)
-            if x.ndim != 4:
-                raise InputError(f"{name} has shape {tuple(x.shape)}; wanted [batch, heads, length, dim].")
-        if len({x.dtype for x in tensors.values()}) > 1:
-            raise InputTypeError(
-                f"query, key and value are {query.dtype}, {key.dtype}, {value.dtype}; wanted one dtype."
-            )
+        check_tensors("batch, heads, length, dim", **tensors)
         for name, added in (("attention_mask", attention_mask), ("position_bias", position_bias)):
             if added is None:
                 continue

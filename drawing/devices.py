@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from .devices_svg import devices_svg
 from .devices_text import devices_text
+from .pictures import Picture
 
 __all__ = ["DevicePicture", "DrawnTensor", "Split", "Transfer"]
 
@@ -65,7 +65,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class DevicePicture:
+class DevicePicture(Picture):
     """`print` shows the text, a notebook the SVG. mesh: (axis, size). ids: the ids of the mesh's devices, in its order."""
 
     title: str
@@ -79,18 +79,6 @@ class DevicePicture:
         """The picture as text for a terminal, in 80 columns and plain characters."""
         return devices_text(self)
 
-    def __str__(self) -> str:
-        return self.text()
-
     def svg(self) -> str:
         """The picture as SVG for a page, in light and dark, without fonts or scripts from elsewhere."""
         return devices_svg(self)
-
-    def _repr_html_(self) -> str:
-        return self.svg()
-
-    def save(self, path: str | Path) -> Path:
-        """Write the SVG to a file, or the text if its name ends in .txt."""
-        file = Path(path)
-        file.write_text(self.text() + "\n" if file.suffix == ".txt" else self.svg(), encoding="utf-8")
-        return file

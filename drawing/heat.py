@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .pictures import Picture
 from .svg import element, label, picture, rectangle
 from .tiles import LEFT, PLOT, TOP, axis, cut, ticks
 
@@ -19,7 +19,7 @@ _STEPS = 7  # colours in a legend
 
 
 @dataclass(frozen=True)
-class HeatPicture:
+class HeatPicture(Picture):
     """A number for each tile [rows, columns], at most 32 each. `print` shows the text, a notebook the SVG.
 
     what: what the numbers are. Negative and positive ones have colours of their own, the stronger the larger.
@@ -51,9 +51,6 @@ class HeatPicture:
         rows = ["   ".join(legend[n : n + 3]) for n in range(0, len(legend), 3)]
         return "\n".join([*lines, "", *(rows if most > least else [f"{_MARKS[0]} {least:.3g}"])])
 
-    def __str__(self) -> str:
-        return self.text()
-
     def svg(self) -> str:
         """The picture as SVG for a page, in light and dark, without fonts or scripts from elsewhere."""
         height = min(max(PLOT * self.q_len / max(self.kv_len, 1), 16.0), 1.5 * PLOT)
@@ -69,15 +66,6 @@ class HeatPicture:
             label(12, below + 60, lines[1], class_="ao-small"),
         ]
         return picture(LEFT + PLOT + 24, below + 74, f"Score {self.title}: {lines[1]}", parts)
-
-    def _repr_html_(self) -> str:
-        return self.svg()
-
-    def save(self, path: str | Path) -> Path:
-        """Write the SVG to a file, or the text if its name ends in .txt."""
-        file = Path(path)
-        file.write_text(self.text() + "\n" if file.suffix == ".txt" else self.svg(), encoding="utf-8")
-        return file
 
     def _lines(self) -> list[str]:
         tile = f"a tile is {self.block_q} x {self.block_kv}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .pictures import Picture
 from .svg import label, picture, rectangle
 
 __all__ = ["LEFT", "PLOT", "TOP", "TilePicture", "axis", "cut", "ticks"]
@@ -22,7 +22,7 @@ PLOT, LEFT, TOP = 352.0, 60.0, 62.0
 
 
 @dataclass(frozen=True)
-class TilePicture:
+class TilePicture(Picture):
     """Tiles, int8 [rows, columns]: 0 dead, 1 partial, 2 full. `print` shows the text, a notebook the SVG.
 
     first_query, first_key: the index of the first row and column. visible: the share of the matrix that is visible, or None if
@@ -55,9 +55,6 @@ class TilePicture:
         present = [kind for kind in (2, 1, 0) if (cells == kind).any()]
         return "\n".join([*lines, "", "   ".join(f"{_MARKS[kind]} {self._names()[kind]}" for kind in present)])
 
-    def __str__(self) -> str:
-        return self.text()
-
     def svg(self) -> str:
         """The picture as SVG for a page, in light and dark, without fonts or scripts from elsewhere."""
         cells, (rows, columns) = self._merged(_CELLS)
@@ -76,15 +73,6 @@ class TilePicture:
             *(label(12, below + 40 + 16 * n, line, class_="ao-small") for n, line in enumerate(remarks)),
         ]
         return picture(LEFT + PLOT + 24, below + 34 + 16 * len(remarks), f"Mask {self.title}: {self._sizes()}", parts)
-
-    def _repr_html_(self) -> str:
-        return self.svg()
-
-    def save(self, path: str | Path) -> Path:
-        """Write the SVG to a file, or the text if its name ends in .txt."""
-        file = Path(path)
-        file.write_text(self.text() + "\n" if file.suffix == ".txt" else self.svg(), encoding="utf-8")
-        return file
 
     def _sizes(self) -> str:
         tile = f"a tile is {self.block_q} x {self.block_kv}"

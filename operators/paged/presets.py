@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from .implementations import PAGES_ON_HOPPER, PAGES_ON_TPU, PAGES_ON_XLA
-from .operation import PagedOperation
+from .operation import Paged
 from .paged_config import PagedConfig
 
 __all__ = [
@@ -63,73 +62,55 @@ class PagedFlashAttentionConfig(PagedConfig):
     operation: Literal["paged_flash_attention"] = "paged_flash_attention"  # type: ignore[assignment]
 
 
-class RaggedPageAttentionV2(PagedOperation):
+class PagedPreset(Paged):
+    """`paged` by another name, over pages of one layout; what is declared for 'paged' applies to it too."""
+
+    backend_operation: ClassVar[str | None] = Paged.name
+
+
+class RaggedPageAttentionV2(PagedPreset):
     """`paged` over pages of layout interleaved: each head's keys and values alternate in one array."""
 
     name = "ragged_page_attention_v2"
     config = RaggedPageAttentionV2Config
-    backend_operation: ClassVar[str | None] = "paged"
-    cache_layout: ClassVar[str | None] = "interleaved"
-    forward_tpu = PAGES_ON_TPU
-    forward_hopper = PAGES_ON_HOPPER
-    forward_native = PAGES_ON_XLA
+    cache_layout = "interleaved"
 
 
-class RaggedPageAttentionV3(PagedOperation):
+class RaggedPageAttentionV3(PagedPreset):
     """`paged` over pages of layout packed: as interleaved, in 32-bit words and whole lanes. The update is 'fused'."""
 
     name = "ragged_page_attention_v3"
     config = RaggedPageAttentionV3Config
-    backend_operation: ClassVar[str | None] = "paged"
-    cache_layout: ClassVar[str | None] = "packed"
-    forward_tpu = PAGES_ON_TPU
-    forward_hopper = PAGES_ON_HOPPER
-    forward_native = PAGES_ON_XLA
+    cache_layout = "packed"
 
 
-class MultiLatentRaggedPageAttentionV1(PagedOperation):
+class MultiLatentRaggedPageAttentionV1(PagedPreset):
     """`paged` over pages of latents, each followed by its rotary key. The update is 'fused'."""
 
     name = "multi_latent_ragged_page_attention_v1"
     config = MultiLatentRaggedPageAttentionV1Config
-    backend_operation: ClassVar[str | None] = "paged"
-    cache_layout: ClassVar[str | None] = "latent"
-    forward_tpu = PAGES_ON_TPU
-    forward_hopper = PAGES_ON_HOPPER
-    forward_native = PAGES_ON_XLA
+    cache_layout = "latent"
 
 
-class MultiLatentRaggedPageAttentionV2(PagedOperation):
+class MultiLatentRaggedPageAttentionV2(PagedPreset):
     """The same as multi_latent_ragged_page_attention_v1: elsewhere they differ in their kernels."""
 
     name = "multi_latent_ragged_page_attention_v2"
     config = MultiLatentRaggedPageAttentionV2Config
-    backend_operation: ClassVar[str | None] = "paged"
-    cache_layout: ClassVar[str | None] = "latent"
-    forward_tpu = PAGES_ON_TPU
-    forward_hopper = PAGES_ON_HOPPER
-    forward_native = PAGES_ON_XLA
+    cache_layout = "latent"
 
 
-class UnifiedAttention(PagedOperation):
+class UnifiedAttention(PagedPreset):
     """`paged` over pages of layout split."""
 
     name = "unified_attention"
     config = UnifiedAttentionConfig
-    backend_operation: ClassVar[str | None] = "paged"
-    cache_layout: ClassVar[str | None] = "split"
-    forward_tpu = PAGES_ON_TPU
-    forward_hopper = PAGES_ON_HOPPER
-    forward_native = PAGES_ON_XLA
+    cache_layout = "split"
 
 
-class PagedFlashAttention(PagedOperation):
+class PagedFlashAttention(PagedPreset):
     """`paged` over pages of layout split, as in flash-attention's block tables."""
 
     name = "paged_flash_attention"
     config = PagedFlashAttentionConfig
-    backend_operation: ClassVar[str | None] = "paged"
-    cache_layout: ClassVar[str | None] = "split"
-    forward_tpu = PAGES_ON_TPU
-    forward_hopper = PAGES_ON_HOPPER
-    forward_native = PAGES_ON_XLA
+    cache_layout = "split"
