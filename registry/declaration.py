@@ -13,18 +13,15 @@ import jax
 import numpy as np
 from pydantic import ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
 
-from ..call_arguments import CALL_ARGUMENTS, CALL_OPTIONS
 from ..errors import ConfigError, a_type, shown
-from ..masks import Dense
 from ..planning.cache.kv_cache import KVCache
 from ..planning.unset_fields import UnsetFieldsModel, explain_validation
 from ..sharding import OperandTable
 from ..strict_json import parse_json, read_text, refuse_surrogates
 from .call_declaration import CallDeclaration, InputDtype
-from .index_declaration import index_arguments, index_arrays, index_shapes
+from .declared_arrays import ARRAYS, DeclaredArrays
 from .latent_dims import Form, LatentDims
 from .metadata import OperationMetadata
-from .recurrent_declaration import recurrent_arguments, recurrent_arrays, recurrent_shapes
 from .registry import Family, OperationRegistry
 from .step_declaration import StepDeclaration
 
@@ -155,21 +152,22 @@ class Declaration(UnsetFieldsModel):
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """See CallDeclaration.shapes; of an indexer, see index_declaration."""
-        checked = self.checked()
-        if checked.family == "selection":
-            return index_shapes(checked.call, self._input_dtype())
-        if checked.family == "recurrence":
-            return recurrent_shapes(checked.call, self._input_dtype(), checked.operands, checked._state_dtype())
-        return checked.call.shapes(self._input_dtype(), self.operands)
+        return self._arrays().shapes()
 
     def draw(self, seed: int) -> dict[str, np.ndarray]:
         """See CallDeclaration.draw."""
+        return self._arrays().draw(seed)
+
+    def call_arguments(self, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
+        """Return the keyword arguments of the call for these arrays. `mode` overrides the declared one."""
+        return self._arrays().arguments(arrays, mode)
+
+    def _arrays(self) -> DeclaredArrays:
         checked = self.checked()
-        if checked.family == "selection":
-            return index_arrays(checked.call, seed, self._input_dtype())
-        if checked.family == "recurrence":
-            return recurrent_arrays(checked.call, seed, self._input_dtype(), checked.operands, checked._state_dtype())
-        return checked.call.draw(seed, self._input_dtype(), self.operands)
+        dtype = checked.metadata.get("runtime_dtype")  # that of the computation, or float32
+        dtype = next((name for name in typing.get_args(InputDtype) if name == dtype), "float32")
+        configs = checked.metadata.get("operation_configs") or {}
+        return ARRAYS[checked.family](OperationRegistry.get(checked.operation), checked.call, dtype, configs)
 
     @property
     def in_pages(self) -> bool:
@@ -193,38 +191,6 @@ class Declaration(UnsetFieldsModel):
     def operands(self) -> OperandTable:
         """The operands of the operation. Errors: UnknownNameError for one that isn't registered."""
         return OperationRegistry.get(self.operation).operands
-
-    def _input_dtype(self) -> str:
-        """The dtype of query, key and value if the call declares none: that of the computation, or float32."""
-        declared = self.metadata.get("runtime_dtype")
-        return next((name for name in typing.get_args(InputDtype) if name == declared), "float32")
-
-    def _state_dtype(self) -> str | None:
-        """The dtype that the config declares for states; None for that of the tokens."""
-        operation: Any = OperationRegistry.get(self.operation)
-        configs = self.metadata.get("operation_configs") or {}
-        of_both = (configs.get(name) or {} for name in (operation.name, operation.backend_operation))
-        declared = next((x["state_dtype"] for x in of_both if "state_dtype" in x), None)
-        field = operation.config.model_fields.get("state_dtype")
-        return declared or (None if field is None else field.default)
-
-    def call_arguments(self, arrays: Mapping[str, Any], *, mode: str | None = None) -> dict[str, Any]:
-        """Return the keyword arguments of the call for these arrays. `mode` overrides the declared one."""
-        call = self.checked().call
-        if self.family == "selection":
-            return index_arguments(call, arrays, mode)
-        if self.family == "recurrence":
-            kind: Any = OperationRegistry.get(self.operation)
-            packed: dict[str, Any] = kind.packed(recurrent_arguments(call, arrays, mode, self.operands))
-            return packed
-        mask: Any = call.mask
-        if "mask" in arrays:
-            mask = arrays["mask"] if mask is None else mask & Dense(arrays["mask"])
-        options = {name: getattr(call, name) for name in CALL_OPTIONS}
-        arguments = {name: arrays.get(name, options.get(name)) for name in CALL_ARGUMENTS}
-        # An operation's own operands, and the score's.
-        arguments |= {name: x for name, x in arrays.items() if name not in arguments}
-        return arguments | {"mask": mask, "score": call.score, "mode": call.mode if mode is None else mode}
 
 
 def _json_value(at: str, value: Any, depth: int = 1) -> Any:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 import jax
 
 from ...call_arguments import CallArguments, CallArray, PlainArguments
-from ...errors import ConfigError, InputTypeError
+from ...errors import ConfigError
 from ...lazy import LazyModule, LazySerializer
-from ...scores import Score
 from ..call.options import takes_call_arguments
 
 if TYPE_CHECKING:
@@ -67,13 +66,14 @@ class Attention:
             raise ConfigError("the declaration has latent; use attnops.LatentAttention, whose arrays are latents.")
         name = self.declaration.operation
         operation: Any = parts.OperationRegistry.get(name)
-        if operation.family == "selection":
+        calls = parts.calls_of(self.declaration)
+        if calls is None:
             raise ConfigError(
                 f"operation {name!r} selects keys and doesn't attend; call it by OperationRegistry.create, and declare the "
                 "attention by its own operation."
             )
         self.operation: Any = operation(metadata)
-        self._in_pages = self.declaration.in_pages
+        self._calls = calls(self.declaration, self.operation, self._stated)
         self._plans: dict[Any, Any] = {}
         self._lock = threading.Lock()
 
@@ -145,23 +145,13 @@ class Attention:
         self, remarks: tuple[str, ...], query: Any = None, key: Any = None, value: Any = None, *more: Any, **call: Any
     ) -> Any:
         """Like a call. `remarks` are added to the notes of its plan in `plans`: what an adapter made of its arguments."""
-        if self.operation.family == "recurrence":
-            output = self.operation(**self._recurrent((query, key, value, *more), call))
-            self._keep(output.plan, remarks)
-            return output
-        if more:
-            raise InputTypeError(f"{3 + len(more)} arrays by position; wanted query, key and value.")
-        options = self.options(query, key, value, **call)
-        if self._in_pages and (missing := [name for name in ("state", "layer", "batch") if name not in options]):
-            raise InputTypeError(
-                f"operation {self.declaration.operation!r} attends to a cache's pages, and the call has no "
-                f"{', '.join(missing)}; pass state=, layer= and batch=."
-            )
-        output = self.operation(query, key, value, **options)
+        self._check_enabled()
+        arrays, options = self._calls.passed((query, key, value, *more), call)
+        output = self.operation(*arrays, **options)
         decided = output.plan
         # With array masks, plan again: plan() also looks at their values.
-        again = not self._in_pages and decided.problem.leaves
-        self._keep(decided, remarks, (lambda: self.operation.plan(query, key, value, **options)) if again else None)
+        again = self._calls.sees_values and decided.problem.leaves
+        self._keep(decided, remarks, (lambda: self.operation.plan(*arrays, **options)) if again else None)
         return output
 
     def _keep(self, decided: Any, remarks: tuple[str, ...], again: Callable[[], Any] | None = None) -> None:
@@ -172,11 +162,6 @@ class Attention:
             noted = decided if again is None else again()
             with self._lock:
                 self._plans[decided] = replace(noted, notes=(*noted.notes, *remarks)) if remarks else noted
-
-    def _recurrent(self, arrays: tuple[Any, ...], call: dict[str, Any]) -> dict[str, Any]:
-        """The keywords of a recurrence's call, or of its step."""
-        self._check_enabled()
-        return parts.declared_call(self.declaration, self.operation.operands, arrays, call)
 
     @overload
     def plan(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]) -> Plan: ...
@@ -200,12 +185,9 @@ class Attention:
     ) -> Any:
         """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs. A step's takes `cache=` in place of the
         state; default: the file's."""
-        if self.operation.family == "recurrence":
-            return self.operation.plan(**self._recurrent((query, key, value, *more), {**call}))
-        options = self.options(query, key, value, **call)
-        if self._in_pages and self.declaration.cache is not None:
-            options.setdefault("cache", self.declaration.cache)
-        return self.operation.plan(query, key, value, **options)
+        self._check_enabled()
+        arrays, options = self._calls.planned((query, key, value, *more), {**call})
+        return self.operation.plan(*arrays, **options)
 
     @takes_call_arguments
     def explain(
@@ -219,16 +201,7 @@ class Attention:
     def options(self, query: Any, key: Any = None, value: Any = None, **call: Unpack[CallArguments]) -> dict[str, Any]:
         """The options of a call or a step combined with the declared ones."""
         self._check_enabled()
-        arguments: dict[str, Any] = {**call}
-        if self._in_pages:
-            return parts.step_options(self.declaration, query, arguments)
-        score = self.declaration.call.score if arguments.get("score") is None else arguments["score"]
-        captured = parts.captured_names(score) if isinstance(score, Score) else ()
-        parts.check_names(arguments, (*self.operation.operands.names, *captured))
-        options = parts.call_options(self.declaration, query, key, value, arguments)
-        if parts.is_array(options.get("mask")) and options.get("causal") is None and self.states("causal"):
-            options["causal"] = self.operation.metadata.causal  # declared, so not just a default
-        return options
+        return self._calls.options((query, key, value), {**call})
 
     def _check_enabled(self) -> None:
         if not self.enabled:
