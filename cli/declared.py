@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import ConfigError
 from ..operators.latent import Choice, choose_form, form_arguments, form_notes
@@ -33,6 +33,8 @@ __all__ = ["Declared", "declared"]
 
 class Declared(ABC):
     """A declaration, the file of its arrays if they aren't drawn, and the mode."""
+
+    beyond_jax: ClassVar[str] = ""  # what it is, if jax.nn can't express it
 
     def __init__(self, declaration: Declaration, inputs: Path | None, mode: str | None) -> None:
         self.declaration, self.inputs, self.mode = declaration, inputs, mode
@@ -113,6 +115,8 @@ class _Call(_OfOperation):
 class _Indexer(_OfOperation):
     """A call that selects keys and doesn't attend."""
 
+    beyond_jax = "a selection"
+
     def read(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         return index_input_shapes(self.declaration, self.inputs)
 
@@ -135,6 +139,8 @@ class _Indexer(_OfOperation):
 
 class _Recurrence(_OfOperation):
     """A call that carries a state along its tokens."""
+
+    beyond_jax = "a recurrence"
 
     def planned(self, metadata: OperationMetadata) -> Planned:
         from ..verify.recurrent_call import PlannedRecurrence
@@ -193,6 +199,8 @@ class _Latent(Declared):
 
 class _Step(Declared):
     """It is planned with the whole cache, and compiled and run with one layer, which is all that it uses."""
+
+    beyond_jax = "a step"
 
     def __init__(self, declaration: Declaration, inputs: Path | None, mode: str | None) -> None:
         super().__init__(declaration, inputs, mode)

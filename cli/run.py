@@ -49,10 +49,6 @@ def run(options: RunOptions) -> int:
     if options.output is not None:
         check_output_path(options.output)
     declaration = options.declaration
-    family = declaration.family
-    what = "a step" if declaration.in_pages else "a selection" if family == "selection" else "a recurrence"
-    if not options.compares and (declaration.in_pages or family != "attention"):
-        raise ConfigError(f"--no-compare has no effect for {what}, which jax.nn can't express; leave it out.")
     ran = ran_declared(options)
     plan, notes = ran.plan, ran.notes
     if options.output is not None:
@@ -74,7 +70,12 @@ def run(options: RunOptions) -> int:
 
 def ran_declared(options: RunOptions) -> Ran:
     """Compile, run, time and check what the file declares. Errors: those of planning, and RefusedError if nothing can run it."""
-    runnable = declared(options.declaration, options.inputs, options.mode).runnable(options.mesh, options.seed)
+    what = declared(options.declaration, options.inputs, options.mode)
+    if what.beyond_jax and not options.compares:
+        raise ConfigError(
+            f"--no-compare has no effect for {what.beyond_jax}, which jax.nn can't express; leave it out."
+        )
+    runnable = what.runnable(options.mesh, options.seed)
     runnable.notes += file_notes(options.declaration)
     return timed(runnable, options.repeats, checked=options.check, compares=options.compares, quiet=options.quiet)
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from ...errors import InputError, InputTypeError, RefusedShardingError
 from ...masks.page_mask import page_mask
-from ...planning import PlannedOperation, Policy
 from ...planning.cache.cache_plan import CachePlan
 from ...planning.cache.kv_cache import KVCache
 from ...planning.notes import note
@@ -21,8 +20,7 @@ from ...sharding.mesh import AnyMesh
 from ..api.declared_config import declared_config
 from ..call.arrays import shaped
 from ..call.planned_platform import planned_platform
-from ..notes.unread_fields import unread_fields
-from ..paged_cache.attend import check_written, default_scale
+from ..paged_cache.attend import check_written
 from ..paged_cache.known_sizes import known_sizes
 from ..paged_cache.stored_tokens import check_token_scale
 from .step_arguments import Step, StepArrays
@@ -71,8 +69,7 @@ def describe_step(
     assert first is not None
     count, heads = first.shape[0], cache.kv_heads if query is None else query.shape[1]
     # Inside the caller's own shard_map heads are a device's part; attend checks them against its pages.
-    # All index heads are summed over, so none of them are split.
-    parts = operation.family != "attention" or any(axis.kind == "manual" for axis in axes_of(mesh))
+    parts = operation.sums_heads or any(axis.kind == "manual" for axis in axes_of(mesh))
     _check_tokens(cache, plan, count, called, (query, key, value), parts=parts)
     if metadata.policy.strict and plan.idle_axes:
         names = ", ".join(f"{axis.name}={axis.size}" for axis in plan.idle_axes)
@@ -95,14 +92,14 @@ def describe_step(
     check_shapes(step, step_arrays, count)
     scale = metadata.softmax_scale if step.softmax_scale is None else step.softmax_scale
     if scale is None:
-        scale = default_scale(cache) if operation.family == "attention" else float(cache.head_dim**-0.5)
+        scale = operation.default_scale(cache)
     if not math.isfinite(scale):
         raise InputError(f"softmax_scale={scale}; wanted a finite number.")
     cap = step.logits_soft_cap
     if cap is not None and not (math.isfinite(cap) and cap > 0):
         raise InputError(f"logits_soft_cap={cap}; wanted a positive number, or None for no cap.")
     input_dtype = cache.dtype if query is None else query.dtype.name
-    runtime, softmax, remarks = _computed_in(operation, metadata, input_dtype)
+    runtime, softmax, remarks = operation.computed_in(metadata, input_dtype)
     notes += remarks
     if metadata.partition_axis != OperationMetadata().partition_axis:
         notes.append(note("paged.axes_unread"))
@@ -166,28 +163,6 @@ def describe_step(
         platform_source=source,
         notes=tuple(notes) + _causal_notes(step),
     )
-
-
-_SEQUENCES = ("sequence_parallel", "ring_order", "scan_ring_attention")  # of the policy
-
-
-def _computed_in(
-    operation: type[PlannedOperation], metadata: OperationMetadata, input_dtype: str
-) -> tuple[str, str, list[str]]:
-    """(the dtype of queries, that of the softmax or the scores, notes on what isn't read)."""
-    if operation.family != "attention":
-        unread = unread_fields(metadata, _SEQUENCES)
-        return input_dtype, "float32", [note("index.unread", fields=unread)] if unread else []
-    notes: list[str] = []
-    runtime = input_dtype if metadata.runtime_dtype is None else metadata.runtime_dtype.name
-    if runtime != input_dtype:
-        notes.append(note("paged.cast", given=input_dtype, runtime=runtime))
-    if metadata.dropout_prob > 0:
-        notes.append(note("dropout.serving", probability=metadata.dropout_prob))
-    for name in _SEQUENCES:
-        if (declared := getattr(metadata.policy, name)) != getattr(Policy(), name):
-            notes.append(note("paged.policy_unread", name=name, value=declared))
-    return runtime, metadata.runtime_softmax_dtype.name, notes
 
 
 def _captures(step: Step, step_arrays: StepArrays, heads: int) -> tuple[OperandShape, ...]:

@@ -12,8 +12,9 @@ from jax.sharding import get_abstract_mesh
 
 from ...errors import InputError, ShardingWarning, warn_caller
 from ...masks.int_arrays import known_values
-from ...planning import Reason, plan
+from ...planning import Policy, Reason, plan
 from ...planning.cache.kv_cache import KVCache
+from ...planning.notes import note
 from ...planning.paged.page_reads import page_reads
 from ...planning.paged.paged_plan import PagedPlan
 from ...planning.paged.paged_problem import PagedProblem
@@ -21,13 +22,14 @@ from ...planning.paged.step_operands import RESULTS_OF_STEPS, STEP_OPERANDS
 from ...planning.paged.steps import STEPS
 from ...planning.repeated import named_axes
 from ...planning.tune_cache import cache_generation
+from ...registry import OperationMetadata
 from ...sharding import Operand, describe_mesh
 from ...sharding.mesh import AnyMesh
 from ..call.current_device import current_device
 from ..call.declared import DeclaredOperation, signature
 from ..call.program import Program, attention
 from ..choices.bounded_cache import BoundedCache
-from ..paged_cache.attend import check_longest
+from ..paged_cache.attend import check_longest, default_scale
 from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.check_visibility import check_visibility
 from ..paged_cache.insert import check_step
@@ -39,8 +41,9 @@ from .run_step import StepInputs, run_step
 from .step_arguments import Step, StepArrays
 from .step_reasons import step_reasons
 
-__all__ = ["StepOperation"]
+__all__ = ["POLICY_OF_SEQUENCES", "StepOperation"]
 
+POLICY_OF_SEQUENCES = ("sequence_parallel", "ring_order", "scan_ring_attention")  # that steps don't read
 
 _wide = operator.attrgetter("jax_enable_x64")  # decides the dtype of a float64 array
 _prepared: BoundedCache[PagedPlan] = BoundedCache(512)  # for all operations: equal ones share their plans
@@ -57,6 +60,27 @@ class StepOperation(DeclaredOperation):
     token_names: ClassVar[tuple[str, str, str]] = ("query", "key", "value")
     # The page layout that other libraries' names for it stand for.
     cache_layout: ClassVar[str | None] = None
+    # Whether the heads of the query are summed over, so that none of them are split.
+    sums_heads: ClassVar[bool] = False
+
+    @classmethod
+    def default_scale(cls, cache: KVCache) -> float:
+        """The scale of the logits if none is declared."""
+        return default_scale(cache)
+
+    @classmethod
+    def computed_in(cls, metadata: OperationMetadata, input_dtype: str) -> tuple[str, str, list[str]]:
+        """(the dtype of queries, that of the softmax or the scores, notes on what isn't read)."""
+        notes: list[str] = []
+        runtime = input_dtype if metadata.runtime_dtype is None else metadata.runtime_dtype.name
+        if runtime != input_dtype:
+            notes.append(note("paged.cast", given=input_dtype, runtime=runtime))
+        if metadata.dropout_prob > 0:
+            notes.append(note("dropout.serving", probability=metadata.dropout_prob))
+        for name in POLICY_OF_SEQUENCES:
+            if (declared := getattr(metadata.policy, name)) != getattr(Policy(), name):
+                notes.append(note("paged.policy_unread", name=name, value=declared))
+        return runtime, metadata.runtime_softmax_dtype.name, notes
 
     # -- the steps of a call ------------------------------------------------------------------------------------------
 

@@ -15,14 +15,17 @@ from ...errors import InputError, InputTypeError, nearest, shown
 from ...masks import Mask
 from ...masks.causal_window import causal_window
 from ...planning.cache.kv_cache import KVCache
+from ...planning.notes import note
 from ...planning.paged.paged_plan import PagedPlan
 from ...planning.paged.step_operands import INDEX_STEP, RESULTS_OF_INDEX_STEPS
 from ...pytree_export import exported
+from ...registry import OperationMetadata
 from ..call.arrays import shaped
 from ..call.program import Program
+from ..notes.unread_fields import unread_fields
 from ..paged.run_step import StepInputs, written_when
 from ..paged.step_arguments import Step, StepArrays, cache_of, step_of
-from ..paged.step_operation import StepOperation
+from ..paged.step_operation import POLICY_OF_SEQUENCES, StepOperation
 from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.insert import insert
 from ..paged_cache.paged_call import PagedSizes
@@ -76,7 +79,17 @@ class PagedIndexer(StepOperation):
     results = RESULTS_OF_INDEX_STEPS
     token_names = ("index_query", "index_key", "value")
     family = "selection"
+    sums_heads = True
     forward_native = INDEX_ON_PAGES
+
+    @classmethod
+    def default_scale(cls, cache: KVCache) -> float:
+        return float(cache.head_dim**-0.5)
+
+    @classmethod
+    def computed_in(cls, metadata: OperationMetadata, input_dtype: str) -> tuple[str, str, list[str]]:
+        unread = unread_fields(metadata, POLICY_OF_SEQUENCES)
+        return input_dtype, "float32", [note("index.unread", fields=unread)] if unread else []
 
     def __call__(
         self,
