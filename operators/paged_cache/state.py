@@ -159,37 +159,22 @@ def init(
     plan = cache.plan(mesh, kv_heads=kv_heads).require()
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ShardingError("init requires a mesh of devices, but got an abstract one; pass one from jax.make_mesh.")
-    given = (("key", key_scale), ("value", value_scale))
-    scales = {name: _fixed_scales(plan, name, scale_value) for name, scale_value in given}
-
-    def place(group_plan: CachePlan | StatePlan, name: str) -> Any:
-        return None if mesh is None else NamedSharding(mesh, group_plan[name].fitted.spec)
-
-    def zeros(group_plan: CachePlan | StatePlan, name: str) -> jax.Array | None:
-        array = group_plan.get(name)
-        return None if array is None else jnp.zeros(array.fitted.shape, array.dtype, device=place(group_plan, name))
-
-    def scale(group_plan: CachePlan, tensor: str, layer: int) -> jax.Array | None:
-        fixed, name = scales[tensor][layer], f"{tensor}_scale"
-        return zeros(group_plan, name) if fixed is None else jax.device_put(fixed, place(group_plan, name))
-
+    given = {"key": key_scale, "value": value_scale}
+    scales = {f"{name}_scale": _fixed_scales(plan, name, value) for name, value in given.items()}
     numbers = {layer: number for number, layer in enumerate(cache.stored_layers)}
 
-    def arrays_of(layer: int, of_group: CachePlan | StatePlan) -> LayerArrays:
-        if isinstance(of_group, StatePlan):
-            return LayerStates({name: zeros(of_group, name) for name in of_group.states})  # type: ignore[misc]
-        number = numbers[layer]
-        key = zeros(of_group, of_group.pages_array.name)
-        assert key is not None
-        return LayerPages(
-            key,
-            zeros(of_group, "value_pages"),
-            scale(of_group, "key", number),
-            scale(of_group, "value", number),
-            zeros(of_group, "rope_pages"),
+    def made(layer: int, of_group: CachePlan | StatePlan, name: str) -> jax.Array | None:
+        array = of_group.get(name)
+        if array is None:
+            return None
+        where = None if mesh is None else NamedSharding(mesh, array.fitted.spec)
+        fixed = scales[name][numbers[layer]] if name in scales and layer in numbers else None
+        return (
+            jnp.zeros(array.fitted.shape, array.dtype, device=where) if fixed is None else jax.device_put(fixed, where)
         )
 
-    layers = tuple(arrays_of(layer, plan.groups[group]) for layer, group in cache.entries)
+    entries = [(layer, plan.groups[group]) for layer, group in cache.entries]
+    layers = tuple(planned_layer(of_group, partial(made, layer, of_group)) for layer, of_group in entries)
     return CacheState(layers, cache, plan.sequence_shards)
 
 

@@ -32,6 +32,7 @@ from attnops import (
 from attnops.errors import ConfigError, ConfigWarning, InputError
 from attnops.masks import SEGMENT_IDS
 from attnops.models.families import ALIASES, COMPOSITES, FAMILIES, PARTS
+from attnops.planning.notes import has_note
 
 MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
 SHAPES = json.loads((MODELS.parent / "model_shapes.json").read_text())["shapes"]
@@ -650,7 +651,7 @@ def test_a_pattern_of_letters() -> None:
     for types, told in (([local, whole, local, whole, whole], False), ([local, whole, local, whole, local], True)):
         model = ModelDeclaration.from_config(letters | {"layer_types": types})
         assert [layer.kind for layer in model.layers] == ["local 8" if kind == local else "global" for kind in types]
-        assert any("layer_types decides" in note for note in model.notes) == told
+        assert has_note(model.notes, "model.layer_types") == told
     for pattern in ("LG", "", "LX"):
         with pytest.raises(ConfigError, match="sliding_window_pattern"):
             ModelDeclaration.from_config(letters | {"sliding_window_pattern": pattern})

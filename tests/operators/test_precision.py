@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from attnops import Causal, Full, OperationMetadata, OperationRegistry
 from attnops.compat import abstract_device
+from attnops.planning.notes import has_note
 
 MESH = AbstractMesh(
     (2,), ("sp",), axis_types=(AxisType.Auto,), abstract_device=abstract_device("TPU v5 lite", 1, "tpu")
@@ -89,4 +90,4 @@ def test_products_of_others_are_noted(operation: str, config: dict[str, Any], dt
     configs = {"operation_configs": {operation: config}} if config else {}
     attend = OperationRegistry.create(operation, OperationMetadata(mesh=MESH, runtime_dtype=dtype, **configs))
     x = jax.ShapeDtypeStruct((1, 512, 2, 128), dtype)
-    assert any("jax_default_matmul_precision" in note for note in attend.plan(x, x, x).notes) == noted
+    assert has_note(attend.plan(x, x, x).notes, "dtype.precision") == noted

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, Prefix, SlidingWindow
 from attnops.compat import abstract_device
+from attnops.planning.notes import has_note
 from attnops.verify.topology import TOPOLOGIES, described_mesh
 
 V5E = AbstractMesh((2, 2), ("fsdp", "tp"), abstract_device=abstract_device("TPU v5 lite", 1, "tpu"))
@@ -130,7 +131,7 @@ def test_large_blocks_compile(size: int, topology: str) -> None:
     blocks = dict.fromkeys(("block_q", "block_kv", "block_q_dq", "block_kv_dq"), size)
     mesh = described_mesh(topology, {"fsdp": 2, "tp": 2})
     function, arguments, plan = _program(mesh, Causal(), "bfloat16", blocks, (2, 2 * size, 2, 2, 128))
-    assert not any("VMEM" in note for note in plan.notes)
+    assert not has_note(plan.notes, "splash.vmem")
     assert size > 2048 or plan.config.block_kv_dq_compute == 512
     assert jax.jit(function).lower(*arguments).compile().as_text().count("tpu_custom_call") == 3
 

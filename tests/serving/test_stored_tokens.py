@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from attnops import InputError, KVCache, OperationMetadata, OperationRegistry
 from attnops.errors import InputTypeError
 from attnops.operators.paged_cache import RaggedBatch, init, insert
+from attnops.planning.notes import has_note
 from attnops.verify.closeness import row_error, row_sizes
 from attnops.verify.paged_reference import paged_reference
 
@@ -160,11 +161,11 @@ def test_a_plan_counts_the_bytes_that_come() -> None:
     sizes = {x.tensor: x.local_bytes for x in plan.tensors}
     assert (sizes["key"], sizes["value"], sizes["query"]) == (8 * 2 * 128, 8 * 2 * 128, 8 * 4 * 128 * 4)
     assert plan.to_dict()["dtypes"]["key"] == "int8"
-    assert any("stored as they are" in note for note in plan.notes)
+    assert has_note(plan.notes, "paged.stored_as_given")
     wide = {name: x.astype(np.float32) for name, x in stored.items()}
     plan = paged().plan(query, wide["key"], wide["value"], cache=cache)
     assert {x.tensor: x.local_bytes for x in plan.tensors}["key"] == 8 * 2 * 128 * 4
-    assert not any("stored as they are" in note for note in plan.notes)
+    assert not has_note(plan.notes, "paged.stored_as_given")
 
 
 @pytest.mark.parametrize(

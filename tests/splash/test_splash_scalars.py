@@ -33,6 +33,7 @@ from attnops.operators.splash.kernel.grid import KernelGrid
 from attnops.operators.splash.kernel.schedule import MAX_WORDS
 from attnops.operators.splash.pass_cost import tile_cost
 from attnops.operators.splash.scalar_memory import ScalarMemory
+from attnops.planning.notes import has_note
 
 
 @register_mask_function("scalars_stripes")
@@ -155,7 +156,7 @@ def test_long_sequences_take_larger_blocks(length: int, batch: int, ids: bool, k
         assert config.use_fused_bwd_kernel or of_query == (config.block_q_dkv, 2048, 512)
     assert max(ScalarMemory(plan.problem, plan.placement).words(config).values()) <= MAX_WORDS
     # By the count they fit everywhere but in a v4's 16 MiB.
-    assert any("VMEM" in note for note in plan.notes) is (kind == "TPU v4")
+    assert has_note(plan.notes, "splash.vmem") is (kind == "TPU v4")
 
 
 def test_ten_million_tokens_with_a_window_are_planned() -> None:
