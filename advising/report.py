@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..planning.text import bytes_text
+from ..planning.text import bytes_text, seconds_text
 from .entries import Entry
 from .estimate import Estimate
 
-__all__ = ["COLUMNS", "ESTIMATES", "TIES", "entries_json", "loses", "rows", "term_rows", "time_text"]
+__all__ = ["COLUMNS", "ESTIMATES", "TIES", "entries_json", "loses", "rows", "term_rows"]
 
 COLUMNS = ("mesh", "runs", "strategy", "forward", "backward", "memory", "sends", "binds", "compiled peak", "why not")
 ESTIMATES = "~ marks estimates by published rates (docs/advise.md): nothing was run. A compiled peak is the compiler's."
@@ -42,7 +42,7 @@ def rows(entries: tuple[Entry, ...], max_rows: int = SHOWN) -> list[tuple[str, .
     for entry in entries[:max_rows]:
         mesh = ",".join(f"{name}={size}" for name, size in entry.candidate.sizes)
         where = f"{mesh} batch {entry.candidate.batch} {entry.candidate.target}" if several else mesh
-        passes = [f"~{time_text(estimated.seconds)}" for estimated in entry.estimate.passes]
+        passes = [f"~{seconds_text(estimated.seconds)}" for estimated in entry.estimate.passes]
         first = entry is entries[0]
         table.append(
             (
@@ -65,13 +65,13 @@ def term_rows(entry: Entry) -> list[tuple[str, str]]:
     """(pass, its terms), which add up to its seconds; then the compiler's report, if requested."""
     rows = []
     for estimated in entry.estimate.passes:
-        parts = [f"work {time_text(estimated.work)} (bound by {estimated.bound})"]
-        parts += [f"{term.name} {time_text(term.seconds)}" for term in estimated.terms[1:] if term.seconds]
-        rows.append((estimated.name, f"~{time_text(estimated.seconds)} = {' + '.join(parts)}"))
+        parts = [f"work {seconds_text(estimated.work)} (bound by {estimated.bound})"]
+        parts += [f"{term.name} {seconds_text(term.seconds)}" for term in estimated.terms[1:] if term.seconds]
+        rows.append((estimated.name, f"~{seconds_text(estimated.seconds)} = {' + '.join(parts)}"))
         for send in estimated.sends:
             hidden = send.seconds - send.waited
-            overlap = f", {time_text(hidden)} of it beside the work" if hidden else ""
-            cost = f"{bytes_text(send.sent_bytes)}, {time_text(send.seconds)}{overlap}: {send.what}"
+            overlap = f", {seconds_text(hidden)} of it beside the work" if hidden else ""
+            cost = f"{bytes_text(send.sent_bytes)}, {seconds_text(send.seconds)}{overlap}: {send.what}"
             rows.append(("sends", f"{send.kind} over {'+'.join(send.axes)}: {cost}"))
     guess = entry.estimate
     parts = [f"operands {bytes_text(guess.argument_bytes)}", f"results {bytes_text(guess.output_bytes)}"]
@@ -100,16 +100,10 @@ def loses(entry: Entry, winner: Entry) -> str:
     longer = {name: seconds / per_row[1] - best.get(name, 0.0) / per_row[0] for name, seconds in candidate.items()}
     longest = sorted((item for item in longer.items() if item[1] > 0), key=lambda item: -item[1])[:2]
     gap = entry.seconds_a_row - winner.seconds_a_row
-    causes = [f"{name} +{time_text(seconds * per_row[1])}" for name, seconds in longest if seconds > 0.1 * gap]
+    causes = [f"{name} +{seconds_text(seconds * per_row[1])}" for name, seconds in longest if seconds > 0.1 * gap]
     if entry.ranked_seconds == winner.ranked_seconds:
         return f"as fast by the estimate; {_tie(entry, winner)}"
-    return ", ".join(causes) or f"+{time_text(gap * per_row[1])} in small parts"
-
-
-def time_text(seconds: float) -> str:
-    """`36.9 ms`."""
-    scale, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
-    return f"{seconds * scale:.3g} {unit}"
+    return ", ".join(causes) or f"+{seconds_text(gap * per_row[1])} in small parts"
 
 
 def _by_term(estimate: Estimate) -> dict[str, float]:

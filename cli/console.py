@@ -14,7 +14,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Columns", "Fields", "Title", "errors", "fields", "seconds_text", "table", "text", "title"]
+__all__ = ["Columns", "Fields", "Title", "errors", "fields", "table", "text", "title"]
 
 _WIDTH = 80  # of a pipe or a file; a terminal has its own width
 _ANY = 10_000
@@ -154,12 +154,6 @@ def title(words: str | Text) -> Title:
 def fields(rows: Sequence[tuple[str, str | Text]]) -> Fields:
     """Labelled lines. A repeated label is printed once."""
     return Fields(rows)
-
-
-def seconds_text(seconds: float) -> str:
-    """`36.9 us`."""
-    scale, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
-    return f"{seconds * scale:.3g} {unit}"
 
 
 def _console(*, stderr: bool, width: int) -> Console:

@@ -10,11 +10,10 @@ import jax
 import numpy as np
 from rich.text import Text
 
-from ..planning.text import bytes_text
+from ..planning.text import bytes_text, seconds_text
 from ..verify.report import AnyPlan
 from .check import Comparison
 from .compared import Compared
-from .console import seconds_text
 from .progress import ReportProgress, bar
 from .run_call import Compiled, time_calls
 

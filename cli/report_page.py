@@ -13,13 +13,12 @@ from ..planning.decision import WHY
 from ..planning.paged.paged_plan import PagedPlan
 from ..planning.plan_text import screen_rows
 from ..planning.tables.table_plan import TablePlan
-from ..planning.text import bytes_text, fields_text
+from ..planning.text import bytes_text, fields_text, seconds_text
 from ..verify.compiled import KernelUse
 from ..verify.gpu.gpu_device import GpuDevice
 from ..verify.gpu.gpu_kernels import GpuKernelUse
 from ..verify.report import AnyPlan, PassReport, TargetReport
 from ..verify.work import exact_products
-from .console import seconds_text
 from .outcomes import WORDS
 from .ran import ran_rows
 from .report_data import PageData, Searched

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from ..planning.text import bytes_text
+from ..planning.text import bytes_text, seconds_text
 from ..verify.collectives import Collective
 from ..verify.devices import AnyKernelUse
 from ..verify.report import KernelCycles, PassReport, TargetReport, refusals
-from .console import seconds_text
 from .kernel_lines import kernel_limits, kernel_lines
 
 __all__ = ["about_target", "pass_rows", "remark_rows"]

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from ..symbolic import is_symbolic
 
-__all__ = ["bytes_text", "fields_text", "spec_text"]
+__all__ = ["bytes_text", "fields_text", "seconds_text", "spec_text"]
 
 
 def spec_text(spec: PartitionSpec) -> str:
@@ -30,6 +30,12 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError("unreachable")
+
+
+def seconds_text(seconds: float) -> str:
+    """`36.9 us`."""
+    scale, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+    return f"{seconds * scale:.3g} {unit}"
 
 
 def fields_text(fields: Mapping[str, Any]) -> str:
