@@ -51,7 +51,6 @@ class Family(ABC):
 
     def note(self, one: Feature) -> str:
         """What has to be known of a feature that is right."""
-        del one
         return ""
 
     def shrunk(self, case: Any, fails: Callable[[Any], bool], most: int) -> Any:

@@ -48,7 +48,6 @@ class MosaicKernels(FlashKernels):
 
     def variant(self, config: OperationConfig) -> Implementation[Any]:
         """This one: another library's kernels stand behind the ones in Triton."""
-        del config
         return self
 
     @staticmethod
@@ -84,7 +83,6 @@ class MosaicKernels(FlashKernels):
         self, problem: AttentionProblem, placement: Placement, config: OperationConfig
     ) -> Mapping[str, Mapping[str, int]]:
         """Shared memory of a block of threads, by what it holds."""
-        del placement
         return {
             self.kernel(which): self.sizing.shared_of(which, problem, sizes)
             for which, sizes in self._tiles(config).items()
@@ -122,7 +120,6 @@ class MosaicKernels(FlashKernels):
 
     def shipped_choice(self, problem: AttentionProblem, placement: Placement) -> tuple[str, Mapping[str, Any]] | None:
         """None is shipped."""
-        del problem, placement
         return None
 
     def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:

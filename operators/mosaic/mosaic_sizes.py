@@ -31,17 +31,14 @@ class Sizing:
 
     def folds(self, problem: AttentionProblem, placement: Placement) -> bool:
         """Whether the query heads of a kv head are rows of the same tiles of the forward pass."""
-        del problem, placement
         return False
 
     def splits(self, problem: AttentionProblem, placement: Placement, programs: int) -> int:
         """Parts of the keys, for so many blocks of threads that have all keys."""
-        del problem, placement, programs
         return 1
 
     def tiles_for(self, which: str, problem: AttentionProblem, rows: int) -> tuple[MosaicSizes, ...]:
         """Those for a head of so many rows."""
-        del problem, rows
         return self.tiles[which]
 
     def rows(self, which: str, sizes: MosaicSizes, q_len: int) -> int:

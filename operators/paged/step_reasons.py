@@ -33,7 +33,6 @@ BY_HEAD = Rule(
 
 def _positions_suffice(problem: Any, config: Any) -> bool:
     """Whether the positions of queries, where they are given, are all that is read of positions."""
-    del config
     if problem.operand("q_positions") is None:
         return True
     mask, parts = page_mask(problem.mask), () if problem.score is None else problem.score.parts()

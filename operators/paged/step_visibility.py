@@ -39,7 +39,6 @@ def _check_selected(selected: Any, tokens: int) -> None:
 
 
 def _check_tree(tree: Any, tokens: int) -> None:
-    del tokens
     if tree.dtype != bool:
         raise InputError(f"draft_tree is {tree.dtype}; wanted bool: which drafts each draft sees.")
     shape = tuple(tree.shape)
@@ -60,7 +59,6 @@ def _check_spans(spans: Any, tokens: int) -> None:
 
 
 def _check_prefix(lengths: Any, tokens: int) -> None:
-    del tokens
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise InputError(f"prefix_lengths is {lengths.dtype}; wanted int32: tokens of each row's prefix.")
     if len(lengths.shape) != 1 or not lengths.shape[0]:

@@ -109,7 +109,6 @@ class Mamba1(_Mamba):
 
     @classmethod
     def token_flops(cls, size: Mapping[str, int], chunk: int) -> float:
-        del chunk
         return 6.0 * size["channels"] * size["state_dim"]
 
 
@@ -180,12 +179,10 @@ class CausalConv1d(RecurrentOperation):
 
     @classmethod
     def map_numbers(cls, size: Mapping[str, int]) -> tuple[int, int]:
-        del size
         return 0, 0
 
     @classmethod
     def token_flops(cls, size: Mapping[str, int], chunk: int) -> float:
-        del chunk
         return 2.0 * size["channels"] * size["width"]
 
     def _check(self, arrays: Mapping[str, Any], sizes: Mapping[str, int], config: Any) -> None:

@@ -34,7 +34,6 @@ class RecurrentOnXla(Implementation[OperationConfig]):
 
     def resolve(self, problem: Any, placement: Any) -> OperationConfig:
         """The config with its chunk size."""
-        del placement
         config: OperationConfig = problem.config
         if getattr(config, "chunk_size", 0) is None:  # of a config that has it
             config = config.with_fields({"chunk_size": self.chunk})

@@ -115,7 +115,6 @@ class RecurrentOperation(DeclaredOperation):
     @classmethod
     def _splits_rows(cls, arrays: Mapping[str, Any]) -> bool:
         """Whether a mesh may split the rows of a call."""
-        del arrays
         return True
 
     def _described(
@@ -184,7 +183,6 @@ class RecurrentOperation(DeclaredOperation):
     @classmethod
     def _default_decay(cls, arrays: Mapping[str, Any], layout: str) -> np.ndarray | None:
         """The log decay of each head [heads] of a call without a decay; None if the operation has no such."""
-        del arrays, layout
         return None
 
     def _check(self, arrays: Mapping[str, Any], sizes: Mapping[str, int], config: Any) -> None:

@@ -81,13 +81,11 @@ class RecurrentOnTpu(RecurrentOnXla):
 
     def resolve(self, problem: Any, placement: Any) -> OperationConfig:
         """The config with its chunk size: the largest with which all kernels of the call have room in VMEM."""
-        del placement
         config: OperationConfig = problem.config
         return config.with_fields({"chunk_size": self._size(problem, config)})
 
     def tuned_fields(self, problem: Any, placement: Any) -> tuple[str, ...]:
         """chunk_size, unless it is declared."""
-        del placement
         declared = getattr(problem.config, "chunk_size", None) is not None
         return () if declared or problem.size["q_len"] == 1 else ("chunk_size",)
 
@@ -123,7 +121,6 @@ class RecurrentOnTpu(RecurrentOnXla):
 
     def notes(self, problem: Any, placement: Any, config: OperationConfig) -> tuple[str, ...]:
         """Chunks that are smaller for lack of room, and a gradient that no kernel makes."""
-        del placement
         if problem.size["q_len"] == 1:
             return ()
         notes: list[str] = []

@@ -117,7 +117,6 @@ class MosaicBlock:
         stages = self.sizes.stages
 
         def load(tile: Any, count: Any, masked: bool) -> Any:
-            del masked
             slot = lax.rem(count, stages)
             for name, some in copies(tile).items():
 

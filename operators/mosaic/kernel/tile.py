@@ -144,7 +144,6 @@ class MosaicTile(TileMask):
 
     def diagonal(self, name: str, rows: int) -> jax.Array:
         """Numbers of a Diagonal's array, whose lines are those of a tile; of folded rows it is by query and key."""
-        del rows
         if self.period is not None:
             return self.dense(name)
         ref, (first, second) = self.refs[name], ("kv", "q") if self.axis["q"] else ("q", "kv")

@@ -59,7 +59,6 @@ def chunked_tpu(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiated_on_xla(run: Any, on_xla: Any, *arrays: Any) -> tuple[jax.Array, jax.Array]:
-    del on_xla
     result: tuple[jax.Array, jax.Array] = run(*arrays)
     return result
 
@@ -69,7 +68,6 @@ def _keep_arrays(run: Any, on_xla: Any, *arrays: Any) -> tuple[tuple[jax.Array, 
 
 
 def _backward_on_xla(run: Any, on_xla: Any, arrays: Any, cotangents: Any) -> tuple[Any, ...]:
-    del run
     *floating, document = arrays
     _, pull = jax.vjp(lambda *floating: on_xla(*floating, document), *floating)
     none = None if document is None else np.zeros(document.shape, jax.dtypes.float0)
