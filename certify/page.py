@@ -12,7 +12,6 @@ _CLASSES = {
     "wrong": "ao-warned",
     "refused": "",
     "not expressible": "ao-told",
-    "not tried": "ao-told",
 }
 
 
@@ -36,7 +35,8 @@ def certificate_page(certificate: Certificate) -> str:
         ("target", c.target), ("convention", f"{c.convention}: {c.about}" if c.about else c.convention), ("versions", versions),
         ("cases", f"{c.cases}, seed {c.seed}"),
     ]  # fmt: skip
-    lines = [((one.title, ""), (one.verdict, _CLASSES[one.verdict]), (result_text(one), "")) for one in c.features]
+    tried = [one for one in c.features if one.verdict != "not tried"]
+    lines = [((one.title, ""), (one.verdict, _CLASSES[one.verdict]), (result_text(one), "")) for one in tried]
     sections = [
         ("features", "Features", [rows(about), table(("feature", "verdict", ""), lines)]),
         *([("wrong", "Smallest wrong cases", [part for n in range(len(c.wrong_cases)) for part in _wrong(c, n)])] * c.wrong),

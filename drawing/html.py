@@ -41,9 +41,9 @@ align-items:center;margin:5px 0}
 .ao-page .ao-used{background:var(--ao-full)}
 .ao-page .ao-ok{background:var(--ao-good)}
 .ao-page .ao-over{background:var(--ao-warn)}
-.ao-page .ao-told{color:var(--ao-faint);font-size:13px}
-.ao-page .ao-refused,.ao-page .ao-warned{color:var(--ao-warn)}
-.ao-page .ao-good{color:var(--ao-good)}
+.ao-page .ao-told,.ao-page .ao-rows td.ao-told{color:var(--ao-faint);font-size:13px}
+.ao-page .ao-refused,.ao-page .ao-warned,.ao-page .ao-rows td.ao-warned{color:var(--ao-warn)}
+.ao-page .ao-good,.ao-page .ao-rows td.ao-good{color:var(--ao-good)}
 """.strip().replace("\n", "")
 )
 
