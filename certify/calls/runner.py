@@ -19,6 +19,7 @@ from .lines import lines_of
 __all__ = ["CallRunner"]
 
 _FILE = "<case>"
+_LEAST = 0.1  # of the loss: no derivative counts as smaller
 _CLEARED_EVERY = 100  # cases: jax keeps every compiled program
 
 
@@ -82,6 +83,9 @@ class CallRunner:
     def _judged(self, case: CallCase, names: tuple[str, ...], space: dict[str, Any]) -> Judgement:
         forward, backward = TOLERANCES[case.level("dtype")]
         found = []
+        # Where a gradient is 0, as of the logit of a row's only key, rounding is in terms of what the loss is a sum of.
+        terms = [np.where(np.isfinite(y), y * z, 0) for y, z in zip(space["want"], space.get("d", ()), strict=False)]
+        least = _LEAST * np.sqrt(sum((y**2).sum() for y in terms))
         for n, (name, got, want) in enumerate(zip(names, space["got"], space["want"], strict=True)):
             if got.shape != want.shape:
                 return Judgement("wrong", f"{name} has shape {got.shape}; expected {want.shape}", -1.0)
@@ -95,6 +99,7 @@ class CallRunner:
             if name.startswith("gradient of "):  # the terms of a derivative in a direction may cancel
                 of, tolerance = name.removeprefix("gradient of "), backward
                 sizes = np.maximum(np.abs(want), np.sqrt(((space["slopes"][of] * space["u"][of]) ** 2).sum()))
+                sizes = np.maximum(sizes, least)
             elif "sizes" in space:
                 sizes = np.asarray(space["sizes"][n])
             else:  # a row is as large as its largest number, and no smaller than is usual

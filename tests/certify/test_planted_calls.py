@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,14 @@ def test_arrays_are_arguments_of_the_program() -> None:
     run = runner_of(subject_named("paged"))
     levels = {"dtype": "float16", "transform": "vmap"}
     assert run(KINDS["pages"].case(levels, 0)).verdict == "right"
+
+
+def test_what_rounding_makes_of_a_gradient_of_zero_is_not_wrong() -> None:
+    """Of a query that sees one key."""
+    case = KINDS["selected"].case({"gradient": "yes"}, 0)
+    sizes = {"batch": 1, "q_len": 2, "kv_len": 2, "kv_heads": 1, "selected": 1}
+    judgement = runner_of(subject_named("selected"))(replace(case, sizes=case.sizes | sizes))
+    assert judgement.verdict == "right", judgement
 
 
 def test_a_refusal_of_attnops_is_told_with_its_reasons() -> None:
