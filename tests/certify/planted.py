@@ -127,6 +127,12 @@ def exits_with_scale(q, k, v, **more):
     return attend(q, k, v, **more)
 
 
+def takes_seconds_with_scale(q, k, v, **more):
+    """Is slow."""
+    time.sleep(2.5 if "scale" in more else 0)
+    return attend(q, k, v, **more)
+
+
 def hangs_in_a_child_with_scale(q, k, v, **more):
     """Waits for another process, whose number it leaves in a file."""
     if "scale" in more:

@@ -13,7 +13,7 @@ from pathlib import Path
 import planted
 import pytest
 
-from attnops.certify import Certificate, certify, convention_named
+from attnops.certify import Certificate, certify, convention_named, worker
 from attnops.certify.case import made
 from attnops.certify.features import FEATURES, Feature, default_levels
 from attnops.certify.run_case import CaseRunner
@@ -212,6 +212,21 @@ def test_a_hang_is_the_result_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None
     verdicts = {one.feature: one.verdict for one in certificate.features}
     assert (verdicts["sinks"], verdicts["scale"]) == ("wrong", "right")
     assert "no answer within 3 s" in certificate.wrong_cases[0].what
+
+
+def test_waiting_for_a_cpu_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of a second, and a case of more, in all of which its threads had no CPU."""
+    monkeypatch.setattr(worker, "_waited", lambda pid: {"1": time.monotonic()})
+    certificate = _in_worker("takes_seconds_with_scale", monkeypatch, 1, "scale")
+    assert {one.feature: one.verdict for one in certificate.features}["scale"] == "right"
+
+
+def test_the_system_says_how_long_threads_waited() -> None:
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("Linux alone says so")
+    waited = worker._waited(os.getpid())
+    assert str(os.getpid()) in waited
+    assert all(seconds >= 0 for seconds in waited.values())
 
 
 def _environment() -> dict[str, str]:
