@@ -19,17 +19,17 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER, PAGE = ROOT / "docs" / "certificates", ROOT / "docs" / "certificates.md"
 SHORT = {"right": "right", "wrong": "**wrong**", "refused": "refused", "not expressible": "-", "not tried": ""}
 
-# The tables of attnops' own operations, by the family of their calls.
+# The sections, by the family of the calls. Beyond softmax attention the targets are attnops' own operations.
 FAMILIES = {
-    "attention": "attnops", "pages": "attnops: steps over pages", "latent": "attnops: latent attention",
+    "attention": "Softmax attention", "pages": "attnops: steps over pages", "latent": "attnops: latent attention",
     "indexer": "attnops: indexers", "paged_indexer": "attnops: indexers over pages", "selected": "attnops: selected keys",
     "recurrence": "attnops: recurrences", "slots": "attnops: recurrences over slots",
 }  # fmt: skip
 
 HEAD = """# Certificates
 
-What functions of attention get right, found by [`attnops certify`](certify.md) with each library as its own documentation says
-that it is called. This page is made by `tools/certificates.py` from the results in `docs/certificates`.
+What functions of attention get right, found by [`attnops certify`](certify.md), with each library called as its own documentation
+says. attnops' own operations are among them. `tools/certificates.py` makes this page of the results in `docs/certificates`.
 
 - **right**: every case with the feature is within what rounding explains of the float64 reference.
 - **wrong**: some case isn't. The number leads to the smallest one, a script that needs only NumPy and the library.
@@ -76,11 +76,8 @@ def page() -> str:
     """The page."""
     every, known = certificates(), issues()
     parts = [HEAD]
-    own = [one for one in every if one.convention.startswith("attnops")]
-    parts.append("## Libraries\n")
-    parts += _tables([one for one in every if one not in own])
     for family, title in FAMILIES.items():
-        if some := [one for one in own if one.family == family]:
+        if some := [one for one in every if one.family == family]:
             parts.append(f"## {title}\n")
             parts += _tables(some)
     parts.append("## Wrong cases\n")
