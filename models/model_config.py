@@ -19,6 +19,7 @@ from .families import ALIASES, COMPOSITES, FAMILIES, GLOBAL, NESTED_PARTS, PARTS
 from .family import Spans
 from .keys import ATTENTION, NOTED, REFUSED, SYNONYMS, is_quiet, kind_of_key
 from .nested_part import nested_part
+from .plain_families import PLAIN
 
 __all__ = ["ModelConfig", "read_model_config"]
 
@@ -138,10 +139,12 @@ def _family(
         notes.append(note("model.assumed", kind=kind, family=assume))
         kind = assume
     if kind not in known:
-        hint = "" if family else " If its attention is that of one of these, give it as assume= or family=."
+        why = None if family else PLAIN["unread"].get(kind)
+        hint = "" if family else " If its attention is that of one of them, such as llama, give assume='llama'."
         raise ConfigError(
-            f"{name}: {'family' if family else 'model_type'} {shown(kind)} is not one that attnops can read; known: "
-            f"{', '.join(known)}." + (nearest(kind, known) or hint)
+            f"{name}: {'family' if family else 'model_type'} {shown(kind)} is not one that attnops can read"
+            f"{'' if why is None else f' ({why})'}; 'Model types' in the manual has the {len(known)} names that it reads."
+            + (nearest(kind, known) or hint)
         )
     if kind in ALIASES:
         notes.append(note("model.alias", kind=kind, family=ALIASES[kind]))

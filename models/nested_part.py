@@ -11,6 +11,7 @@ from ..planning.notes import Note, note
 from .config_dict import as_dict
 from .families import COMPOSITES, NESTED_PARTS, Composite
 from .keys import is_quiet, kind_of_key
+from .plain_families import PLAIN
 
 __all__ = ["nested_part"]
 
@@ -23,9 +24,10 @@ def nested_part(
     kind, nested = data.get("model_type"), data.get(key)
     whole = COMPOSITES.get(kind) if isinstance(kind, str) else None
     if whole is None and (assume is None or not isinstance(kind, str)):
+        why = PLAIN["unread"].get(kind) if isinstance(kind, str) else None
         raise ConfigError(
-            f"{name}: model_type {shown(kind)} has a text_config, but attnops doesn't know what else its layers see; known: "
-            f"{', '.join(COMPOSITES)}. If its masks are those of text only, give the text_config itself."
+            f"{name}: model_type {shown(kind)} has a text_config, but attnops doesn't know what else its layers see"
+            f"{f' ({why})' if why else ''}. If its masks are those of text only, give the text_config itself."
             + nearest(kind, COMPOSITES)
         )
     if whole is None:

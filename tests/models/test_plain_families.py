@@ -64,8 +64,10 @@ def test_a_type_that_is_not_read_is_refused(name: str) -> None:
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     with pytest.raises(ConfigError, match="model_type"):
         ModelDeclaration.from_config({"model_type": name, "text_config": {"model_type": "bert"}} | sizes)
-    with pytest.raises(ConfigError, match="model_type"):
+    with pytest.raises(ConfigError, match="model_type") as caught:
         ModelDeclaration.from_config({"model_type": name} | sizes)
+    assert PLAIN["unread"][name] in str(caught.value)
+    assert len(str(caught.value)) < 400
 
 
 _CLIP: dict[str, Any] = {
