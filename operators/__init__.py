@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionOutput", "Dropout", "LocalCall", "LocalMask", "LocalOutput", "Operation"]
 
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 __getattr__ = lazy_names(
     __name__,
     {
