@@ -74,7 +74,7 @@ def read_model_config(
         raise ConfigError(f"{name}: ignore={shown(ignore)}; wanted the names of keys.")
     notes: list[Note] = []
     composite = COMPOSITES.get(str(data.get("model_type")))
-    textless = composite is not None and composite.text is None and family is None
+    textless = composite is not None and composite.text is None and (family is None or part in NESTED_PARTS)
     nested = textless or data.get("text_config") is not None
     spans: Mapping[str, Spans] = {}
     if nested:

@@ -130,8 +130,11 @@ def test_models_of_which_the_images_alone_are_read(kind: str, sizes: dict[str, A
     for part in (None, "text", "audio"):
         with pytest.raises(ConfigError, match="part='vision'"):
             ModelDeclaration.from_config(config, part=part)
+    unnamed = config | {"vision_config": {"model_type": ""} | _SIZES | sizes}
     with pytest.raises(ConfigError, match=f"family='{kind}_vision_model'"):
-        ModelDeclaration.from_config(config | {"vision_config": {"model_type": ""} | _SIZES}, part="vision")
+        ModelDeclaration.from_config(unnamed, part="vision")
+    by_family = {"part": "vision", "family": f"{kind}_vision_model", "dtype": "float32", "batch": 1}
+    assert ModelDeclaration.from_config(unnamed, **by_family).distinct == vision.distinct
     whole = ModelDeclaration.from_config(config["vision_config"], dtype="float32", batch=1)
     assert vision.distinct == whole.distinct
 
