@@ -3,9 +3,10 @@
     python benchmarks/recurrent_cycles.py [--json FILE] [--tokamax PYTHON]
 
 `cycles` are those of 128 tokens of 4 heads of 128 in bfloat16, `step` those of one token of 4 heads over slots, with raw gates
-and norms, `drafts` those of each of 4 tokens of a row. With a Python that has tokamax and libtpu, `tokamax` are those of its
-causal_conv1d_gated_delta_rule, which has the convolution, gates and norms in one kernel: of 128 tokens and of one, and ours as a
-part of them. FILE keeps its other parts.
+and norms, `drafts` those of each of 4 tokens of a row, `convolved` the same with convolutions of queries, keys and values. With a
+Python that has tokamax and libtpu, `tokamax` are those of its causal_conv1d_gated_delta_rule, which has the convolution, gates
+and norms in one kernel: of 128 tokens, where ours leaves the convolution to XLA, and of one, and ours as a part of them. FILE
+keeps its other parts.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ def chunks() -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def steps(tokens: int) -> dict[str, float]:
-    """Device -> static cycles of one token of 4 heads of the gated delta rule, in rows of so many tokens."""
+def steps(tokens: int, convolved: bool = False) -> dict[str, float]:
+    """Device -> static cycles of one token of 4 heads of the gated delta rule, in rows of so many tokens. convolved: with
+    convolutions of 4 tokens before it."""
     found = {}
     name, shape = "ragged_gated_delta_rule_v2", jax.ShapeDtypeStruct
     declared = {"gate": "raw", "beta_form": "sigmoid", "normalise_qk": True}
@@ -77,6 +79,11 @@ def steps(tokens: int) -> dict[str, float]:
         keys, per_head = shape((count, HEADS, DIM), jnp.bfloat16), shape((count, HEADS), jnp.bfloat16)
         call = {"query": keys, "key": keys, "value": keys, "decay": per_head, "beta": per_head}
         call |= {"A_log": shape((HEADS,), jnp.float32), "dt_bias": shape((HEADS,), jnp.float32)}
+        if convolved:
+            for of in ("query", "key", "value"):
+                call |= {f"{of}_conv_weight": shape((4, HEADS, DIM), jnp.bfloat16)}
+                call |= {f"{of}_conv_window": shape((2 * ROWS, 3, HEADS, DIM), jnp.bfloat16)}
+            call["conv_activation"] = "silu"
         sizes = ((ROWS + 1,), (ROWS,), (), (ROWS,), (ROWS, 1))
         batch = StateBatch(*(shape(size, jnp.int32) for size in sizes))
         state = shape((2 * ROWS, HEADS, DIM, DIM), jnp.float32)
@@ -122,8 +129,9 @@ def main() -> None:
     parser.add_argument("--tokamax", metavar="PYTHON", help="one that has tokamax and libtpu")
     options = parser.parse_args()
     found: dict[str, Any] = {"cycles": chunks(), "step": steps(1), "drafts": steps(4)}
+    found |= {"convolved step": steps(1, convolved=True), "convolved drafts": steps(4, convolved=True)}
     if options.tokamax:
-        found["tokamax"] = theirs(options.tokamax, found["cycles"], found["step"])
+        found["tokamax"] = theirs(options.tokamax, found["cycles"], found["convolved step"])
     print(json.dumps(found, indent=1))
     if options.json:
         before = json.loads(options.json.read_text()) if options.json.exists() else {}

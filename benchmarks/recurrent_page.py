@@ -113,10 +113,14 @@ def on_tpus(data: dict[str, Any]) -> Iterator[str]:
     if drafts := data.get("drafts"):
         said = ", ".join(f"{cycles:.0f} on {device}" for device, cycles in drafts.items())
         yield f"Each of 4 tokens of a row takes {said}; its states stay in VMEM between them."
+    if (one := data.get("convolved step")) and (several := data.get("convolved drafts")):
+        pairs = (f"{cycles:.0f} and {several[device]:.0f} on {device}" for device, cycles in one.items())
+        said = ", ".join(pairs)
+        yield f"With convolutions of queries, keys and values it is {said}; XLA then has no work before it."
     if theirs := data.get("tokamax"):
         yield (
-            "\ntokamax's `causal_conv1d_gated_delta_rule` has the convolution too, which attnops leaves to XLA; ours as "
-            "a part of it:"
+            "\ntokamax's `causal_conv1d_gated_delta_rule` has the convolution too. attnops leaves it to XLA in chunks and has it "
+            "in the kernel of one token; ours as a part of it:"
         )
         rows = []
         for device, of in theirs.items():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Collection, Iterable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +16,8 @@ import pytest
 from recurrent_inputs import LINEAR
 from step_inputs import MIXES, STEPS, Rows, Step, convolved, drawn, joined, wanted, wanted_windows
 
-from attnops import InputError, OperationMetadata, OperationRegistry, StateBatch
+from attnops import ConfigError, Declaration, InputError, OperationMetadata, OperationRegistry, StateBatch
+from attnops.cli.app import main
 from attnops.errors import RefusedError
 from attnops.verify.recurrent_of_call import recurrent_reference
 
@@ -268,3 +272,35 @@ def test_decoding_updates_slots_and_windows_where_they_are() -> None:
 
     compiled = jax.jit(run, donate_argnums=0).lower(slots, step.arrays, step.batch).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= sum(x.nbytes for x in slots.values())
+
+
+@pytest.mark.parametrize("kind", ["kda", "mamba2"])
+def test_a_file_declares_convolutions(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = ("conv_weight", "conv_bias", "conv_window")
+    file = {
+        "operation": STEPS[kind],
+        "metadata": {"operation_configs": {STEPS[kind]: {"conv_activation": "silu"}}},
+        "call": {
+            "batch": 3, "q_len": 24, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "dims": {"width": 3, "slots": 5},
+            "operands": {f"{name}_{end}": True for name in names_of(kind) for end in ends},
+        },
+    }  # fmt: skip
+    declaration = Declaration.from_dict(file)
+    assert Declaration.from_json(declaration.to_json()) == declaration
+    assert declaration.shapes()[f"{names_of(kind)[1]}_conv_window"].shape == (5, 2, 2, 8)
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps(file))
+    with pytest.raises(SystemExit) as stopped:
+        sys.exit(main(["run", "--check", "--json", str(path)]))
+    assert not stopped.value.code, capsys.readouterr()
+    checked = json.loads(capsys.readouterr().out)
+    assert {f"{name}_conv_window" for name in names_of(kind)} <= {one["what"] for one in checked["checks"]}
+
+
+def test_sizes_of_a_convolution_need_one() -> None:
+    call = {"batch": 3, "q_len": 24, "q_heads": 4, "head_dim": 8, "dims": {"width": 3}}
+    with pytest.raises(ConfigError, match=r"call.dims has 'width'"):
+        Declaration.from_dict({"operation": STEPS["kda"], "call": call}).shapes()
+    call |= {"dims": {}, "operands": {"key_conv_weight": True}}
+    with pytest.raises(ConfigError, match=r"call.dims.width missing"):
+        Declaration.from_dict({"operation": STEPS["kda"], "call": call}).shapes()

@@ -1,4 +1,5 @@
-"""A layer with a convolution and a recurrence, served from slots: outputs and states are those of each sequence alone.
+"""A layer with a convolution and a recurrence, as two steps or one, served from slots: outputs and states are those of each
+sequence alone.
 
 Sequences come and go, share prefixes, fork, reject drafts, are preempted to the host and aborted.
 """
@@ -30,6 +31,14 @@ CACHE = KVCache.from_dict({
     }],
     "dtype": "float32", "page_size": 2, "max_sequences": 4, "max_length": 64,
 })  # fmt: skip
+SHAPES = {"query": (HEADS, KEY), "key": (HEADS, KEY), "value": (HEADS, VALUE)}
+# The same layer with a window for each convolution.
+WINDOWS = [
+    {"name": f"{name}_conv_window", "sizes": {"history": WIDTH - 1, "heads": heads, "dim": dim}}
+    for name, (heads, dim) in SHAPES.items()
+]
+_group = CACHE.to_dict()["layers"][0]
+FUSED = KVCache.from_dict(CACHE.to_dict() | {"layers": [_group | {"states": [_group["states"][0], *WINDOWS]}]})
 _random = np.random.default_rng(3)
 TABLE = _random.standard_normal((8, CHANNELS)).astype(np.float32)  # what the model projects from each token
 WEIGHT = _random.standard_normal((WIDTH, CHANNELS)).astype(np.float32)
@@ -66,10 +75,19 @@ def run(state: Any, batch: Any, x: Any, decay: Any) -> Any:
     return out.attention_outputs, state.with_states(0, layer.replace(state=out.state, convolution=mixed.state))
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def run_fused(state: Any, batch: Any, x: Any, decay: Any) -> Any:
+    attend, layer = OperationRegistry.create("ragged_gla", OperationMetadata()), state.states(0)
+    weights = {f"{name}_conv_weight": weight for name, weight in zip(SHAPES, split(WEIGHT), strict=True)}
+    out = attend(*split(x), decay=decay, **layer.arrays, **weights, batch=batch, scale=1.0)
+    return out.attention_outputs, state.with_states(0, layer.replace(state=out.state, **out.windows))
+
+
 class Server:
-    def __init__(self) -> None:
-        self.plan = CACHE.plan().require().groups[0]
-        self.pools, self.state = PagePools.of(CACHE.plan()), paged_cache.init(CACHE)
+    def __init__(self, fused: bool = False) -> None:
+        cache, self.run = (FUSED, run_fused) if fused else (CACHE, run)
+        self.plan = cache.plan().require().groups[0]
+        self.pools, self.state = PagePools.of(cache.plan()), paged_cache.init(cache)
         self.tokens: dict[int, list[int]] = {}
 
     def apply(self, growths: tuple[Any, ...]) -> SlotGrowth:
@@ -90,7 +108,7 @@ class Server:
             self.apply(self.pools.append(name, ids))
         flat = [token for ids in new.values() for token in ids] + [0] * TOKENS
         batch = self.batch([*new], [len(ids) for ids in new.values()])
-        out, self.state = run(self.state, batch, TABLE[flat[:TOKENS]], DECAY[flat[:TOKENS]])
+        out, self.state = self.run(self.state, batch, TABLE[flat[:TOKENS]], DECAY[flat[:TOKENS]])
         start = 0
         for name, ids in new.items():
             self.tokens[name] += ids
@@ -109,13 +127,17 @@ class Server:
             for length, slot in self.pools.pools[0].slots_of(name).items():  # type: ignore[union-attr]
                 _, state, last = alone(tuple(tokens[:length]))
                 np.testing.assert_allclose(layer["state"][slot], state, rtol=0, atol=1e-4)
-                np.testing.assert_allclose(layer["convolution"][slot], last, rtol=0, atol=1e-6)
+                if self.run is run:
+                    np.testing.assert_allclose(layer["convolution"][slot], last, rtol=0, atol=1e-6)
+                else:
+                    for name, part in zip(SHAPES, split(last), strict=True):
+                        np.testing.assert_allclose(layer[f"{name}_conv_window"][slot], part, rtol=0, atol=1e-6)
         self.pools.check()
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_each_sequence_is_as_if_alone(seed: int) -> None:
-    draw, server, names, matched = random.Random(seed), Server(), 0, 0
+@pytest.mark.parametrize(("seed", "fused"), [(0, False), (0, True), pytest.param(1, False, marks=pytest.mark.slow)])
+def test_each_sequence_is_as_if_alone(seed: int, fused: bool) -> None:
+    draw, server, names, matched = random.Random(seed), Server(fused), 0, 0
     head = [draw.randrange(8) for _ in range(8)]
     for turn in range(30):
         if len(server.tokens) < 3:

@@ -31,7 +31,8 @@ from .over_rows import Rows
 from .rows_on_kernels import Slots
 from .tpu_call import part_of
 from .tpu_sizes import STEP, StepSizes, Window, step_heads, turns
-from .tpu_step_conv import Convolved, scratch_of
+from .tpu_step_conv import Convolved, of_block, scratch_of
+from .tpu_step_conv import started as start_windows
 from .tpu_step_moves import FRESH, KEEPS, LAST, LIVE, OWN, STARTS, UNKNOWN, WRITES, moves_of
 
 __all__ = ["step_tpu"]
@@ -241,19 +242,18 @@ def _kernel(
 
     def value(name: str, ref: Any) -> Any:
         """What this block of heads has of the token."""
-        if name in convolved:
-            share = static.shared if name in _KEYS else 1
-            return convolved[name].of_block(block, n, share, does, static.activation)
         return None if ref is None else ref[0] if name in _OF_HEADS else ref[0, 0]
 
     def work(before: Callable[[int], Any], passed: Callable[[int, Any], None]) -> None:
-        _token(_Tokens(*map(value, _Tokens._fields, of_token)), output, before, passed, static)
+        shares = {role: static.shared if role in _KEYS else 1 for role in ROLES}
+        found = of_block(convolved, shares, block, n, does, static.activation)
+        given = {name: value(name, x) for name, x in of_token._asdict().items() if name not in found}
+        _token(_Tokens(**given, **found), output, before, passed, static)
 
-    for one in convolved.values():
-        one.start(block, does)
     if not several:
         work(started, written)
     else:
+        start_windows(convolved, block, does)
 
         @pl.when(does & STARTS != 0)
         def _() -> None:
@@ -269,6 +269,8 @@ def _kernel(
     @pl.when(does & KEEPS != 0)
     def _() -> None:
         after[...] = slots[...]
+        for one in convolved.values():
+            one.after[...] = one.window[...]
 
 
 def _token(

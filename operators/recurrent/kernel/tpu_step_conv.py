@@ -12,9 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .convolution import activated
 from .tpu_call import part_of
-from .tpu_step_moves import FRESH, KEEPS, STARTS, UNKNOWN, WRITES
+from .tpu_step_moves import FRESH, STARTS, UNKNOWN, WRITES
 
-__all__ = ["Convolved", "scratch_of"]
+__all__ = ["Convolved", "of_block", "scratch_of", "started"]
 
 
 class Convolved(NamedTuple):
@@ -47,59 +47,79 @@ class Convolved(NamedTuple):
         moving = next(scratch) if tokens > 1 else None
         return cls(*given, token, window, after, moving, next(scratch) if blocks > 1 else None)
 
-    def start(self, block: Any, does: Any) -> None:
-        """The window before a row's first token; and for a batch that writes nothing, a slot as it was."""
-        if self.moving is not None:
-
-            @pl.when((does & STARTS != 0) & (block == 0))
-            def started() -> None:
-                for m in range(len(self.moving)):
-                    self.moving[m] = self._stored(m, does)
-
-        @pl.when((does & KEEPS != 0) & (block == 0))
-        def kept() -> None:
-            self.after[...] = self.window[...]
-
-    def of_block(self, block: Any, n: Any, share: int, does: Any, activation: str | None) -> Any:
-        """Token n of a row, convolved [heads of a block, dim]. All heads are, with the first block, before others read theirs."""
-        if self.kept is None:
-            return self._next(does, activation)
-        blocks, heads = self.kept.shape[1:3]
-
-        @pl.when(block == 0)
-        def _() -> None:
-            every = self._next(does, activation)
-            for part in range(blocks):
-                self.kept[n, part] = every[part * heads : (part + 1) * heads]
-
-        return self.kept[n, part_of(block, share)]
-
-    def _stored(self, m: int, does: Any) -> Any:
-        """Token m of the window before a row's first token, in float32."""
+    def stored(self, m: int, does: Any) -> Any:
+        """Token m of the window before a row's first token [heads, dim], in float32."""
         none = jnp.where(does & UNKNOWN != 0, np.float32(np.nan), np.float32(0))
-        stored = self.window[0, m].astype(jnp.float32)
-        return jnp.where(does & FRESH != 0, jnp.full(stored.shape, none), stored)
+        read = self.window[0, m].astype(jnp.float32)
+        return jnp.where(does & FRESH != 0, jnp.full(read.shape, none), read)
 
-    def _next(self, does: Any, activation: str | None) -> Any:
-        """The token of all heads, convolved. The window moves on, and is written if the token writes."""
-        history, x = self.window.shape[1], self.token[0].astype(jnp.float32)
-        before = [self._stored(m, does) if self.moving is None else self.moving[m] for m in range(history)]
-        total = self.weight[history].astype(jnp.float32) * x
+    def moved(self, does: Any) -> list[Any]:
+        """The tokens of the window and the one after them."""
+        before = [self.stored(m, does) if self.moving is None else self.moving[m] for m in range(self.window.shape[1])]
+        return [*before, self.token[0].astype(jnp.float32)]
+
+    def sum_of(self, tokens: list[Any]) -> Any:
+        """The token after these convolved, in float32."""
+        total = self.weight[len(tokens) - 1].astype(jnp.float32) * tokens[-1]
         if self.bias is not None:
             total = total + self.bias[...].astype(jnp.float32)
-        for m in range(history):
-            total = total + self.weight[m].astype(jnp.float32) * before[m]
-        moved = [*before[1:], x]
-        if self.moving is not None:
-            for m in range(history):
-                self.moving[m] = moved[m]
+        for m, x in enumerate(tokens[:-1]):
+            total = total + self.weight[m].astype(jnp.float32) * x
+        return total
 
-        @pl.when(does & WRITES != 0)
-        def _() -> None:
-            for m in range(history):
-                self.after[0, m] = moved[m].astype(self.after.dtype)
 
-        return activated(total, activation)
+Convolutions = dict[str, Convolved]
+
+
+def started(convolutions: Convolutions, block: Any, does: Any) -> None:
+    """The windows before a row's first token, of rows of several."""
+    if not convolutions:
+        return
+
+    @pl.when((does & STARTS != 0) & (block == 0))
+    def _() -> None:
+        for one in convolutions.values():
+            for m in range(len(one.moving)):
+                one.moving[m] = one.stored(m, does)
+
+
+def of_block(
+    convolutions: Convolutions, shares: dict[str, int], block: Any, n: Any, does: Any, activation: str | None
+) -> dict[str, Any]:
+    """Token n of a row, convolved [heads of a block, dim]. All heads are, with the first block, before others read theirs.
+    shares: how many blocks have the same heads."""
+    if not convolutions:
+        return {}
+    if all(one.kept is None for one in convolutions.values()):
+        return _all_heads(convolutions, does, activation)
+
+    @pl.when(block == 0)
+    def _() -> None:
+        for name, every in _all_heads(convolutions, does, activation).items():
+            kept = convolutions[name].kept
+            parts, heads = kept.shape[1:3]
+            for part in range(parts):
+                kept[n, part] = every[part * heads : (part + 1) * heads]
+
+    return {name: one.kept[n, part_of(block, shares[name])] for name, one in convolutions.items()}
+
+
+def _all_heads(convolutions: Convolutions, does: Any, activation: str | None) -> dict[str, Any]:
+    """The token of all heads, convolved. The windows move on, and are written if the token writes."""
+    moved = {name: one.moved(does) for name, one in convolutions.items()}
+    found = {name: activated(one.sum_of(moved[name]), activation) for name, one in convolutions.items()}
+    for name, one in convolutions.items():
+        if one.moving is not None:
+            for m, x in enumerate(moved[name][1:]):
+                one.moving[m] = x
+
+    @pl.when(does & WRITES != 0)
+    def _() -> None:
+        for name, one in convolutions.items():
+            for m, x in enumerate(moved[name][1:]):
+                one.after[0, m] = x.astype(one.after.dtype)
+
+    return found
 
 
 def scratch_of(weight: Any, heads: int, *, tokens: int, blocks: int) -> list[Any]:
