@@ -57,6 +57,10 @@ def kernel_lines(
                 f"{kernel.name}: loop that corrects sums, of {loop.instructions} instructions; {loop.stall_cycles} stall cycles"
                 for loop in kernel.sum_loops
             )
+            yield from (
+                f"{kernel.name}: loop that converts, of {loop.instructions} instructions; {loop.stall_cycles} stall cycles"
+                for loop in kernel.converting
+            )
             yield from (f"{kernel.name}: {_loading(loop)}" for loop in kernel.loading)
             missing += _missing(kernel)
     yield from dict.fromkeys(missing)

@@ -127,7 +127,7 @@ def _memory(report: TargetReport, pass_report: PassReport) -> Iterator[Bar]:
 
 
 def _lanes(kernel: GpuKernelUse) -> Iterator[Bar]:
-    """The loops of a kernel whose warps have roles: a lane for each of those that compute, that correct sums and that load."""
+    """The loops of a kernel whose warps have roles: a lane for each of those that compute, correct sums, convert and load."""
     if not kernel.loading and not kernel.sum_loops:
         return
     for gpu_loop in kernel.loops or ():
@@ -136,6 +136,8 @@ def _lanes(kernel: GpuKernelUse) -> Iterator[Bar]:
         yield Bar("computes", loop.stall_cycles, text, good=True)
     for loop in kernel.sum_loops:
         yield Bar("corrects sums", loop.stall_cycles, str(loop.stall_cycles))
+    for loop in kernel.converting:
+        yield Bar("converts", loop.stall_cycles, str(loop.stall_cycles))
     for loop in kernel.loading:
         yield Bar("loads", loop.stall_cycles, f"{loop.stall_cycles}; {loop.copies} copies")
 

@@ -70,6 +70,8 @@ def gpu_cost(
         heads = local.kv_heads if folded else local.q_heads
         tiles = loop_tiles(problem.mask, block, size.outer, local.q_len, local.kv_len, offset, heads)
         warps, by_block = (kernel.threads or 0) // _WARP - size.loading, sum(tiles)
+        converted = _converted(kernel, tiles)
+        warps -= _WARPS_OF_GROUP * (len(kernel.converting) // max(len(tiles), 1))
         if size.loading and tiles and len(kernel.loops) % len(tiles) == 0:  # parts of the warps have loops of their own
             parts = len(kernel.loops) // len(tiles)
             tiles, warps = tiles * parts, warps // (size.programs or parts)
@@ -80,10 +82,20 @@ def gpu_cost(
         by_head = sum(loop.loop.stall_cycles * count for loop, count in zip(kernel.loops, tiles, strict=True))
         # A warpgroup corrects the sums of all rows of a block, tile by tile.
         of_sums = sum(loop.stall_cycles for loop in kernel.sum_loops) * by_block * _WARPS_OF_GROUP
-        stalls += (by_head * warps + of_sums) * heads * local.batch
+        stalls += (by_head * warps + of_sums + converted) * heads * local.batch
         registers, shared = max(registers, kernel.registers), max(shared, kernel.shared_bytes or 0)
     seconds = stalls / (spec.issued_a_cycle * spec.cores * spec.clock)
     return GpuCost(round(stalls), seconds, registers, shared, "; ".join(spills) or None)
+
+
+def _converted(kernel: GpuKernelUse, tiles: tuple[float, ...]) -> float:
+    """Stalls of a head's tiles in warpgroups that convert keys and values, each with a loop for every loop over tiles. Errors:
+    ConfigError if they can't be told apart."""
+    groups, rest = divmod(len(kernel.converting), max(len(tiles), 1))
+    if rest:
+        raise ConfigError(f"{kernel.name} has {len(kernel.converting)} loops that convert, for {len(tiles)} over tiles")
+    of_each = zip(kernel.converting, tiles * groups, strict=True)
+    return _WARPS_OF_GROUP * sum(loop.stall_cycles * count for loop, count in of_each)
 
 
 def step_cost(kind: str, visits: Mapping[str, KernelTiles], kernels: tuple[GpuKernelUse, ...]) -> GpuCost:

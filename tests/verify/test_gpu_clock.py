@@ -123,6 +123,19 @@ def test_a_warpgroup_corrects_the_sums_of_all_rows() -> None:
     assert _cost(decided, config, False, (kernel,)).stalls == (6 * 10 + 4 * 1000 + 10 * 70) * 4 * HEADS * BATCH
 
 
+def test_warpgroups_that_convert_have_loops_of_their_own() -> None:
+    """Of three warpgroups two convert: their warps don't compute."""
+    decided = _plan()
+    config = decided.config.with_fields({"block_q": 64, "block_kv": 64, "fold": False})
+    widen = tuple(TileLoop(50, 0, None, 0, 64, stalls) for stalls in (3, 5, 7, 11))
+    kernel = replace(_kernel("attnops_flash_forward", 10, 1000, warps=12), converting=widen)
+    assert (
+        _cost(decided, config, False, (kernel,)).stalls == (6 * (10 + 3 + 7) + 4 * (1000 + 5 + 11)) * 4 * HEADS * BATCH
+    )
+    with pytest.raises(ConfigError, match="has 3 loops that convert, for 2 over tiles"):
+        _cost(decided, config, False, (replace(kernel, converting=widen[:3]),))
+
+
 def test_folded_heads_count_once() -> None:
     decided = _plan(q_len=1, mask=Full())
     assert decided.config.fold

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from attnops.devices import gpu_specs
 from attnops.verify.gpu import sass
-from attnops.verify.gpu.sass import TileLoop, disassembled, loading_loops, sum_loops, tile_loops
+from attnops.verify.gpu.sass import TileLoop, converting_loops, disassembled, loading_loops, sum_loops, tile_loops
 from attnops.verify.gpu.units import loop_bound
 
 
@@ -94,6 +94,19 @@ def test_loops_that_load() -> None:
     assert (loop.instructions, loop.copies, loop.ex2, loop.stall_cycles) == (3, 2, 0, 2 + 3 + 5)
     (soft,) = tile_loops(text)
     assert soft.copies == 1
+
+
+def test_loops_that_convert() -> None:
+    """From shared memory and to it; not those that only copy there, nor those with exponentials."""
+    text = _text(
+        ".L_x_0", ("LDS.U8 R0, [R2]", 2), ("I2F.S8 R0, R0", 3), ("STSM.16.M88.4 [R3], R0", 4), ("@P1 BRA `(.L_x_0)", 5),
+        ".L_x_1", ("LDS.U8 R0, [R2]", 1), ("I2F.S8 R0, R0", 1), ("@P1 BRA `(.L_x_1)", 1),
+        ".L_x_2", ("LDS R0, [R2]", 1), ("HADD2.F32 R0, R0", 1), ("MUFU.EX2 R0, R0", 1), ("STS [R3], R0", 1),
+        ("@P1 BRA `(.L_x_2)", 1), ("EXIT", 5),
+    )  # fmt: skip
+    (loop,) = converting_loops(text)
+    assert (loop.instructions, loop.copies, loop.ex2, loop.stall_cycles) == (4, 0, 0, 2 + 3 + 4 + 5)
+    assert converting_loops(KERNEL) == ()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from .launches import Launch, launches
 from .mosaic_kernels import TARGET as MOSAIC
 from .mosaic_kernels import mosaic_binaries, mosaic_name
 from .occupancy import Occupancy, occupancy
-from .sass import TileLoop, disassembled, loading_loops, sum_loops, tile_loops
+from .sass import TileLoop, converting_loops, disassembled, loading_loops, sum_loops, tile_loops
 from .units import LoopBound, loop_bound
 
 __all__ = ["GpuKernelUse", "GpuLoop", "gpu_kernels", "triton_names"]
@@ -35,7 +35,7 @@ class GpuKernelUse:
 
     registers and stack_bytes (which holds spilled registers) are per thread, shared_bytes per block. loops: over tiles, of the
     warps that compute; loading: of those that load for them, if there are any; sum_loops: of those that correct sums in tensor
-    memory, for each tile of all rows of the block.
+    memory, for each tile of all rows of the block; converting: of warpgroups that convert 8-bit keys and values, each its own.
     """
 
     name: str
@@ -48,6 +48,7 @@ class GpuKernelUse:
     loops: tuple[GpuLoop, ...] | None = None
     loading: tuple[TileLoop, ...] = ()
     sum_loops: tuple[TileLoop, ...] = ()
+    converting: tuple[TileLoop, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
@@ -59,8 +60,10 @@ class GpuKernelUse:
                 for loop in self.loops
             ]
         occupied = None if self.occupancy is None else self.occupancy._asdict()
-        loading, sums = ([loop._asdict() for loop in some] for some in (self.loading, self.sum_loops))
-        return vars(self) | {"occupancy": occupied, "loops": loops, "loading": loading, "sum_loops": sums}
+        helping = {
+            name: [loop._asdict() for loop in getattr(self, name)] for name in ("loading", "sum_loops", "converting")
+        }
+        return vars(self) | {"occupancy": occupied, "loops": loops} | helping
 
 
 def gpu_kernels(compiled: Any, text: str, spec: GpuSpec | None) -> tuple[GpuKernelUse, ...]:
@@ -141,16 +144,16 @@ def _use(launch: Launch, spec: GpuSpec | None) -> GpuKernelUse:
 
 def _loops(
     cubin: bytes, spec: GpuSpec | None, occupied: Occupancy | None
-) -> tuple[tuple[GpuLoop, ...] | None, tuple[TileLoop, ...], tuple[TileLoop, ...]]:
-    """(the loops of warps that compute, None if they can't be read; those of warps that load; those that correct sums)."""
+) -> tuple[tuple[GpuLoop, ...] | None, tuple[TileLoop, ...], tuple[TileLoop, ...], tuple[TileLoop, ...]]:
+    """(the loops of warps that compute, None if they can't be read; of those that load; that correct sums; that convert)."""
     text = disassembled(cubin)
     if text is None:
-        return None, (), ()
+        return None, (), (), ()
     computing = tuple(
         GpuLoop(loop, None if spec is None or occupied is None else loop_bound(spec, loop, occupied.warps))
         for loop in tile_loops(text)
     )
-    return computing, loading_loops(text), sum_loops(text)
+    return computing, loading_loops(text), sum_loops(text), converting_loops(text)
 
 
 def _capability(spec: GpuSpec | None) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""tile_loops, sum_loops: the loops over tiles of a compiled GPU kernel, from the text of NVIDIA's disassembler."""
+"""tile_loops and others: the loops over tiles of a compiled GPU kernel, from the text of NVIDIA's disassembler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["TileLoop", "disassembled", "disassembler", "loading_loops", "sum_loops", "tile_loops"]
+__all__ = ["TileLoop", "converting_loops", "disassembled", "disassembler", "loading_loops", "sum_loops", "tile_loops"]
 
 _LABEL = re.compile(r"^(\.L\w+):")
 _INSTRUCTION = re.compile(
@@ -26,6 +26,8 @@ _EXPONENTIAL = re.compile(r"MUFU\.EX2")
 _TENSOR = re.compile(r"(?P<kind>[HI]MMA|[HIQ]GMMA|UTC[A-Z]*MMA)\b")
 _READ, _WRITTEN = re.compile("LDTM"), re.compile("STTM")  # of tensor memory
 _COPY = re.compile(r"UTMALDG|UBLKCP")  # by TMA, of a tensor or of bytes
+_FROM_SHARED, _TO_SHARED = re.compile("LDS"), re.compile("STSM?")
+_WIDENED = re.compile(r"I2F|HADD2")  # numbers of 8 bits to 16 or 32
 _OF_WARP = {"884": 8 * 8 * 4, "1688": 16 * 8 * 8, "16816": 16 * 8 * 16, "16832": 16 * 8 * 32}
 _OF_GROUP = re.compile(r"\.(\d+)x(\d+)x(\d+)")
 _WARPS_OF_GROUP = 4
@@ -90,6 +92,18 @@ def tile_loops(text: str) -> tuple[TileLoop, ...]:
 def loading_loops(text: str) -> tuple[TileLoop, ...]:
     """The innermost loops with copies by TMA and without exponentials, in program order: those of warps that load for others."""
     return _inner_loops(text, lambda body: _some(body, _COPY) and not _some(body, _EXPONENTIAL))
+
+
+def converting_loops(text: str) -> tuple[TileLoop, ...]:
+    """The innermost loops that read shared memory, widen numbers and write them there, without exponentials and copies, in
+    program order: those of warps that convert keys and values for others."""
+    return _inner_loops(
+        text,
+        lambda body: (
+            all(_some(body, kind) for kind in (_FROM_SHARED, _WIDENED, _TO_SHARED))
+            and not any(_some(body, kind) for kind in (_COPY, _EXPONENTIAL))
+        ),
+    )
 
 
 def sum_loops(text: str) -> tuple[TileLoop, ...]:
