@@ -211,13 +211,21 @@ def test_columns_are_noted_where_there_are_more(dims: tuple[int, int], padded: s
     assert padded is None or padded in noted[0]
 
 
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(("dim", "kernel", "told"), [(64, None, True), (64, "mosaic", False), (128, None, False)])
+def test_fewer_stalls_of_the_kernel_in_triton_are_told(dim: int, kernel: str | None, told: bool) -> None:
+    plan = _plan(dims=(dim, dim), config={} if kernel is None else {"kernel": kernel})
+    assert plan.method == "forward_hopper"
+    assert has_note(plan.notes, "hopper.stalls") == told
+
+
 # (dims, queries) of latents whose values are a part of their keys -> rows, keys and stages of a tile
 LATENTS = {
     (576, 512, 1): (64, 64, 2),
     (576, 512, 2048): (64, 64, 2),
     (320, 256, 1): (128, 64, 3),
     (320, 256, 2048): (128, 64, 3),
-    (288, 256, 2048): (128, 64, 3),
+    (288, 256, 2048): (128, 64, 4),
     (448, 384, 2048): (64, 64, 2),
     (128, 64, 2048): (128, 128, 2),
 }
@@ -280,8 +288,8 @@ def test_rows_of_a_tile_for_keys_by_what_takes_registers() -> None:
     dims, ids = (64, 64), jax.ShapeDtypeStruct((2, 2048), "int32")
     packed = {"q_segment_ids": ids, "kv_segment_ids": ids}
     assert tiles_of(_plan(dims=dims).config).dkv == MosaicSizes(128, 128, 2)
-    assert tiles_of(_plan(dims=dims, call=packed).config).dkv == MosaicSizes(64, 128, 3)
-    assert tiles_of(_plan(dims=dims, call={"logits_soft_cap": 3.0}).config).dkv == MosaicSizes(64, 128, 3)
+    assert tiles_of(_plan(dims=dims, call=packed).config).dkv == MosaicSizes(64, 128, 4)
+    assert tiles_of(_plan(dims=dims, call={"logits_soft_cap": 3.0}).config).dkv == MosaicSizes(64, 128, 4)
 
 
 @pytest.mark.usefixtures("new_jax")
