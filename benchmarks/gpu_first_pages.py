@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.devices import gpu_variant, spec_of_kind
-from attnops.operators.kernels.pages.hopper.attend import paged_attention_hopper
+from attnops.operators.kernels.pages.hopper.attend import PageRows, paged_attention_hopper
 from attnops.operators.kernels.pages.hopper.page_tiles import StepShape, hopper_step
 from attnops.operators.kernels.pages.paged import paged_attention
 from attnops.page_layouts import LAYOUTS, ArraySize
@@ -58,6 +58,10 @@ def page_features() -> dict[str, dict[str, Any]]:
         "decode sinks": {"sinks": True},
         "decode latents": latent,
         "decode latents of 128 heads": latent | {"heads": (128, 1)},
+        "decode written by the kernel": {"writes": True},
+        "decode written by the kernel, packed": {"writes": True, "layout": "packed"},
+        "decode written by the kernel, latents": latent | {"writes": True},
+        "decode written by the kernel, int8": {"writes": True, "quantised": ("int8", "head"), "layout": "joined"},
         "chains": {"batch": "chains"},
         "chains latents": latent | {"batch": "chains"},
         "mixed": {"batch": "mixed"},
@@ -151,6 +155,19 @@ def _kernel(shape: StepShape, layout: str, most: int | None, **call: Any) -> Cal
     return jax.jit(lambda x: paged_attention_hopper(**x, **(static | call), step=step))
 
 
+def _unwritten(arrays: dict[str, Any], layout: str) -> dict[str, Any]:
+    """The same before the last key of each sequence is written, and these: of steps with one token of each sequence."""
+    form, (junk, rows) = LAYOUTS[layout], (dict(arrays), {})
+    last, table = arrays["kv_lens"] - 1, arrays["page_table"]
+    page = arrays["key_pages"].shape[2 if form.heads_first else 1]
+    at = form.places(table[np.arange(len(last)), last // page], last % page)
+    for name in ("key_pages", "value_pages"):
+        if (x := arrays[name]) is not None:
+            rows[name], junk[name] = x[at], x.copy()
+            junk[name][at] = 127 if x.dtype == np.int8 else np.nan
+    return junk | {"rows": PageRows(rows["key_pages"], rows.get("value_pages"))}
+
+
 def check_pages(feature: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The greatest errors, and whether repeated calls agree bit by bit. more: of the kernel's call, as interpret=True."""
     batch, layout, dtype = (
@@ -174,11 +191,14 @@ def check_pages(feature: dict[str, Any], **more: Any) -> dict[str, Any]:
     query = np.asarray(arrays["query"], np.float64)
     want = paged_reference(query, num_seqs=len(sequences), **separate, **wide, softmax_scale=dims[0] ** -0.5, **call)
     shape = StepShape(len(query), *heads, dims, page, LAYOUTS[layout].values_in_keys, "quantised" in feature)
+    given = _unwritten(arrays, layout) if feature.get("writes") else arrays
+    if feature.get("writes"):
+        shape = shape._replace(rows=tuple(x.shape[-1] for x in given["rows"] if x is not None))
     run = _kernel(shape, layout, MOST.get(batch), **call, **more)
-    given = {n: x if x is None else jnp.asarray(x) for n, x in arrays.items()}
-    first = jax.block_until_ready(run(given))
+    given = jax.tree.map(jnp.asarray, given)
+    *first, after = jax.block_until_ready(run(given))
     repeats = 1 if more else REPEATS
-    alike = all(bool((a == b).all()) for _ in range(repeats) for a, b in zip(first, run(given), strict=True))
+    alike = all(bool((a == b).all()) for _ in range(repeats) for a, b in zip(first, run(given)[:2], strict=True))
     output, lse = (np.asarray(x, np.float64) for x in first)
     seen = np.isfinite(want.lse)
     row = {
@@ -187,6 +207,8 @@ def check_pages(feature: dict[str, Any], **more: Any) -> dict[str, Any]:
         "lse": float(np.abs(lse[seen] - want.lse[seen]).max()),
     }
     hidden = bool((np.isneginf(lse) == ~seen).all() and (output[~seen] == 0).all())
+    for name, x in () if after is None else zip(("key_pages", "value_pages"), after, strict=True):
+        hidden &= x is None or np.asarray(x).tobytes() == arrays[name].tobytes()
     return row | {"agrees": alike and hidden and row["forward"] <= TOLERANCE[dtype] and row["lse"] <= 1e-2}
 
 

@@ -73,7 +73,7 @@ def ours(model: str) -> tuple[Any, dict[str, Any], int, int]:
         "step": step,
     }
     more |= {"value_pages": None} if latent else {}
-    return (lambda x: paged_attention_hopper(**x, **more)), arrays, step.decode.block_kv, 4 * step.decode.consumers
+    return (lambda x: paged_attention_hopper(**x, **more)[:2]), arrays, step.decode.block_kv, 4 * step.decode.consumers
 
 
 def of_jax(model: str) -> tuple[Any, dict[str, Any], int, int]:

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ...devices import GpuVariant, gpu_specs, gpu_variant
 from ...errors import ConfigError
@@ -14,6 +15,7 @@ from ...planning import OperationConfig, Rule
 from ...planning.paged.paged_problem import PagedProblem
 from ...scores.steps import Lookup
 from ..choices.function_rules import MOSAIC_GPU, score_function_rule
+from ..hopper.kernel.hopper_sizes import ROWS
 from ..kernels.pages.hopper.page_tiles import (
     KEYS,
     PAGES,
@@ -21,21 +23,26 @@ from ..kernels.pages.hopper.page_tiles import (
     PageTiles,
     StepShape,
     block_tokens,
+    head_tiles,
     hopper_step,
+    own_columns,
     shared_bytes,
     shared_limit,
+    writable,
 )
 from ..kernels.pages.page_layout import page_shape
 from ..mosaic.kernel.mosaic_sizes import DIM_STEP, padded_dim
 from ..mosaic.mosaic_rules import JAX_NEEDED
+from ..paged_cache.layer_arrays import LayerPages
 from ..paged_cache.paged_call import Attended, PagedCall
-from .step_reasons import BY_HEAD, POSITIONS
+from .step_reasons import BY_HEAD, POSITIONS, written_first
 
 __all__ = [
     "HOPPER_PAGES",
     "HOPPER_PAGE_RULES",
     "hopper_candidates",
     "hopper_sizes",
+    "hopper_written_first",
     "on_hopper",
     "several_rows",
     "step_shape",
@@ -55,7 +62,24 @@ _MAX_DIM = (576, 512)  # of a key and of a value
 def step_shape(problem: PagedProblem) -> StepShape:
     """What the kernel's sizes depend on, of one device."""
     dims, latent = (problem.head_dim, problem.value_dim), LAYOUTS[problem.layout].values_in_keys
-    return StepShape(problem.local_tokens, *problem.local_heads, dims, problem.page_size, latent, _quantised(problem))
+    writes = problem.update == "fused" and not hopper_written_first(problem)
+    rows = tuple(numbers for _, numbers in _own_columns(problem)) if writes else ()
+    return StepShape(
+        problem.local_tokens, *problem.local_heads, dims, problem.page_size, latent, _quantised(problem), rows
+    )
+
+
+def hopper_written_first(problem: PagedProblem) -> list[str]:
+    """What of a step has the keys of rows of one token written before: see `written_first`; scales of tokens, which XLA gathers;
+    query heads that several blocks of threads have, of which each would write; and sizes that no copy by TMA has."""
+    heads, kv_heads = problem.local_heads
+    quantised, size = problem.cache.cache.quantised, jnp.dtype(problem.stored_dtype).itemsize
+    return (
+        written_first(problem)
+        + ["a scale for each token"] * (quantised is not None and quantised.scale == "token_head")
+        + [f"{heads // kv_heads} query heads of a kv head"] * (head_tiles(heads // kv_heads, ROWS) > 1)
+        + [f"head_dim={problem.head_dim}"] * (not writable(_own_columns(problem), size))
+    )
 
 
 def step_tiles(problem: PagedProblem, config: OperationConfig) -> HopperStep:
@@ -84,22 +108,23 @@ def hopper_sizes(problem: PagedProblem) -> OperationConfig:
 
 def on_hopper(call: PagedCall) -> Attended:
     """Attend with the Hopper kernel; see kernels/pages/hopper."""
-    from ..kernels.pages.hopper.attend import (
-        paged_attention_hopper,  # imports Mosaic GPU, so only where the kernel runs
-    )
+    # Imports Mosaic GPU, so only where the kernel runs.
+    from ..kernels.pages.hopper.attend import PageRows, paged_attention_hopper
 
     tokens, heads, dim = call.query.shape
     form, pages, sizes = LAYOUTS[call.layout], call.pages, call.sizes
     shape = page_shape(call.layout, pages.key, pages.value, dim, call.value_dim)
     dims, quantised = (dim, call.value_dim), pages.key.dtype.itemsize == 1
-    given = StepShape(tokens, heads, shape.kv_heads, dims, shape.page, form.values_in_keys, quantised)
+    stored = pages.key.shape[-1], (pages.key if pages.value is None else pages.value).shape[-1]
+    own = () if call.rows is None else tuple(numbers for _, numbers in own_columns(form, dim, stored))
+    given = StepShape(tokens, heads, shape.kv_heads, dims, shape.page, form.values_in_keys, quantised, own)
     step = hopper_step(given, 1, sizes.pages_per_block, sizes.queries_per_block, sizes.kv_splits)
     arguments = call.kernel_arguments()
-    beyond = {name: getattr(call, name) for name in ("selected", "rows")}
+    beyond = {"selected": call.selected}
     beyond["rope_pages"] = arguments.pop("rope_pages")
     if names := [name for name, x in beyond.items() if x is not None]:
         raise ConfigError(f"{' and '.join(names)} over pages: the Hopper kernel has none of it; wanted plain XLA.")
-    output, lse = paged_attention_hopper(
+    output, lse, after = paged_attention_hopper(
         call.query,
         **arguments,
         layout=call.layout,
@@ -109,10 +134,11 @@ def on_hopper(call: PagedCall) -> Attended:
         captures=call.captures,
         head_start=call.head_start,
         q_positions=call.q_positions,
+        rows=None if call.rows is None else PageRows(call.rows.key, call.rows.value),
         step=step,
         interpret=sizes.interpret,
     )
-    return Attended(output, lse)
+    return Attended(output, lse, None if after is None else LayerPages(*after))
 
 
 def _gpu(problem: PagedProblem) -> GpuVariant:
@@ -144,6 +170,13 @@ def _field(config: OperationConfig, name: str) -> Any:
 
 def _quantised(problem: PagedProblem) -> bool:
     return problem.cache.cache.quantised is not None
+
+
+def _own_columns(problem: PagedProblem) -> tuple[tuple[int, int], ...]:
+    """What a token's key and its value have of a page's rows."""
+    cache, kv_heads = problem.cache.cache, problem.local_heads[1]
+    key, value = (cache.pages_shape(1, kv_heads, dim)[-1] for dim in (problem.head_dim, problem.value_dim))
+    return own_columns(LAYOUTS[problem.layout], problem.head_dim, (key, value))
 
 
 def _rows_stored(problem: PagedProblem) -> dict[str, tuple[int, int]]:

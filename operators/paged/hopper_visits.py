@@ -14,7 +14,7 @@ from ...planning import OperationConfig
 from ...planning.paged.paged_problem import PagedProblem
 from ..kernels.pages.hopper.page_rows import OwnKeys, RowTiles, row_keys
 from ..kernels.pages.hopper.page_tiles import NAMES, PageTiles, StepShape, head_tiles, shared_bytes, tokens_of_tile
-from ..kernels.pages.hopper.page_units import FIELDS, chunk_tiles, sequence_tiles, units_of
+from ..kernels.pages.hopper.page_units import FIELDS, chunk_tiles, own_rows, sequence_tiles, units_of
 from ..kernels.pages.paged_mask import PagedOptions, packed_tree
 from ..kernels.pages.paged_step import Batch
 from .hopper_kernel import several_rows, step_shape, step_tiles
@@ -78,7 +78,10 @@ def _tiles(
         chain = jnp.tri(declared.shape[1], dtype=bool)[None] & (batch.q_lens <= declared.shape[1])[:, None, None]
         tree = packed_tree(options, chain, batch.kv_lens - batch.q_lens)
     keys = row_keys(options, batch, own, rows, tokens, tree)
-    units = units_of(rows, keys, table, page=shape.page, pages=1, block_kv=tiles.block_kv, parts=splits)
+    written = own_rows(rows, batch, table, shape.page, 1) if shape.rows else None
+    units = units_of(
+        rows, keys, table, page=shape.page, pages=1, block_kv=tiles.block_kv, parts=splits, written=written
+    )
     by_field = dict(zip(FIELDS, np.asarray(units.table).T, strict=True))
     used = by_field["sequence"] >= 0
     whole = int((by_field["after_full"] - by_field["full"])[used].sum())

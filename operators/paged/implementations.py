@@ -19,13 +19,14 @@ from .hopper_kernel import (
     HOPPER_PAGES,
     hopper_candidates,
     hopper_sizes,
+    hopper_written_first,
     on_hopper,
     several_rows,
 )
 from .hopper_visits import KernelTiles, hopper_visits
 from .paged_config import PagedConfig
-from .step_reasons import BY_HEAD, DTYPE, POSITIONS, SOFTMAX, TPU_KERNEL
-from .tpu_kernel import on_tpu, tpu_call, tpu_notes, tpu_reasons, tpu_sizes, written_first
+from .step_reasons import BY_HEAD, DTYPE, POSITIONS, SOFTMAX, TPU_KERNEL, written_first
+from .tpu_kernel import on_tpu, tpu_call, tpu_notes, tpu_reasons, tpu_sizes
 
 __all__ = ["PAGES_ON_HOPPER", "PAGES_ON_TPU", "PAGES_ON_XLA", "PagedImplementation"]
 
@@ -56,6 +57,10 @@ class PagedImplementation(Implementation[PagedConfig]):
         """GPU kernel -> the tiles of keys that its loops go through for a batch of known values. Default: none."""
         del problem, config, batch
         return {}
+
+    def written_first(self, problem: PagedProblem) -> list[str]:
+        """What of a step keeps a method that writes pages from writing them while it attends."""
+        return written_first(problem)
 
     def reasons(self, problem: PagedProblem) -> tuple[Reason, ...]:
         """Reasons against it besides missing features and rules. Default: none."""
@@ -117,17 +122,15 @@ class PagesOnTpu(PagedImplementation):
         notes = tpu_notes(problem)
         if config.is_set("kv_splits"):
             notes += (note("config.unread", method="forward_tpu", fields=["kv_splits"]),)
-        if problem.update == "fused" and problem.mode != "insert":
-            if names := written_first(problem):
-                notes += (note("paged.fused_spans", names=" and ".join(names)),)
-            elif problem.max_q_len != 1:
-                notes += (note("paged.fused_long_rows"),)
-        return notes
+        return notes + _fused_notes(problem, self.written_first(problem))
 
 
 class PagesOnHopper(PagedImplementation):
     """One kernel in Pallas' Mosaic GPU flavour, for rows of few tokens and for chunks: page numbers drive TMA, dead pages aren't
-    loaded, and long rows' keys are divided over blocks of threads."""
+    loaded, and long rows' keys are divided over blocks of threads.
+
+    If the update is 'fused', rows of one token are written by the kernel too.
+    """
 
     devices = "Hopper"
     static_clock = True
@@ -136,6 +139,7 @@ class PagesOnHopper(PagedImplementation):
         rules=(SOFTMAX, *HOPPER_PAGE_RULES),
         tolerance={"bfloat16": (1.5e-2, None), "float16": (2e-3, None)},  # in the interpreter on CPU
         check_vma=False,
+        writes_pages=True,
     )
 
     def serves(self, problem: Any) -> bool:
@@ -174,9 +178,14 @@ class PagesOnHopper(PagedImplementation):
         return hopper_sizes(problem)
 
     def notes(self, problem: Any, placement: Any, config: OperationConfig) -> tuple[str, ...]:
-        """A limit of VMEM that isn't read, and a fused update, which there is none of."""
+        """A limit of VMEM that isn't read, and which rows a fused update writes first."""
         del placement
-        return _unread_notes(problem, config, "forward_hopper", ("vmem_limit_bytes",))
+        notes = _unread_notes(config, "forward_hopper", ("vmem_limit_bytes",))
+        return notes + _fused_notes(problem, self.written_first(problem))
+
+    def written_first(self, problem: PagedProblem) -> list[str]:
+        """What several blocks of threads would write, and what XLA reads of the pages."""
+        return hopper_written_first(problem)
 
 
 class PagesOnXla(PagedImplementation):
@@ -204,17 +213,26 @@ class PagesOnXla(PagedImplementation):
         """Sizes that aren't read, and a fused update, which there is none of."""
         del placement
         blocks = ("pages_per_block", "queries_per_block") if _gathers(problem) else ()
-        return _unread_notes(problem, config, "forward_native", ("kernel", "kv_splits", "vmem_limit_bytes", *blocks))
+        unread = ("kernel", "kv_splits", "vmem_limit_bytes", *blocks)
+        notes = _unread_notes(config, "forward_native", unread)
+        if problem.update == "fused" and problem.mode != "insert":
+            notes += (note("paged.fused_unsupported", method="forward_native"),)
+        return notes
 
 
-def _unread_notes(problem: Any, config: OperationConfig, method: str, fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Declared fields that a method doesn't read, and a fused update, which there is none of."""
-    notes: tuple[str, ...] = ()
-    if declared := [name for name in fields if config.is_set(name)]:
-        notes += (note("config.unread", method=method, fields=declared),)
-    if problem.update == "fused" and problem.mode != "insert":
-        notes += (note("paged.fused_unsupported", method=method),)
-    return notes
+def _unread_notes(config: OperationConfig, method: str, fields: tuple[str, ...]) -> tuple[str, ...]:
+    """Declared fields that a method doesn't read."""
+    declared = [name for name in fields if config.is_set(name)]
+    return (note("config.unread", method=method, fields=declared),) if declared else ()
+
+
+def _fused_notes(problem: PagedProblem, first: list[str]) -> tuple[str, ...]:
+    """Which rows a fused update writes first. first: what all of them are for."""
+    if problem.update != "fused" or problem.mode == "insert":
+        return ()
+    if first:
+        return (note("paged.fused_spans", names=" and ".join(first)),)
+    return () if problem.max_q_len == 1 else (note("paged.fused_long_rows"),)
 
 
 def _gathers(problem: PagedProblem) -> bool:

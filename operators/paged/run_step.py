@@ -32,11 +32,12 @@ class StepInputs(NamedTuple):
 
 
 def written_when(operation: type[PlannedOperation], plan: Any) -> Literal["before", "fused", "none"]:
-    """When a plan's tokens are written: 'fused' only if its method does that."""
+    """When a plan's tokens are written: 'fused' only if its method does that for such a step."""
     problem = plan.problem
-    if problem.update == "none":
-        return "none"
-    return "fused" if problem.update == "fused" and operation.capability(plan.method or "").writes_pages else "before"
+    if problem.update != "fused":
+        return "none" if problem.update == "none" else "before"
+    writes = operation.capability(plan.method or "").writes_pages and not plan.runs.written_first(problem)
+    return "fused" if writes else "before"
 
 
 def run_step(program: Program, inputs: StepInputs) -> tuple[jax.Array | None, jax.Array | None, CacheState]:

@@ -10,7 +10,7 @@ from ...planning import Reason, Rule
 from ...planning.paged.paged_problem import PagedProblem
 from ..choices.dtype_rules import float32_softmax, plain_dtypes
 
-__all__ = ["BY_HEAD", "DTYPE", "POSITIONS", "SOFTMAX", "TPU_KERNEL", "step_reasons"]
+__all__ = ["BY_HEAD", "DTYPE", "POSITIONS", "SOFTMAX", "SPANNED", "TPU_KERNEL", "step_reasons", "written_first"]
 
 SOFTMAX = float32_softmax("paged", "over pages it is")
 DTYPE = plain_dtypes("paged", "queries over pages are")
@@ -49,6 +49,16 @@ POSITIONS = Rule(
     "chunks and scores by distance can't know them, and without a score by the query's position nothing reads them",
     "Leave q_positions out where they are the tokens' places in their sequences; else pass a score such as PositionTemperature.",
 )
+
+
+SPANNED = frozenset({"spans", "prefix_lengths"})
+"""Features with which rows of one token are the TPU kernel's for chunks, which writes none."""
+
+
+def written_first(problem: PagedProblem) -> list[str]:
+    """The features beside which the kernels write nothing: spans, keys that tokens name, which needn't be their own, and pages of
+    a sequence on several devices, of which one has the token's."""
+    return sorted(problem.features & (SPANNED | {"selected"})) + ["page_sequence_axis"] * (problem.sequence_shards > 1)
 
 
 def step_reasons(problem: PagedProblem, method: str, consumes: Set[str], name: str, layout: str | None) -> list[Reason]:

@@ -30,18 +30,9 @@ from ..kernels.pages.tpu import (
 )
 from ..paged_cache.layer_arrays import LayerPages
 from ..paged_cache.paged_call import Attended, PagedCall
+from .step_reasons import SPANNED, written_first
 
-__all__ = ["on_tpu", "tpu_call", "tpu_notes", "tpu_reasons", "tpu_sizes", "written_first"]
-
-SPANNED = frozenset({"spans", "prefix_lengths"})
-"""Features with which rows of one token are the kernel's for chunks, which writes none."""
-
-
-def written_first(problem: PagedProblem) -> list[str]:
-    """The features beside which the kernels write nothing: spans, keys that tokens name, which needn't be their own, and pages of
-    a sequence on several devices, of which one has the token's."""
-    return sorted(problem.features & (SPANNED | {"selected"})) + ["page_sequence_axis"] * (problem.sequence_shards > 1)
-
+__all__ = ["on_tpu", "tpu_call", "tpu_notes", "tpu_reasons", "tpu_sizes"]
 
 _COPIES = "page_rows"  # the only advice that is a reason: XLA would copy the whole cache before each call
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import paged_batches as batches
-from hopper_pages_runs import expect_scored, run, with_score
+from hopper_pages_runs import expect_scored, run, same_pages, with_score, written
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -31,6 +31,8 @@ OF_INT8 = HopperStep(PageTiles(64, STAGES, stored=2), PageTiles(64, STAGES, 2, s
 SEQUENCES = (
     (40, 330),
 )  # two warpgroups compute; four tiles that all rows see, two that the mask or the sequence's end cuts
+
+WRITTEN = ((1, 200), (1, 64))
 
 
 class Planted:
@@ -180,6 +182,23 @@ def _scored(name: str, changed: Callable[[Any], Any]) -> None:
     setattr(page_tile.PageTile, name, lambda *args: changed(plain(*args)))
 
 
+def _without_waiting(plain: Any) -> Any:
+    def copy(*args: Any) -> None:
+        PLANTED.changed["wait_smem_to_gmem"] = lambda _: None
+        plain(*args)
+        del PLANTED.changed["wait_smem_to_gmem"]
+
+    return copy
+
+
+def _next_row(plain: Any) -> Any:
+    def copy(self: Any, refs: dict[str, Any], name: str, at: tuple[Any, Any, Any], copied: Any) -> None:
+        page, head, row = at
+        plain(self, refs, name, (page, head, row if copied is plgpu.copy_gmem_to_smem else row + 1), copied)
+
+    return copy
+
+
 MUTATIONS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     **{f"no wait for {name}": lambda name=name: _without("barrier_wait", name) for name in (
@@ -217,6 +236,13 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "score: none": lambda: None,
     "score: distances to the keys of the next tile": lambda: _scored("positions", lambda x: (x[0], x[1] + 64)),
     "score: the slopes' sign": lambda: _scored("dense", lambda x: -x),
+    # While it writes the step's own keys and values.
+    "write: none": lambda: None,
+    **{f"write: no wait for {name}": lambda name=name: _without("barrier_wait", name) for name in (
+        "key_own_full", "value_own_full",
+    )},
+    "write: pages loaded before they are written": lambda: _method("_copy", _without_waiting),
+    "write: the next row of a page": lambda: _method("_copy_own", _next_row),
 }  # fmt: skip
 
 
@@ -238,11 +264,18 @@ def main(name: str) -> None:
     if name.startswith("score"):
         case, score = batches.varied(case, tree=0), ALiBi(np.array([0.5, 0.1], np.float32))
         more = with_score(score)
-    arrays = batches.make(case, SEQUENCES, spare=0)
+    if name.startswith("write"):
+        case = PagedCase("decode", (2, 2), dtype="bfloat16", page=32)
+    arrays = batches.make(case, WRITTEN if name.startswith("write") else SEQUENCES, spare=0)
     want = expect_scored(score, case, arrays) if more else batches.expect(case, arrays)
-    got = run(case, arrays, step=step, **more)
+    after = None
+    if name.startswith("write"):
+        got, after = written(case, arrays, step=step)
+    else:
+        got = run(case, arrays, step=step, **more)
     try:
         batches.agree(case, got, want)
+        assert after is None or same_pages(after, arrays), "other pages"
     except AssertionError as error:
         print(f"numbers: {str(error).splitlines()[0] if str(error) else np.abs(got[0] - want.output).max()}")
     else:

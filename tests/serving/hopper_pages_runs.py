@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import paged_batches as batches
 from paged_batches import PagedCase
-from paged_kernel_runs import laid_out
+from paged_kernel_runs import as_rows, bits, laid_out, split
 
-from attnops.operators.kernels.pages.hopper.attend import paged_attention_hopper
+from attnops.operators.kernels.pages.hopper.attend import PageRows, paged_attention_hopper
 from attnops.operators.kernels.pages.hopper.page_tiles import HopperStep, PageTiles
 from attnops.operators.paged_cache.logit_arrays import by_place
 from attnops.planning.score_operands import captured_names
@@ -35,7 +36,7 @@ def run(
     static: dict[str, Any] = {"max_q_len": MOST.get(case.kind), "interpret": True, "step": step} | case.call | more
     if case.latent or layout in ("packed", "joined"):
         static["value_dim"] = case.dims[1]
-    output, lse = paged_attention_hopper(**laid_out(arrays, layout), **static, layout=layout)
+    output, lse, _ = paged_attention_hopper(**laid_out(arrays, layout), **static, layout=layout)
     assert output.dtype == case.dtype
     assert lse.dtype == np.float32
     return np.asarray(output, np.float64), np.asarray(lse, np.float64)
@@ -65,3 +66,24 @@ def expect_scored(score: Any, case: PagedCase, arrays: dict[str, Any]) -> PagedR
     captures = dict(zip(captured_names(score), _captures(score), strict=True))
     query, count = np.asarray(arrays["query"], np.float64), int(arrays["num_seqs"].reshape(()))
     return paged_reference(query, num_seqs=count, score=score, captures=captures, **given, **case.call)
+
+
+def written(
+    case: PagedCase, whole: dict[str, Any], layout: str = "split", step: HopperStep = SIZES, **changes: Any
+) -> tuple[tuple[np.ndarray, np.ndarray], PageRows]:
+    """((output, lse), the pages after) of a call that writes rows of one token, which pages hold junk for. changes: of arrays."""
+    static: dict[str, Any] = {"max_q_len": MOST.get(case.kind), "interpret": True, "step": step} | case.call
+    if case.latent or layout in ("packed", "joined"):
+        static["value_dim"] = case.dims[1]
+    before, rows = split(case, whole)
+    made = as_rows(layout, rows)
+    own = PageRows(made.key, made.value)
+    run = jax.jit(lambda arrays, rows: paged_attention_hopper(**arrays, rows=rows, **static, layout=layout))
+    output, lse, after = run(laid_out(before | changes, layout), own)
+    return (np.asarray(output, np.float64), np.asarray(lse, np.float64)), after
+
+
+def same_pages(after: PageRows, whole: dict[str, Any], layout: str = "split") -> bool:
+    """Whether every number of the pages is that of a case's arrays."""
+    pairs = zip(after, map(laid_out(whole, layout).get, ("key_pages", "value_pages")), strict=True)
+    return all(x is want is None or (bits(x) == bits(want)).all() for x, want in pairs)

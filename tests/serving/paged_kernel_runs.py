@@ -9,10 +9,11 @@ import numpy as np
 import paged_batches as batches
 from paged_batches import PagedCase
 
-from attnops.operators.kernels.pages.tpu import paged_attention_tpu
+from attnops.operators.kernels.pages.tpu import PageArrays, paged_attention_tpu
 
 ALTERNATING = ("interleaved", "packed")
 LAYOUTS = ("heads", "split", "joined", *ALTERNATING)
+PAGES = ("key_pages", "value_pages", "key_scale", "value_scale")
 SIZES = {"pages_per_block": 2, "queries_per_block": 16, "buffers": 3}
 
 
@@ -75,3 +76,48 @@ def check(case: PagedCase, layout: str, **more: Any) -> None:
     """Hold a call against the reference."""
     arrays = batches.make(case)
     batches.agree(case, run(case, arrays, layout, **more), batches.expect(case, arrays))
+
+
+def last_rows(case: PagedCase, arrays: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """(token, page id, row in the page) of each sequence with one row."""
+    found = []
+    for s in range(int(arrays["num_seqs"][0])):
+        first, last = arrays["cu_q_lens"][s : s + 2]
+        if last - first == 1:
+            position = int(arrays["kv_lens"][s]) - 1
+            found.append((int(first), int(arrays["page_table"][s, position // case.page]), position % case.page))
+    return found
+
+
+def split(case: PagedCase, whole: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the arrays before single rows were written: junk in their places; those rows [tokens, ...], junk for other tokens)."""
+    before, rows, tokens = dict(whole), {}, len(whole["query"])
+    for name in PAGES:
+        x = whole.get(name)
+        if np.ndim(x) < 3:
+            continue
+        junk = 127 if x.dtype == np.int8 else np.nan
+        before[name], rows[name] = x.copy(), np.full((tokens, *x.shape[2:]), junk, x.dtype)
+        for token, page, row in last_rows(case, whole):
+            rows[name][token] = x[page, row]
+            before[name][page, row] = junk
+    return before, rows
+
+
+def as_rows(layout: str, rows: dict[str, Any]) -> PageArrays:
+    """Rows of `split` as pages of the layout store them."""
+    key, value = rows["key_pages"], rows["value_pages"]
+    scales = rows.get("key_scale"), rows.get("value_scale")
+    if layout == "latent":
+        return PageArrays(np.pad(key, ((0, 0), (0, 0), (0, -key.shape[-1] % 128))), None, scales[0])
+    if layout in ALTERNATING:
+        return PageArrays(alternating(layout, key, value), None, *scales)
+    if layout == "joined":
+        return PageArrays(np.concatenate([key, value], axis=-1), None, *scales)
+    return PageArrays(key, value, *scales)
+
+
+def bits(x: Any) -> np.ndarray:
+    """The same as whole numbers, of which NaN equals itself."""
+    x = np.asarray(x)
+    return x.view(np.dtype(f"uint{8 * x.dtype.itemsize}"))

@@ -147,29 +147,36 @@ def test_queries_beyond_max_q_len_are_not_attended() -> None:
 
 @pytest.mark.slow
 def test_the_operation_runs_it() -> None:
-    """A decoding step after a prefill; the same as on plain XLA."""
+    """A decoding step after a prefill; the same as on plain XLA, whoever writes the step's keys."""
     cache = KVCache(
         layers=1, kv_heads=1, head_dim=64, dtype="bfloat16", page_size=16, pages=32, max_sequences=2, max_length=256
     )
     rng, plan = np.random.default_rng(0), cache.plan()
-    lengths, table, outputs = (100, 30), [list(range(7)), [8, 9]], {}
+    lengths, table, outputs, after = (100, 30), [list(range(7)), [8, 9]], [], []
     tokens = {
         n: [jnp.asarray(rng.standard_normal((n, heads, 64)), jnp.bfloat16) for heads in (2, 1, 1)] for n in (128, 2)
     }
     starts = [0, lengths[0] - 1, sum(lengths) - 2]
     before = RaggedBatch.make(plan, cu_q_lens=starts, kv_lens=[n - 1 for n in lengths], page_table=table, tokens=128)
     batch = RaggedBatch.make(plan, cu_q_lens=[0, 1, 2], kv_lens=lengths, page_table=table, tokens=2)
+    interpreted = {"interpret": True, "kernel": "hopper", "kv_splits": 1}
     for method, config in (
         ("forward_native", {}),
-        ("forward_hopper", {"interpret": True, "kernel": "hopper", "kv_splits": 1}),
+        ("forward_hopper", interpreted),
+        ("forward_hopper", interpreted | {"update": "fused"}),
     ):
         operation = OperationRegistry.create("paged", OperationMetadata(operation_configs={"paged": config}))
         state = OperationRegistry.create("paged")(*tokens[128], state=init(cache), layer=0, batch=before).state
         step = operation(*tokens[2], state=state, layer=0, batch=batch, max_q_len=1, return_lse=True)
         assert step.plan.method == method
-        outputs[method] = [np.asarray(x, np.float64) for x in (step.attention_outputs, step.lse)]
-    for got, want in zip(*outputs.values(), strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-2)
+        outputs.append([np.asarray(x, np.float64) for x in (step.attention_outputs, step.lse)])
+        after.append([np.asarray(x, np.float64) for x in (step.state.only_pages.key, step.state.only_pages.value)])
+    for other in outputs[1:]:
+        for got, want in zip(other, outputs[0], strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-2)
+    for other in after[1:]:
+        for got, want in zip(other, after[0], strict=True):
+            np.testing.assert_array_equal(got, want)
 
 
 # Drafts of one word and of two, in tiles of 16 tokens and of 128; spans and prefixes that begin before a window's first key.

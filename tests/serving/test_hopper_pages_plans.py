@@ -32,10 +32,11 @@ from attnops.operators.kernels.pages.hopper.page_tiles import (
     block_tokens,
     head_tiles,
     hopper_step,
+    row_copies,
     rows_stored,
     shared_bytes,
 )
-from attnops.operators.kernels.pages.hopper.page_units import FIELDS, chunk_tiles, sequence_tiles, units_of
+from attnops.operators.kernels.pages.hopper.page_units import FIELDS, chunk_tiles, own_rows, sequence_tiles, units_of
 from attnops.operators.kernels.pages.paged_mask import PagedOptions
 from attnops.operators.kernels.pages.paged_step import Batch
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
@@ -171,6 +172,18 @@ def test_what_it_runs(name: str) -> None:
     assert max(step.decode.stages, step.decode.stored) >= 2
 
 
+WRITTEN = {
+    "split": None,
+    "joined": None,
+    "packed, padded to whole lanes": None,
+    "trees": "paged.fused_long_rows",
+    "mixed": "paged.fused_long_rows",
+    "fp8": "paged.fused_long_rows",
+    "int8": "paged.fused_spans",
+    "latents": "paged.fused_spans",
+    "spans": "paged.fused_spans",
+    "split pages": "paged.fused_spans",
+}
 REFUSED = {
     "paged.kernel": {"config": {"kernel": "tpu"}},
     "paged.hopper_dtype": {"dtype": "float32"},
@@ -222,13 +235,18 @@ def test_every_name_of_the_operation_has_it(name: str) -> None:
     layout = operation.cache_layout or "split"
     plan = _plan(operation=name, **(LATENT if layout == "latent" else {"layout": layout}))
     assert (plan.kind, plan.method) == ("platform", "forward_hopper")
-    assert not operation.capability("forward_hopper").writes_pages
+    assert operation.capability("forward_hopper").writes_pages
 
 
 @pytest.mark.usefixtures("new_jax")
-def test_a_fused_update_writes_before() -> None:
-    plan = _plan(config={"update": "fused"})
-    assert [n.code for n in plan.notes] == ["paged.fused_unsupported"]
+@pytest.mark.parametrize(("name", "code"), WRITTEN.items())
+def test_which_rows_a_fused_update_writes_first(name: str, code: str | None) -> None:
+    """What the kernel writes takes shared memory; the rest is noted."""
+    plan = _plan(**RUNS[name] | {"config": {"update": "fused"}})
+    found = [n.code for n in plan.notes if n.code.startswith("paged.fused")]
+    assert (plan.method, found) == ("forward_hopper", [] if code is None else [code])
+    shape = step_shape(plan.problem)
+    assert bool(shape.rows) == bool(shared_bytes(shape, PageTiles(64, 2))["rows"]) == (code != "paged.fused_spans")
 
 
 @pytest.mark.usefixtures("new_jax")
@@ -266,6 +284,8 @@ def test_shared_memory_by_hand() -> None:
     output, 64 rows of 512, in the place of the query."""
     counted = shared_bytes(StepShape(32, 32, 8, (128, 128), 16, False), PageTiles(64, 2))
     assert (counted["query"], counted["key"], counted["value"], counted["output"]) == (16384, 32768, 32768, 0)
+    writes = shared_bytes(StepShape(32, 32, 8, (128, 320), 16, False, rows=(128, 320)), PageTiles(64, 2))
+    assert (writes["rows"], counted["rows"]) == (512 + 1024, 0)  # in units of 512 bytes
     latent = shared_bytes(StepShape(32, 128, 1, (576, 512), 64, True), PageTiles(64, 2, 1, 2))
     wide = shared_bytes(StepShape(32, 16, 8, (256, 256), 16, False), PageTiles(64, 3))
     assert sum(wide.values()) == 232608  # as Mosaic says, which refuses it
@@ -298,6 +318,15 @@ def test_rows_of_a_tile(group: int, tiles: int, tokens: int) -> None:
     assert head_tiles(group, 64) == tiles
     assert block_tokens(StepShape(8, group, 1, (128, 128), 16, False))[0] == tokens
     assert rows_stored(group, 1, PageTiles(64, 2)) == math.ceil(group / tiles / 8) * 8
+
+
+@pytest.mark.parametrize(
+    ("numbers", "size", "copies"),
+    [(64, 2, 1), (256, 2, 1), (640, 2, 5), (640, 1, 5), (576, 2, 3), (288, 2, None), (96, 1, 1)],
+)
+def test_copies_of_a_row(numbers: int, size: int, copies: int | None) -> None:
+    """Of up to 256 numbers; several begin at multiples of 128 bytes."""
+    assert row_copies(numbers, size) == copies
 
 
 # -- units of work -----------------------------------------------------------------------------------------------------
@@ -366,3 +395,28 @@ def test_units_cover_each_visible_key_once(kind: str, parts: int, mask: tuple[bo
         assert np.asarray(units.number).max() == -(
             -longest // max(4, -(-sum(len(covered[k]) for k in wanted) // parts))
         )
+
+
+@pytest.mark.parametrize("parts", [0, 3, 40])
+def test_one_unit_writes_the_key_of_each_row_of_one_token(parts: int) -> None:
+    """The last of its rows, in a tile that isn't a whole one; not of rows of several tokens, nor to pages that aren't there."""
+    sequences = [(1, 1000), (0, 7), (1, 64), (2, 90), (1, 3)]
+    arrays = batches.make(PagedCase(page=16), sequences, width=64, spare=1)
+    table, pages = arrays["page_table"], len(arrays["key_pages"])
+    table[4, 0] = -1  # isn't there
+    q_lens = np.array([q for q, _ in sequences] + [0], np.int32)
+    kv_lens = np.array([n for _, n in sequences] + [0], np.int32)
+    starts = np.array([0, *np.cumsum(q_lens)[:-1]], np.int32)
+    batch = Batch(jnp.asarray(starts), jnp.asarray(q_lens), jnp.asarray(kv_lens), jnp.int32(q_lens.sum()))
+    options = PagedOptions(scale=1.0, causal=True, left=None, right=None, chunk=None, soft_cap=None, max_q_len=2)
+    tiles, table = sequence_tiles(batch, jnp.asarray(q_lens > 0), 2), jnp.asarray(table)
+    keys = row_keys(options, batch, OwnKeys(16, table.shape[1]), tiles, 2)
+    written = own_rows(tiles, batch, table, 16, pages)
+    units = units_of(tiles, keys, table, page=16, pages=pages, block_kv=64, parts=parts, written=written)
+    made = [dict(zip(FIELDS, map(int, row), strict=True)) for row in np.asarray(units.table)]
+    writers = [unit for unit in made if unit["sequence"] >= 0 and unit["own"] >= 0]
+    assert [(unit["sequence"], unit["own"], unit["token"]) for unit in writers] == [(0, 999, 0), (2, 63, 1)]
+    for unit in writers:
+        assert unit["end"] == max(x["end"] for x in made if x["tile"] == unit["tile"])
+        assert unit["begin"] <= unit["own"] // 64 < unit["end"]
+        assert unit["after_full"] <= unit["own"] // 64

@@ -13,12 +13,22 @@ import pytest
 from covering import covering
 from jax.experimental.pallas import tpu as pltpu
 from paged_batches import KINDS, PagedCase
-from paged_kernel_runs import ALTERNATING, LAYOUTS, SIZES, alternating, fits, laid_out
+from paged_kernel_runs import (
+    ALTERNATING,
+    LAYOUTS,
+    PAGES,
+    SIZES,
+    as_rows,
+    bits,
+    fits,
+    laid_out,
+    last_rows,
+    split,
+)
 
 from attnops.errors import InputError
-from attnops.operators.kernels.pages.tpu import PageArrays, paged_attention_tpu
+from attnops.operators.kernels.pages.tpu import paged_attention_tpu
 
-PAGES = ("key_pages", "value_pages", "key_scale", "value_scale")
 FEATURES: tuple[dict[str, Any], ...] = (
     {},
     {"window": (9, 0)},
@@ -60,49 +70,6 @@ def _name(value: Any) -> str:
     return value if isinstance(value, str) else value.name
 
 
-def _last_rows(case: PagedCase, arrays: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """(token, page id, row in the page) of each sequence with one row."""
-    found = []
-    for s in range(int(arrays["num_seqs"][0])):
-        first, last = arrays["cu_q_lens"][s : s + 2]
-        if last - first == 1:
-            position = int(arrays["kv_lens"][s]) - 1
-            found.append((int(first), int(arrays["page_table"][s, position // case.page]), position % case.page))
-    return found
-
-
-def _split(case: PagedCase, whole: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the arrays before single rows were written: junk in their places; those rows [tokens, ...], junk for other tokens)."""
-    before, rows, tokens = dict(whole), {}, len(whole["query"])
-    for name in PAGES:
-        x = whole.get(name)
-        if np.ndim(x) < 3:
-            continue
-        junk = 127 if x.dtype == np.int8 else np.nan
-        before[name], rows[name] = x.copy(), np.full((tokens, *x.shape[2:]), junk, x.dtype)
-        for token, page, row in _last_rows(case, whole):
-            rows[name][token] = x[page, row]
-            before[name][page, row] = junk
-    return before, rows
-
-
-def _as_rows(layout: str, rows: dict[str, Any]) -> PageArrays:
-    key, value = rows["key_pages"], rows["value_pages"]
-    scales = rows.get("key_scale"), rows.get("value_scale")
-    if layout == "latent":
-        return PageArrays(np.pad(key, ((0, 0), (0, 0), (0, -key.shape[-1] % 128))), None, scales[0])
-    if layout in ALTERNATING:
-        return PageArrays(alternating(layout, key, value), None, *scales)
-    if layout == "joined":
-        return PageArrays(np.concatenate([key, value], axis=-1), None, *scales)
-    return PageArrays(key, value, *scales)
-
-
-def _bits(x: Any) -> np.ndarray:
-    x = np.asarray(x)
-    return x.view(np.dtype(f"uint{8 * x.dtype.itemsize}"))
-
-
 def _call(case: PagedCase, layout: str, **more: Any) -> Any:
     static = {"max_q_len": case.static["max_q_len"], "interpret": True, "layout": layout} | case.call | SIZES | more
     if case.latent or layout == "packed":
@@ -112,16 +79,16 @@ def _call(case: PagedCase, layout: str, **more: Any) -> Any:
 
 def _check(case: PagedCase, layout: str, **more: Any) -> None:
     whole = batches.make(case)
-    before, rows = _split(case, whole)
+    before, rows = split(case, whole)
     call = _call(case, layout, **more)
-    output, lse, after = call(laid_out(before, layout), _as_rows(layout, rows))
+    output, lse, after = call(laid_out(before, layout), as_rows(layout, rows))
     batches.agree(case, (np.asarray(output, np.float64), np.asarray(lse, np.float64)), batches.expect(case, whole))
     want = laid_out(whole, layout)
     for name, got in zip((*PAGES, "rope_pages"), after, strict=True):
         if got is None:
             assert np.ndim(want.get(name)) < 3
         else:
-            assert (_bits(got) == _bits(want[name])).all(), name
+            assert (bits(got) == bits(want[name])).all(), name
 
 
 @pytest.mark.parametrize(("layout", "case"), QUICK, ids=_name)
@@ -156,21 +123,21 @@ def test_drops_rows_without_a_page_and_an_empty_batch_writes_nothing(layout: str
     """A last page with an id out of range, a length beyond the table, and no sequences: one program."""
     case = PagedCase("decode")
     whole = batches.make(case, KINDS["decode"])
-    before, rows = _split(case, whole)
-    call, own = _call(case, layout), _as_rows(layout, rows)
+    before, rows = split(case, whole)
+    call, own = _call(case, layout), as_rows(layout, rows)
 
     def pages_after(**changes: Any) -> list[np.ndarray]:
         after = call(laid_out(before | changes, layout), own)[2]
-        return [_bits(x) for x in (after.key, after.value)]
+        return [bits(x) for x in (after.key, after.value)]
 
     def expected(dropped: set[int]) -> list[np.ndarray]:
         made = {n: before[n].copy() for n in ("key_pages", "value_pages")}
-        for token, page, row in _last_rows(case, whole):
+        for token, page, row in last_rows(case, whole):
             if token not in dropped:
                 for name, x in made.items():
                     x[page, row] = rows[name][token]
         made = laid_out(before | made, layout)
-        return [_bits(made[n]) for n in ("key_pages", "value_pages")]
+        return [bits(made[n]) for n in ("key_pages", "value_pages")]
 
     def same(got: list[np.ndarray], want: list[np.ndarray]) -> bool:
         return all((a == b).all() for a, b in zip(got, want, strict=True))
@@ -201,6 +168,6 @@ def test_refuses_rows_that_pages_do_not_hold(change: dict[str, Any], message: st
     whole = batches.make(case)
     tokens = len(whole["query"])
     fit = lambda x: x if x is None or x.shape[0] == tokens else np.resize(x, (tokens, *x.shape[1:]))  # noqa: E731
-    rows = _as_rows("heads", _split(case, whole)[1])._replace(**{name: fit(x) for name, x in change.items()})
+    rows = as_rows("heads", split(case, whole)[1])._replace(**{name: fit(x) for name, x in change.items()})
     with pytest.raises(InputError, match=message.replace("42", str(tokens))):
         jax.eval_shape(lambda: _call(case, "heads")(laid_out(whole, "heads"), jax.tree.map(jnp.asarray, rows)))

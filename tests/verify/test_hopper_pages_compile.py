@@ -46,7 +46,14 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def _declared(
-    model: str, target: str, *, q_lens: Any = 1, cache: Any = (), sizes: dict[str, int] | None = None, **step: Any
+    model: str,
+    target: str,
+    *,
+    q_lens: Any = 1,
+    cache: Any = (),
+    sizes: dict[str, int] | None = None,
+    update: str = "before",
+    **step: Any,
 ) -> tuple[Any, Any]:
     """(the operation, a step over 8 sequences)."""
     heads, fields = MODELS[model]
@@ -60,9 +67,10 @@ def _declared(
         declared["softmax_scale"] = 0.1
     file = Declaration.from_dict({"operation": "paged", "cache": fields, "step": declared})
     mesh = target_of(target).mesh(sizes or {"tp": 1})
-    operation = OperationRegistry.create("paged", OperationMetadata(mesh=mesh, fallback="error", tuning="off"))
+    declared = {"mesh": mesh, "fallback": "error", "tuning": "off", "operation_configs": {"paged": {"update": update}}}
+    operation = OperationRegistry.create("paged", OperationMetadata(**declared))
     assert file.cache is not None
-    return operation, declared_step(file, file.cache.plan(mesh).require(), "before")
+    return operation, declared_step(file, file.cache.plan(mesh).require(), update)
 
 
 def _kernels(
@@ -190,6 +198,34 @@ def test_features(step: dict[str, Any]) -> None:
     dtype = {"dtype": step["dtype"]} if "dtype" in step else {}
     kernels, _ = _kernels("llama-3-8b", q_lens=[1, 1, 100, 300, 1, 2, 40, 1], step=step, **dtype)
     assert {kernel.stack_bytes for kernel in kernels.values()} == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("q_lens", [1, [1, 1, 100, 300, 1, 2, 40, 1]], ids=["decode", "mixed"])
+@pytest.mark.parametrize(
+    ("model", "cache"),
+    [
+        ("llama-3-8b", {}),
+        ("llama-3-8b", {"layout": "packed"}),
+        ("gpt-oss-20b", {"layout": "joined"}),
+        ("llama-3-8b", {"quantised": {"dtype": "int8", "scale": "head"}}),
+        ("latents of 288", {}),
+    ],
+)
+def test_pages_are_written_in_place(model: str, cache: dict[str, Any], q_lens: Any) -> None:
+    """The pages after a step take the place of those before, and there is no room for a copy."""
+    operation, declared = _declared(model, "h100", q_lens=q_lens, cache=cache, update="fused")
+    planned = PlannedStep(operation, declared)
+    *_, report = target_reports(planned, "h100")
+    (one,) = report.passes
+    assert (one.failure, report.plan.implementation) == (None, "paged.forward_hopper")
+    pages = planned.paged.cache.pages_array.fitted.local_bytes
+    assert one.alias_bytes is not None
+    assert one.temp_bytes is not None
+    assert one.temp_bytes < pages <= one.alias_bytes
+    for kernel in one.kernels or ():
+        assert isinstance(kernel, GpuKernelUse)
+        assert kernel.stack_bytes == 0
 
 
 @pytest.mark.skipif(disassembler() is None, reason="pip install 'attnops[cuda-sass]'")

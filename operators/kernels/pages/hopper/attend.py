@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,29 @@ from ..paged_mask import PagedOptions, packed_tree
 from ..paged_step import Batch, PagedOperands, ScoreArrays, batch_of
 from .page_forward import PagesForward
 from .page_rows import OwnKeys, RowKeys, RowTiles, row_keys
-from .page_tiles import NAMES, HopperStep, PageTiles, head_tiles, heads_of_tile, rows_stored, tokens_of_tile
-from .page_units import chunk_tiles, sequence_tiles, units_of
+from .page_tiles import (
+    NAMES,
+    HopperStep,
+    PageTiles,
+    head_tiles,
+    heads_of_tile,
+    own_columns,
+    row_copies,
+    rows_stored,
+    tokens_of_tile,
+    writable,
+)
+from .page_units import chunk_tiles, own_rows, sequence_tiles, units_of
 
-__all__ = ["paged_attention_hopper"]
+__all__ = ["PageRows", "paged_attention_hopper"]
+
+
+class PageRows(NamedTuple):
+    """A layer's pages, or what they hold of each token: [tokens, kv_heads, row], in layouts with one array all of it in `key`, as
+    a page has it."""
+
+    key: jax.Array
+    value: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -79,13 +98,17 @@ def paged_attention_hopper(
     captures: tuple[Array, ...] = (),
     head_start: Int[Array, ""] | int = 0,
     q_positions: Int[Array, " tokens"] | None = None,
+    rows: PageRows | None = None,
     step: HopperStep,
     interpret: bool = False,
-) -> tuple[Array, Array]:
-    """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads]).
+) -> tuple[Array, Array, PageRows | None]:
+    """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads], the pages if `rows` were
+    written).
 
     Semantics and layouts of `paged_attention`; query and pages in bfloat16 or in float16, or pages in int8 or fp8. step: the
-    sizes, as `hopper_step` has them. interpret: Pallas' interpreter, which looks for races.
+    sizes, as `hopper_step` has them. rows: each token's key and value as pages store them. For a sequence with one token the
+    kernel writes them to their page while it attends, if that is there; no other sequence may have the page. Keys of sequences
+    with more tokens are in the pages already. interpret: Pallas' interpreter, which looks for races.
 
     Errors: InputError or InputTypeError.
     """
@@ -127,17 +150,50 @@ def paged_attention_hopper(
         tree = packed_tree(options, jnp.asarray(draft_tree), batch.kv_lens - batch.q_lens)
         operands = operands._replace(draft_tree=tree)
     operands = with_spans(operands, spans, prefix_lengths)
-    return _attend(_Static(options, layout, value_dim, page_stride, step, score, interpret), operands)
+    if rows is not None:
+        _check_rows(operands, rows, layout, page_stride)
+    return _attend(_Static(options, layout, value_dim, page_stride, step, score, interpret), operands, rows)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(static: _Static, operands: PagedOperands) -> tuple[jax.Array, jax.Array]:
+def _check_rows(operands: PagedOperands, rows: PageRows, layout: str, stride: int) -> None:
+    """Refuse rows that aren't what the pages hold for a token, and what the kernel can't write."""
+    tokens, form = len(operands.query), LAYOUTS[layout]
+    for name, x, pages in (
+        ("key", rows.key, operands.key_pages),
+        ("value", rows.value, operands.value_pages),
+    ):
+        given = None if x is None else (x.shape, str(x.dtype))
+        shape = () if pages is None else pages.shape[1:2] + pages.shape[3:] if form.heads_first else pages.shape[2:]
+        wanted = None if pages is None else ((tokens, *shape), str(pages.dtype))
+        if given != wanted:
+            raise InputError(
+                f"rows.{name} is {given}; wanted {wanted}, what the pages hold for each token of the query."
+            )
+    kv_heads = page_shape(layout, operands.key_pages, operands.value_pages, operands.query.shape[2]).kv_heads
+    columns = own_columns(form, operands.query.shape[2], _row_sizes(operands))
+    size = operands.key_pages.dtype.itemsize
+    if stride > 1 or head_tiles(operands.query.shape[1] // kv_heads, ROWS) > 1 or not writable(columns, size):
+        raise InputError(
+            "rows are given, which the kernel doesn't write beside page_stride, for more than 64 query heads of a kv head, or of "
+            f"these sizes: {columns}; write them before."
+        )
+
+
+def _row_sizes(operands: PagedOperands) -> tuple[int, int]:
+    """Numbers of a page's row of keys, and of values."""
+    both = operands.key_pages, operands.key_pages if operands.value_pages is None else operands.value_pages
+    return both[0].shape[-1], both[1].shape[-1]
+
+
+def _attend(
+    static: _Static, operands: PagedOperands, rows: PageRows | None
+) -> tuple[jax.Array, jax.Array, PageRows | None]:
     options, step = static.options, static.step
-    operands = alike(operands)
+    operands, rows = alike(_without_gradient((operands, rows)))
     with jax.enable_x64(False):
         batch = batch_of(operands)
         seq, row, real = places(operands, batch)
-        runs = _Runs(static, operands, batch)
+        runs = _Runs(static, operands, batch, rows)
         most = 1 if options.max_q_len is None else options.max_q_len
         if most > tokens_of_tile(runs.group, step.decode.rows):
             most = 1
@@ -157,16 +213,24 @@ def _attend(static: _Static, operands: PagedOperands) -> tuple[jax.Array, jax.Ar
             lse = jnp.where(here[:, None], lse, of_chunks[1])
         if options.max_q_len is not None:
             real = real & (row < options.max_q_len)
-        return jnp.where(real[:, None, None], output, 0), jnp.where(real[:, None], lse, -jnp.inf)
+        after = None if rows is None else PageRows(runs.operands.key_pages, runs.operands.value_pages)
+        return jnp.where(real[:, None, None], output, 0), jnp.where(real[:, None], lse, -jnp.inf), after
 
 
-_attend.defjvp(refuse_gradient)
+@jax.custom_jvp
+def _without_gradient(arrays: Any) -> Any:
+    """The same arrays. Of them, not around the kernel: a call with a rule of its own can't have references inside."""
+    return arrays
+
+
+_without_gradient.defjvp(functools.partial(refuse_gradient, None))
 
 
 class _Runs:
-    """The calls of the kernel for a step."""
+    """The calls of the kernel for a step. The first writes rows, if there are any; others read the pages after it."""
 
-    def __init__(self, static: _Static, operands: PagedOperands, batch: Batch) -> None:
+    def __init__(self, static: _Static, operands: PagedOperands, batch: Batch, rows: PageRows | None) -> None:
+        self.rows = rows
         self.options, self.operands, self.batch, self.interpret = static.options, operands, batch, static.interpret
         self.score = static.score
         self.form, heads, dim = LAYOUTS[static.layout], *operands.query.shape[1:]
@@ -187,8 +251,9 @@ class _Runs:
         splits = head_tiles(self.group, sizes.rows)
         each, heads = heads_of_tile(self.group, sizes.rows), self.kv_heads * splits
         keys = row_keys(options, self.batch, self.own, tiles, tokens, operands.draft_tree, operands.spans)
+        written = None if self.rows is None else own_rows(tiles, self.batch, table, self.page, self.pages)
         units = units_of(
-            tiles, keys, table, page=self.page, pages=self.pages, block_kv=sizes.block_kv, parts=parts
+            tiles, keys, table, page=self.page, pages=self.pages, block_kv=sizes.block_kv, parts=parts, written=written
         )  # fmt: skip
         stored = rows_stored(self.group, tokens, sizes)
         query = self._queries(tiles, tokens, each, heads)
@@ -210,6 +275,10 @@ class _Runs:
         }
         if operands.value_pages is not None:
             inputs["value"] = self.form.tokens_by_head(operands.value_pages)
+        own: tuple[tuple[int, int], ...] = ()
+        if self.rows is not None:
+            own = own_columns(self.form, operands.query.shape[2], _row_sizes(operands))
+            inputs |= {f"{n}_rows": self._rows(x) for n, x in self.rows._asdict().items() if x is not None}
         inputs |= self._scales(sizes.block_kv)
         if keys.words is not None:
             inputs["words"] = of_rows(keys.words.swapaxes(1, 2))
@@ -239,9 +308,13 @@ class _Runs:
             min(stored, ROWS),
             self.form.values_in_keys,
             self.interpret,
+            own,
         )
         used = slice(tokens * each)
-        output, lse = (x[:, :, used] for x in _run(kernel, inputs, len(units.table), stored, name))
+        results, after = _run(kernel, inputs, len(units.table), stored, name)
+        if self.rows is not None:
+            self._take(after)
+        output, lse = (x[:, :, used] for x in results)
         if parts:
             output, lse = _merged(output, lse, units.begin, units.number, units.most)
         output = output.reshape(-1, self.kv_heads, splits, tokens, each, self.dims[1]).transpose(0, 3, 1, 2, 4, 5)
@@ -252,6 +325,16 @@ class _Runs:
         lse = lse.reshape(-1, tokens, self.kv_heads, splits * each)[..., : self.group]
         heads = self.kv_heads * self.group
         return output.reshape(*output.shape[:2], heads, self.value_dim), lse.reshape(*lse.shape[:2], heads)
+
+    def _rows(self, x: jax.Array) -> jax.Array:
+        """Tokens' rows as pages of one token each."""
+        return self.form.tokens_by_head(jnp.expand_dims(x, 2 if self.form.heads_first else 1))
+
+    def _take(self, after: dict[str, jax.Array]) -> None:
+        """Go on with the pages after a call that wrote its rows, which is done then."""
+        given, self.rows = self.operands, None
+        value = after.get("value", given.value_pages)
+        self.operands = given._replace(key_pages=after["key"].reshape(given.key_pages.shape), value_pages=value)
 
     def _scales(self, block_kv: int) -> dict[str, jax.Array]:
         """Those of quantised pages: for each kv head, or [sequences, kv_heads, keys] for each token, of whole tiles."""
@@ -324,12 +407,15 @@ def _merged(
 
 def _run(
     kernel: PagesForward, inputs: dict[str, jax.Array], units: int, rows: int, name: str
-) -> tuple[jax.Array, jax.Array]:
-    """(output [units, heads, rows, value_dim], lse [units, heads, rows])."""
+) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
+    """((output [units, heads, rows, value_dim], lse [units, heads, rows]), the pages that were written by name)."""
     tiles, (dim, value_dim) = kernel.tiles, kernel.dims
     arrays = list(inputs.values())
     axes = varying(arrays)
     arrays = [vary(x, axes) for x in arrays]
+    # Written in place: XLA sees a call whose output takes the place of an operand.
+    of_pages = ("key", "value") if kernel.own else ()
+    written: dict[str, Any] = {n: jax.new_ref(x) for n, x in zip(inputs, arrays, strict=True) if n in of_pages}
     dtype = inputs["query"].dtype
     shapes = {
         "output": varying_as(arrays[0], (units, kernel.heads, rows, value_dim), dtype),
@@ -370,6 +456,12 @@ def _run(
             if by_token:
                 scratch[f"{stream}_scale_rows"] = plgpu.SMEM(shape, jnp.float32)
                 scratch[f"{stream}_factors"] = plgpu.SMEM((tiles.stages, tiles.block_kv), jnp.float32)
+    for stream, (_, numbers) in zip(kernel.streams, kernel.own, strict=False):
+        stored = inputs["key"].dtype
+        copies = row_copies(numbers, stored.itemsize)
+        assert copies is not None  # otherwise rows are refused
+        scratch[f"{stream}_own"] = plgpu.SMEM((copies, numbers // copies), stored)
+        scratch[f"{stream}_own_full"] = plgpu.Barrier(num_arrivals=copies)
     last = kernel.streams[-1]
     if not kernel.quantised:
         scratch |= {f"{last}_raw": barrier(kernel.copies), f"{last}_clean": barrier()}
@@ -396,6 +488,7 @@ def _run(
         kernel_name=name,
         **interpreted,
     )
-    output, lse = run(*arrays)
+    output, lse = run(*(written.get(name, x) for name, x in zip(inputs, arrays, strict=True)))
     # What a kernel of Mosaic GPU returns isn't known to vary over the axes of a shard_map, whatever its types say.
-    return vary(output, axes), vary(lse, axes)
+    after = {name: vary(jax.freeze(ref), axes) for name, ref in written.items()}
+    return (vary(output, axes), vary(lse, axes)), after

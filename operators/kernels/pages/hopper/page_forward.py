@@ -61,6 +61,8 @@ class Unit(NamedTuple):
     first_key: Any
     end_key: Any
     first_draft: Any
+    own: Any
+    token: Any
 
     @property
     def whole(self) -> Any:
@@ -84,7 +86,8 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class PagesForward:
-    """Blocks are numbered (unit, part of the heads), the head fastest. page: tokens. group: query heads in a token's rows;
+    """Blocks are numbered (unit, part of the heads), the head fastest. A unit with a key of its own writes it to its page before
+    it loads that page; no other block has the page's row. page: tokens. group: query heads in a token's rows;
     head_tiles: parts of the query heads of a kv head. value_dim: padded. latent: values are the first columns of their keys."""
 
     tiles: PageTiles
@@ -99,6 +102,9 @@ class PagesForward:
     rows: int  # of a group that are loaded and written; what others hold is never seen
     latent: bool
     interpret: bool
+    own: tuple[
+        tuple[int, int], ...
+    ] = ()  # of what a token's key and its value have in a page: the first column, how many
 
     def __call__(self, refs: dict[str, Any]) -> None:
         block, warpgroup = lax.axis_index(BLOCKS), lax.axis_index(WARPGROUPS)
@@ -200,6 +206,7 @@ class PagesForward:
 
     def _load(self, refs: dict[str, Any], unit: Unit, head: Any) -> None:
         """The rows' queries, and every tile into the next place, once that is free."""
+        self._write_own(refs, unit, head, self.streams)
         self._load_queries(refs, unit, head)
         stages = self.tiles.stages
 
@@ -224,6 +231,7 @@ class PagesForward:
     def _load_and_widen(self, name: str, refs: dict[str, Any], unit: Unit, head: Any) -> None:
         """The same of the keys or the values of quantised pages: tiles come into places of their own, some ahead of those that
         are widened."""
+        self._write_own(refs, unit, head, (name,))
         if name == self.streams[0]:
             self._load_queries(refs, unit, head)
         stages, stored, raw = self.tiles.stages, self.tiles.stored, refs[f"{name}_raw"]
@@ -287,6 +295,41 @@ class PagesForward:
             for name in names:
                 plgpu.barrier_wait(refs[f"{name}_free"].at[lax.rem(number, jnp.int32(stages))])
 
+        if self.own:
+            plgpu.wait_smem_to_gmem(0)
+
+    def _write_own(self, refs: dict[str, Any], unit: Unit, head: Any, names: tuple[str, ...]) -> None:
+        """Begin to write what a unit has of its own: copies of rows as pages store them."""
+        if not self.own:
+            return
+        kv_head = lax.div(head, jnp.int32(self.head_tiles))
+
+        @pl.when(unit.own >= 0)
+        def _write() -> None:
+            page = refs["table"][unit.sequence, lax.div(unit.own, jnp.int32(self.page))]
+            row = lax.rem(unit.own, jnp.int32(self.page))
+            for name in names:
+                self._copy_own(refs, name, (unit.token, kv_head, 0), plgpu.copy_gmem_to_smem)
+            for name in names:
+                plgpu.barrier_wait(refs[f"{name}_own_full"])
+                self._copy_own(refs, name, (page, kv_head, row), plgpu.copy_smem_to_gmem)
+
+    def _copy_own(self, refs: dict[str, Any], name: str, at: tuple[Any, Any, Any], copy: Any) -> None:
+        """Copy a token's key or value from the rows of the step, or to its page. at: the page, the head, the row."""
+        half, held = int(name == "value"), refs[f"{name}_own"]
+        first, columns = self.own[half][0], held.shape[1]
+        loads = copy is plgpu.copy_gmem_to_smem
+        array = refs[f"{name}_rows" if f"{name}_rows" in refs else "key_rows"]
+        if not loads:
+            array = refs[name if name in refs else "key"]
+        page, kv_head, row = at
+        for n in range(held.shape[0]):
+            place = self.form.one_head(page, kv_head, half, row, pl.ds(first + n * columns, columns))
+            if loads:
+                copy(array.at[place], held.at[n], refs[f"{name}_own_full"])
+            else:
+                copy(held.at[n], array.at[place])
+
     def _copy(
         self, refs: dict[str, Any], unit: Unit, head: Any, name: str, tile: Any, place: Any, barrier: Any, masked: bool
     ) -> None:
@@ -294,6 +337,10 @@ class PagesForward:
         kv_head, half = lax.div(head, jnp.int32(self.head_tiles)), int(name == "value")
         first, width = (self.first_value, self.dims[1]) if half else (0, self.dims[0])
         source = refs[name if name in refs else "key"]
+        if self.own and masked:  # the tile with the unit's own key isn't a whole one
+            first_key = tile * self.tiles.block_kv
+            mine = (unit.own >= first_key) & (unit.own < first_key + self.tiles.block_kv)
+            pl.when(mine)(lambda: plgpu.wait_smem_to_gmem(0))
         size = min(self.tiles.block_kv, self.page)
         for copy in range(self.copies):
             page, row, there = self._page(refs, unit, tile, copy)

@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from .....devices import gpu_specs, gpu_variant
+from .....page_layouts import PageLayout
 from ....hopper.kernel.hopper_sizes import ROWS
 from ....mosaic.kernel.mosaic_sizes import DIM_STEP, padded_dim
 
@@ -20,10 +21,13 @@ __all__ = [
     "head_tiles",
     "heads_of_tile",
     "hopper_step",
+    "own_columns",
+    "row_copies",
     "rows_stored",
     "shared_bytes",
     "shared_limit",
     "tokens_of_tile",
+    "writable",
 ]
 
 KEYS = (64, 128)  # of a tile: a product with values goes through 64 keys at once
@@ -35,12 +39,13 @@ PAGES = (
     128,
     256,
 )  # tokens: rows of shared memory are swizzled eight at a time, and a tile has whole pages
-_COLUMNS = 256  # of values that a warpgroup's registers hold sums for
+_COLUMNS = 256  # of values that a warpgroup's registers hold sums for; and of a copy
 _NARROW = 64  # columns up to which a multiprocessor takes two blocks that decode
 _WIDE = 128  # columns up to which a chunk's tile has the most keys
 _MOST_STAGES = 8
 _STAGES_OF_CHUNKS = 3  # a chunk's tiles take longer to compute than to load
 _ALIGNMENT, _UNIT, _BARRIER, _FLOAT = 2560, 512, 8, 4  # bytes, as Mosaic lays arrays out
+_COPY_ALIGNMENT = 128  # bytes
 _BLOCKS_A_CORE = 2  # of the parts of all keys: the last ones of a batch end at different times
 
 
@@ -72,7 +77,8 @@ class PageTiles(NamedTuple):
 
 class StepShape(NamedTuple):
     """What sizes depend on, of one device. dims: of a key and of a value. latent: values are the first numbers of their keys.
-    quantised: pages hold numbers of 8 bits."""
+    quantised: pages hold numbers of 8 bits. rows: how many numbers a token's key and its value have in a page, where the kernel
+    writes them; none where it doesn't."""
 
     tokens: int
     heads: int
@@ -81,6 +87,7 @@ class StepShape(NamedTuple):
     page: int
     latent: bool
     quantised: bool = False
+    rows: tuple[int, ...] = ()
 
     @property
     def group(self) -> int:
@@ -162,9 +169,34 @@ def shared_bytes(shape: StepShape, tiles: PageTiles) -> dict[str, int]:
         "stored": stored * (dim + (0 if shape.latent else value_dim)),
         "scales": streams * (_unit(_FLOAT * stored) + _unit(_FLOAT * tiles.stages * tiles.block_kv) * (stored > 0)),
         "lse": _unit(_FLOAT * ROWS * tiles.consumers),
-        "barriers": _BARRIER * (tiles.row_groups + 1 + barriers),
+        "rows": sum(_unit((1 if shape.quantised else 2) * numbers) for numbers in shape.rows),
+        "barriers": _BARRIER * (tiles.row_groups + 1 + len(shape.rows) + barriers),
         "alignment": _ALIGNMENT,
     }
+
+
+def own_columns(form: PageLayout, dim: int, rows: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    """(the first, how many) of the numbers of a page's row that a token's key has, and of those of its value: all of them.
+    rows: how many numbers a row of keys has, and one of values."""
+    first = form.first_value(dim)
+    if form.values_in_keys:
+        return ((0, rows[0]),)
+    return (0, first or rows[0]), (first, rows[1] - first)
+
+
+def row_copies(numbers: int, size: int) -> int | None:
+    """Copies by TMA of a token's row of so many numbers, of `size` bytes: of at most 256 each, that begin where copies can; None
+    if there are no such."""
+    for copies in range(-(-numbers // _COLUMNS), numbers // DIM_STEP + 1):
+        each, rest = divmod(numbers, copies)
+        if not rest and (copies == 1 or each * size % _COPY_ALIGNMENT == 0):
+            return copies
+    return None
+
+
+def writable(columns: tuple[tuple[int, int], ...], size: int) -> bool:
+    """Whether copies can write such numbers of a token, of `size` bytes: they begin and end where copies can."""
+    return all(first * size % 16 == 0 and row_copies(numbers, size) is not None for first, numbers in columns)
 
 
 def _unit(size: int) -> int:

@@ -16,12 +16,15 @@ import numpy as np
 from ..paged_step import Batch
 from .page_rows import RowKeys, RowTiles
 
-__all__ = ["FIELDS", "Units", "chunk_tiles", "sequence_tiles", "units_of"]
+__all__ = ["FIELDS", "OwnRows", "Units", "chunk_tiles", "own_rows", "sequence_tiles", "units_of"]
 
-FIELDS = ("sequence", "tile", "begin", "full", "after_full", "end", "first", "first_key", "end_key", "first_draft")
+FIELDS = (
+    "sequence", "tile", "begin", "full", "after_full", "end", "first", "first_key", "end_key", "first_draft", "own", "token",
+)  # fmt: skip
 """Of a unit, int32: its sequence, -1 for none; its tile of rows; its tiles of keys, of which those from `full` to
 before `after_full` are seen by every row; whether it is the first part of its rows; the keys that any of these rows sees, and
-from which of them on bits of rows decide. Keys are counted over the pages of the table."""
+from which of them on bits of rows decide; the place of the key that it writes to its page, -1 for none, and that key's token in
+the step. Keys are counted over the pages of the table."""
 
 _LEAST = 4  # tiles of a part: a block's beginning and end take the time of some
 
@@ -33,6 +36,24 @@ class Units(NamedTuple):
     begin: jax.Array
     number: jax.Array
     most: int  # of a tile
+
+
+class OwnRows(NamedTuple):
+    """Keys that tiles of one token write, int32 [tiles] each: their places, -1 for none, and their tokens in the step."""
+
+    place: jax.Array
+    token: jax.Array
+
+
+def own_rows(tiles: RowTiles, batch: Batch, table: jax.Array, page: int, pages: int) -> OwnRows:
+    """Those of sequences with one token, whose page is there."""
+    of = lambda x: x.at[tiles.sequence].get(mode="promise_in_bounds")  # noqa: E731
+    place, number = of(batch.kv_lens) - 1, (of(batch.kv_lens) - 1) // np.int32(page)
+    at = jnp.clip(number, 0, np.int32(table.shape[1] - 1))
+    ids = table.at[tiles.sequence, at].get(mode="promise_in_bounds")
+    there = (of(batch.q_lens) == 1) & (tiles.tokens > 0) & (place >= 0) & (number < table.shape[1])
+    there &= (ids >= 0) & (ids < pages)
+    return OwnRows(jnp.where(there, place, -1), of(batch.starts))
 
 
 def sequence_tiles(batch: Batch, selected: jax.Array, most: int) -> RowTiles:
@@ -54,10 +75,18 @@ def chunk_tiles(batch: Batch, selected: jax.Array, tokens: int, size: int) -> tu
 
 
 def units_of(
-    tiles: RowTiles, keys: RowKeys, table: jax.Array, *, page: int, pages: int, block_kv: int, parts: int
+    tiles: RowTiles,
+    keys: RowKeys,
+    table: jax.Array,
+    *,
+    page: int,
+    pages: int,
+    block_kv: int,
+    parts: int,
+    written: OwnRows | None = None,
 ) -> Units:
     """The units of work. keys: of the tiles' rows. parts: into how many all keys are divided besides one for each tile; 0: not at
-    all."""
+    all. written: the keys that the tiles write, each by the last part of its rows; its tile of keys isn't a whole one."""
     of = lambda x: x.at[tiles.sequence].get(mode="promise_in_bounds")  # noqa: E731
     width = table.shape[1] * page
     used = tiles.tokens > 0
@@ -70,6 +99,10 @@ def units_of(
     gap = jnp.where(missing, number, np.int32(table.shape[1])).min(1)
     full = jnp.clip(_ceil(keys.all_from, block_kv), begin, end)
     after_full = jnp.minimum(keys.all_before, gap * np.int32(page)) // np.int32(block_kv)
+    own = token = jnp.full_like(begin, -1)
+    if written is not None:
+        own, token = written.place, written.token
+        after_full = jnp.where(own >= 0, jnp.minimum(after_full, own // np.int32(block_kv)), after_full)
     after_full = jnp.clip(after_full, full, end)
 
     count, turn, tile = used.astype(np.int32), jnp.zeros_like(begin), jnp.arange(len(begin), dtype=np.int32)
@@ -87,6 +120,7 @@ def units_of(
         high = jnp.minimum(low + size, pick(end))
         full, after_full = (jnp.clip(pick(x), low, high) for x in (full, after_full))
         begin, end, first_key, end_key = low, high, pick(first_key), pick(end_key)
+        own, token = jnp.where(turn == pick(count) - 1, pick(own), -1), pick(token)
     sequence, first_draft = (x.at[tile].get(mode="promise_in_bounds") for x in (tiles.sequence, keys.first_draft))
     fields = (
         jnp.where(used, sequence, -1),
@@ -99,6 +133,8 @@ def units_of(
         first_key,
         end_key,
         first_draft,
+        own,
+        token,
     )
     most = min(parts + 1, -(-width // (block_kv * _LEAST))) if parts else 1
     return Units(jnp.stack([x.astype(np.int32) for x in fields], axis=1), ends - count, count, max(1, most))
