@@ -47,11 +47,11 @@ def index_reference(
     scores, sizes = np.zeros((len(query), len(key))), np.zeros((len(query), len(key)))
     norms = np.linalg.norm(key, axis=-1)
     for head in range(query.shape[1]):
-        products = scale * query[:, head] @ key.T
+        products = np.sign(scale) * (query[:, head] @ key.T)
         scores += weights[:, head, None] * np.maximum(products, 0)
         most = abs(scale) * np.linalg.norm(query[:, head], axis=-1)[:, None] * norms
         sizes += np.abs(weights[:, head, None]) * most
-    return scores, sizes.max(-1, initial=0.0)
+    return abs(scale) * scores, sizes.max(-1, initial=0.0)  # scaled at the end: equal sums of whole numbers stay equal
 
 
 def selection_error(

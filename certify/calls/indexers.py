@@ -21,7 +21,13 @@ _OTHERS: Factors = {
     "transform": {name: title for name, title in TRANSFORMS.items() if name != "remat"},
 }
 _SIZES = {"index_heads": 3, "dim": 8, "top_k": 3}
-_CHANGES = {"top_k.one": {"top_k": 1}, "top_k.all": {"top_k": 9}, "index_heads.one": {"index_heads": 1}}
+# ties: of a dim whose scale is a power of two, so that rounding makes no equal scores differ.
+_CHANGES = {
+    "top_k.one": {"top_k": 1},
+    "top_k.all": {"top_k": 9},
+    "index_heads.one": {"index_heads": 1},
+    "ties": {"dim": 4},
+}
 _STEPS = tuple({"dim": n} for n in (1, 2, 4))
 _INFINITE = "isn't one of as many visible keys as there have to be, ascending, then -1"
 _REFERENCE = ("from attnops.verify.selection_error import index_reference, selection_error",)

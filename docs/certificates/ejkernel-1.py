@@ -3,8 +3,7 @@ import jax, jax.numpy as jnp, numpy as np
 from ejkernel.types.mask import MaskInfo
 from ejkernel.modules import flash_attention as f
 rng = np.random.default_rng(0)
-q, k, v, d, bias = (rng.integers(-2, 3, s).astype(float) for s in ((1, 2, 1, 1), (1, 2, 1, 1), (1, 2, 1, 1), (1, 2, 1, 1), (1, 1, 2, 2)))
-q, k, v, d, bias = (jnp.asarray(x, jnp.float32) for x in (q, k, v, d, bias))
+q, k, v, d, bias = (jnp.asarray(rng.integers(-2, 3, s), jnp.float32) for s in ((1, 2, 1, 1), (1, 2, 1, 1), (1, 2, 1, 1), (1, 2, 1, 1), (1, 1, 2, 2)))
 call = lambda q, k, v, bias: f(q, k, v, jnp.asarray(bias), platform='xla')
 def run(*x):
     out, back = jax.vjp(call, *x)

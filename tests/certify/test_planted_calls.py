@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import planted_calls
 import pytest
 
@@ -19,6 +20,7 @@ from attnops.certify.forced import only
 from attnops.certify.source import Subject
 from attnops.certify.suite import chosen_features
 from attnops.certify.targets import subject_named
+from attnops.verify.selection_error import index_reference
 
 HERE = Path(__file__).resolve().parent
 CONVENTIONS = {name: convention_named(str(HERE / f"planted_{name}.toml")) for name in ("pages", "latent", "indexer")}
@@ -151,6 +153,20 @@ def test_what_rounding_makes_of_a_gradient_of_zero_is_not_wrong() -> None:
     sizes = {"batch": 1, "q_len": 2, "kv_len": 2, "kv_heads": 1, "selected": 1}
     judgement = runner_of(subject_named("selected"))(replace(case, sizes=case.sizes | sizes))
     assert judgement.verdict == "right", judgement
+
+
+def test_equal_scores_of_whole_numbers_are_equal_in_the_reference() -> None:
+    """Whose order the positions then follow: one head of 3 says as much as heads of 1 and 2, at a scale that rounds."""
+    query, weights = np.ones((1, 2, 8)), np.ones((1, 2))
+    key = np.zeros((4, 8))
+    key[0, :3], key[1, 5:], key[2, [0, 3, 6]] = 1, 1, 1
+    key[3] = [1, 1, 1, 1, -1, 0, 0, 0]
+    query[:, 1] = [1, -1, 1, -1, 1, -1, 1, -1]
+    scores, _ = index_reference(query, key, weights, 8**-0.5)
+    exact = np.maximum(query[0] @ key.T, 0).sum(0)
+    for one in range(4):
+        for other in range(4):
+            assert (scores[0, one] == scores[0, other]) == (exact[one] == exact[other])
 
 
 def test_a_refusal_of_attnops_is_told_with_its_reasons() -> None:
