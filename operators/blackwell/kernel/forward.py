@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...flash.kernel.weigh import weigh
 from ...kernels.lse import LN2, LOG2E
 from ...mosaic.kernel.block import WARPGROUPS, MosaicBlock, along_rows
+from ...mosaic.kernel.exponentials import exp2
 from .blackwell_sizes import PART, ROWS, apart, places
 from .tile import BY_ROW, OUTPUT, TILE, BlackwellTile
 
@@ -34,6 +35,8 @@ _LOAD, _MULTIPLY = 0, 1  # warps
 # begins with an equal share of the multiprocessor's registers in units of 8; what some give up is all that others can take.
 _REGISTERS = {1: (240, 184, 80), 2: (192, 88, 40)}
 _CHUNK = 32  # columns of sums that are corrected at once
+_BY_PRODUCTS = PART // 4  # of a part's exponentials; with more of them registers are spilled
+_IN_REGISTERS = ("leaf", "words", "bias", "dropout")  # arrays whose numbers take a tile's registers
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,7 @@ class BlackwellForward(MosaicBlock):
         batch, head, q_block = place
         sizes, first_row = self.sizes, q_block * self.sizes.block_q + group * ROWS
         dtype = refs["query_tile"].dtype
-        parts = range(0, sizes.block_kv, PART)
+        parts, by_products = range(0, sizes.block_kv, PART), self._by_products(refs)
 
         def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
             count, peak, total = carry
@@ -209,7 +212,7 @@ class BlackwellForward(MosaicBlock):
             total = total * shrink
             written = []
             for tile, x in zip(tiles, xs, strict=True):
-                weights = jnp.exp2(x * factor - along_rows(shift, x.shape))
+                weights = exp2(x * factor - along_rows(shift, x.shape), 0 if masked else by_products)
                 total = total + weights.sum(axis=1)
                 written.append(tile.dropped(weights, tile.keep()).astype(dtype))
             if self.apart:
@@ -228,6 +231,12 @@ class BlackwellForward(MosaicBlock):
         plgpu.barrier_arrive(refs["totals_full"].at[group])
         plgpu.copy_smem_to_gmem(refs["lse_rows"].at[group], refs["lse"].at[batch, head, pl.ds(first_row, ROWS)])
         plgpu.wait_smem_to_gmem(0)
+
+    def _by_products(self, refs: dict[str, Any]) -> int:
+        """Of a part's exponentials, in tiles without a mask, where nothing else takes the registers that they need."""
+        logits = self.logits
+        taken = logits.soft_cap is not None or logits.static_args.score is not None
+        return 0 if taken or any(name.startswith(_IN_REGISTERS) for name in refs) else _BY_PRODUCTS
 
     def _read(self, refs: dict[str, Any], count: Any, group: int) -> list[jax.Array]:
         """The products of a tile, part by part."""
@@ -297,7 +306,7 @@ class BlackwellForward(MosaicBlock):
             seen = (total > 0) & (count > 0)
             share = jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)
             pl.when(count > 0)(functools.partial(plgpu.barrier_wait, refs["sums_full"].at[group]))
-            step = min(2 * self.chunk, self.dims[1])
+            step = self.chunk if self.dims[1] % (2 * self.chunk) else 2 * self.chunk
             output = refs.get("output_tile", refs["query_tile"]).at[group]
             for first in range(0, self.dims[1], step):
                 columns = pl.ds(first, step)
