@@ -218,7 +218,8 @@ def test_resources_are_those_that_cuobjdump_prints(gpu: str, tmp_path: Path) -> 
         numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED):(\d+)", said)}
         driver = 1024 if spec.capability >= (9, 0) and numbers["SHARED"] else 0
         assert f"Function {function.name}:" in said
-        assert function[1:] == (numbers["REG"], numbers["STACK"], numbers["SHARED"] - driver)
+        resources = function.registers, function.stack_bytes, function.shared_bytes
+        assert resources == (numbers["REG"], numbers["STACK"], numbers["SHARED"] - driver)
 
 
 @pytest.mark.slow
