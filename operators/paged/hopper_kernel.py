@@ -1,4 +1,4 @@
-"""The Hopper kernel behind `paged`: the rules against it for a step, its sizes, and the call itself."""
+"""The Hopper kernel behind `paged`: the rules against it for a step, what it writes, and its sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from ...devices import GpuVariant, gpu_specs, gpu_variant
-from ...errors import ConfigError
 from ...page_layouts import LAYOUTS
 from ...planning import OperationConfig, Rule
 from ...planning.paged.paged_problem import PagedProblem
@@ -30,11 +29,8 @@ from ..kernels.pages.hopper.page_tiles import (
     shared_limit,
     writable,
 )
-from ..kernels.pages.page_layout import page_shape
 from ..mosaic.kernel.mosaic_sizes import DIM_STEP, padded_dim
 from ..mosaic.mosaic_rules import JAX_NEEDED
-from ..paged_cache.layer_arrays import LayerPages
-from ..paged_cache.paged_call import Attended, PagedCall
 from .step_reasons import BY_HEAD, POSITIONS, written_first
 
 __all__ = [
@@ -43,7 +39,6 @@ __all__ = [
     "hopper_candidates",
     "hopper_sizes",
     "hopper_written_first",
-    "on_hopper",
     "several_rows",
     "step_shape",
     "step_tiles",
@@ -104,41 +99,6 @@ def hopper_sizes(problem: PagedProblem) -> OperationConfig:
     if several_rows(problem) and getattr(config, "queries_per_block", None) is None:
         fields["queries_per_block"] = block_tokens(step_shape(problem))[step.chunks.row_groups - 1]
     return config.with_fields(fields)
-
-
-def on_hopper(call: PagedCall) -> Attended:
-    """Attend with the Hopper kernel; see kernels/pages/hopper."""
-    # Imports Mosaic GPU, so only where the kernel runs.
-    from ..kernels.pages.hopper.attend import PageRows, paged_attention_hopper
-
-    tokens, heads, dim = call.query.shape
-    form, pages, sizes = LAYOUTS[call.layout], call.pages, call.sizes
-    shape = page_shape(call.layout, pages.key, pages.value, dim, call.value_dim)
-    dims, quantised = (dim, call.value_dim), pages.key.dtype.itemsize == 1
-    stored = pages.key.shape[-1], (pages.key if pages.value is None else pages.value).shape[-1]
-    own = () if call.rows is None else tuple(numbers for _, numbers in own_columns(form, dim, stored))
-    given = StepShape(tokens, heads, shape.kv_heads, dims, shape.page, form.values_in_keys, quantised, own)
-    step = hopper_step(given, 1, sizes.pages_per_block, sizes.queries_per_block, sizes.kv_splits)
-    arguments = call.kernel_arguments()
-    beyond = {"selected": call.selected}
-    beyond["rope_pages"] = arguments.pop("rope_pages")
-    if names := [name for name, x in beyond.items() if x is not None]:
-        raise ConfigError(f"{' and '.join(names)} over pages: the Hopper kernel has none of it; wanted plain XLA.")
-    output, lse, after = paged_attention_hopper(
-        call.query,
-        **arguments,
-        layout=call.layout,
-        page_stride=call.sequence_shards,
-        page_shard=call.shard_index,
-        score=call.score,
-        captures=call.captures,
-        head_start=call.head_start,
-        q_positions=call.q_positions,
-        rows=None if call.rows is None else PageRows(call.rows.key, call.rows.value),
-        step=step,
-        interpret=sizes.interpret,
-    )
-    return Attended(output, lse, None if after is None else LayerPages(*after))
 
 
 def _gpu(problem: PagedProblem) -> GpuVariant:

@@ -14,13 +14,13 @@ from ...planning.paged.step_tuning import step_candidates, step_fields
 from ..kernels.pages.tpu import reasons_against
 from ..mosaic.mosaic_rules import is_architecture
 from ..paged_cache.paged_call import Attended, PagedCall, on_xla
+from .hopper_call import on_hopper
 from .hopper_kernel import (
     HOPPER_PAGE_RULES,
     HOPPER_PAGES,
     hopper_candidates,
     hopper_sizes,
     hopper_written_first,
-    on_hopper,
     several_rows,
 )
 from .hopper_visits import KernelTiles, hopper_visits
