@@ -407,7 +407,9 @@ class PagesForward:
 
         def visit(turn: Any, carry: Any, masked: bool) -> Any:
             sums, peak, total = carry
-            slot, tile = lax.rem(turn, jnp.int32(tiles.stages)), unit.tile(turn, masked)
+            tile = unit.tile(turn, masked)
+            # With one place the compiler would keep the addresses of all its parts, unless it seems to differ from turn to turn.
+            slot = lax.rem(turn, jnp.int32(tiles.stages)) if tiles.stages > 1 else jnp.minimum(tile, 0)
             keys = refs["key_tiles"].at[slot]
             cleaned = masked and not self.quantised
             plgpu.barrier_wait(refs["key_clean" if cleaned and self.latent else "key_full"].at[slot])
