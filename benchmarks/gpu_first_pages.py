@@ -1,4 +1,4 @@
-"""The pages of gpu_first_run.py: numbers of the Hopper kernel over pages, repetitions, times and bandwidth of decoding."""
+"""The pages of gpu_first_run.py: numbers of the device's kernel over pages, repetitions, times and bandwidth of decoding."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.devices import gpu_variant, spec_of_kind
-from attnops.operators.kernels.pages.hopper.attend import PageRows, paged_attention_hopper
-from attnops.operators.kernels.pages.hopper.page_tiles import StepShape, hopper_step
+from attnops.operators.kernels.pages.mosaic.attend import PageRows, paged_attention_mosaic
+from attnops.operators.kernels.pages.mosaic.page_sizes import BLACKWELL_SIZING, HOPPER_SIZING
+from attnops.operators.kernels.pages.mosaic.page_tiles import StepShape
 from attnops.operators.kernels.pages.paged import paged_attention
 from attnops.page_layouts import LAYOUTS, ArraySize
 from attnops.verify.closeness import row_error, row_sizes
@@ -150,9 +151,10 @@ def _made(
 def _kernel(shape: StepShape, layout: str, most: int | None, **call: Any) -> Callable[[dict[str, Any]], Any]:
     """The kernel as a function of the arrays, with the sizes of this device."""
     gpu = gpu_variant(jax.devices()[0].device_kind)
-    step = hopper_step(shape, 132 if gpu is None else gpu.cores)
+    sizing = BLACKWELL_SIZING if gpu is not None and gpu.architecture == "blackwell" else HOPPER_SIZING
+    step = sizing.step(shape, 132 if gpu is None else gpu.cores)
     static = {"layout": layout, "value_dim": shape.dims[1], "softmax_scale": shape.dims[0] ** -0.5, "max_q_len": most}
-    return jax.jit(lambda x: paged_attention_hopper(**x, **(static | call), step=step))
+    return jax.jit(lambda x: paged_attention_mosaic(**x, **(static | call), step=step, generation=sizing.generation))
 
 
 def _unwritten(arrays: dict[str, Any], layout: str) -> dict[str, Any]:

@@ -58,8 +58,11 @@ class Planted:
 
     def next(self, ref: Any) -> Any:
         """The reference's next place."""
-        slot, *rest = ref.transforms[-1].indices
-        return self.refs[self.name(ref)].at[(lax.rem(slot + 1, self.stages), *rest)]
+        (slot, *rest), *parts = (one.indices for one in ref.transforms if hasattr(one, "indices"))
+        moved = self.refs[self.name(ref)].at[(lax.rem(slot + 1, self.stages), *rest)]
+        for part in parts:
+            moved = moved.at[part]
+        return moved
 
     # -- mistakes ----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from ..devices import spec_of_kind
 from ..distribution import with_extras
 from ..errors import ConfigError
 from ..masks import Mask
-from ..operators.paged.hopper_visits import KernelTiles
+from ..operators.paged.page_visits import KernelTiles
 from ..planning import AttentionProblem, OperationConfig, PassSizes, Placement
 from .devices import lowered_for, tracing_on
 from .gpu.gpu_kernels import GpuKernelUse, gpu_kernels
@@ -106,10 +106,13 @@ def step_cost(kind: str, visits: Mapping[str, KernelTiles], kernels: tuple[GpuKe
     stalls, registers, spills = 0.0, 0, list[str]()
     for name, tiles in visits.items():
         kernel = _readable(name, kernels)
-        if kernel.loops is None or len(kernel.loops) != len(tiles.loops):
+        parts, rest = divmod(len(kernel.loops or ()), len(tiles.loops))  # of the warps, with loops of their own
+        if not parts or rest or len(kernel.sum_loops) not in (0, len(tiles.loops)):
             raise ConfigError(f"{name} has {len(kernel.loops or ())} loops where {len(tiles.loops)} are known")
-        by_tile = zip(kernel.loops, tiles.loops, strict=True)
-        stalls += tiles.warps * sum(loop.loop.stall_cycles * count for loop, count in by_tile)
+        by_tile = zip(kernel.loops or (), tiles.loops * parts, strict=True)
+        stalls += tiles.warps / parts * sum(loop.loop.stall_cycles * count for loop, count in by_tile)
+        of_sums = zip(kernel.sum_loops, tiles.loops, strict=False)
+        stalls += _WARPS_OF_GROUP * sum(loop.stall_cycles * count for loop, count in of_sums)
         registers = max(registers, kernel.registers or 0)
         if kernel.stack_bytes:
             spills.append(f"{name} spills {kernel.stack_bytes} bytes of registers per thread")

@@ -1,4 +1,4 @@
-"""What runs a step over pages: Pallas kernels on TPUs, plain XLA elsewhere."""
+"""What runs a step over pages: Pallas kernels on TPUs, Hopper and Blackwell, plain XLA elsewhere."""
 
 from __future__ import annotations
 
@@ -14,21 +14,14 @@ from ...planning.paged.step_tuning import step_candidates, step_fields
 from ..kernels.pages.tpu import reasons_against
 from ..mosaic.mosaic_rules import is_architecture
 from ..paged_cache.paged_call import Attended, PagedCall, on_xla
-from .hopper_call import on_hopper
-from .hopper_kernel import (
-    HOPPER_PAGE_RULES,
-    HOPPER_PAGES,
-    hopper_candidates,
-    hopper_sizes,
-    hopper_written_first,
-    several_rows,
-)
-from .hopper_visits import KernelTiles, hopper_visits
+from .mosaic_kernel import BLACKWELL_PAGES, HOPPER_PAGES, MosaicPages
+from .mosaic_page_rules import page_rules
+from .page_visits import KernelTiles, page_visits
 from .paged_config import PagedConfig
 from .step_reasons import BY_HEAD, DTYPE, POSITIONS, SOFTMAX, TPU_KERNEL, written_first
 from .tpu_kernel import on_tpu, tpu_call, tpu_notes, tpu_reasons, tpu_sizes
 
-__all__ = ["PAGES_ON_HOPPER", "PAGES_ON_TPU", "PAGES_ON_XLA", "PagedImplementation"]
+__all__ = ["PAGES_ON_BLACKWELL", "PAGES_ON_HOPPER", "PAGES_ON_TPU", "PAGES_ON_XLA", "PagedImplementation"]
 
 _FEATURES = frozenset({
     "causal", "sliding_window", "chunked", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "latent_values",
@@ -86,7 +79,7 @@ class PagesOnTpu(PagedImplementation):
 
     def interpreted(self, config: OperationConfig) -> bool:
         """Whether the config asks for these kernels to be interpreted."""
-        return super().interpreted(config) and self.read(config).kernel != "hopper"
+        return super().interpreted(config) and self.read(config).kernel in (None, "tpu")
 
     def __call__(self, call: PagedCall) -> Attended:
         """Attend."""
@@ -125,67 +118,93 @@ class PagesOnTpu(PagedImplementation):
         return notes + _fused_notes(problem, self.written_first(problem))
 
 
-class PagesOnHopper(PagedImplementation):
+class PagesInMosaic(PagedImplementation):
     """One kernel in Pallas' Mosaic GPU flavour, for rows of few tokens and for chunks: page numbers drive TMA, dead pages aren't
     loaded, and long rows' keys are divided over blocks of threads.
 
-    If the update is 'fused', rows of one token are written by the kernel too.
+    If the update is 'fused', rows of one token are written by the kernel too, on Hopper.
     """
 
-    devices = "Hopper"
     static_clock = True
-    capability = declares(
-        consumes=HOPPER_PAGES,
-        rules=(SOFTMAX, *HOPPER_PAGE_RULES),
-        tolerance={"bfloat16": (1.5e-2, None), "float16": (2e-3, None)},  # in the interpreter on CPU
-        check_vma=False,
-        writes_pages=True,
-    )
+    of: ClassVar[MosaicPages]
 
     def serves(self, problem: Any) -> bool:
-        """Hopper; and any device whose config asks for this kernel to be interpreted."""
+        """Its generation of GPUs; and any device whose config asks for this kernel to be interpreted."""
+        others = (PAGES_ON_TPU, PAGES_ON_HOPPER, PAGES_ON_BLACKWELL)
         return self.interpreted(problem.config) or (
-            is_architecture(problem, "hopper") and not PAGES_ON_TPU.interpreted(problem.config)
+            is_architecture(problem, self.of.name) and not any(x.interpreted(problem.config) for x in others)
         )
 
     def interpreted(self, config: OperationConfig) -> bool:
         """Whether the config asks for this kernel to be interpreted."""
-        return super().interpreted(config) and self.read(config).kernel == "hopper"
+        return super().interpreted(config) and self.read(config).kernel == self.of.name
 
     def __call__(self, call: PagedCall) -> Attended:
         """Attend."""
-        return on_hopper(call)
+        return self.of.attend(call)
 
     def tuned_fields(self, problem: Any, placement: Any) -> tuple[str, ...]:
         """The unset sizes that the step uses."""
         names = tuple(
-            x for x in super().tuned_fields(problem, placement) if x != "queries_per_block" or several_rows(problem)
+            x
+            for x in super().tuned_fields(problem, placement)
+            if x != "queries_per_block" or self.of.several_rows(problem)
         )
         return (*names, "kv_splits") if problem.mode != "insert" and not problem.config.is_set("kv_splits") else names
 
     def candidates(self, problem: Any, placement: Any) -> Mapping[str, tuple[dict[str, Any], ...]]:
         """The rule's choice, and others of the tiles and of the parts of all keys."""
         names = self.tuned_fields(problem, placement)
-        return {"step": hopper_candidates(problem, names)} if names else {}
+        return {"step": self.of.candidates(problem, names)} if names else {}
 
     def visits(self, problem: PagedProblem, config: OperationConfig, batch: Any) -> Mapping[str, KernelTiles]:
         """Of each of its two kernels that runs."""
-        return hopper_visits(problem, config, batch)
+        return page_visits(self.of, problem, config, batch)
 
     def resolve(self, problem: Any, placement: Any) -> OperationConfig:
         """The config with the kernel's sizes filled in."""
         del placement
-        return hopper_sizes(problem)
+        return self.of.resolve(problem)
 
     def notes(self, problem: Any, placement: Any, config: OperationConfig) -> tuple[str, ...]:
         """A limit of VMEM that isn't read, and which rows a fused update writes first."""
         del placement
-        notes = _unread_notes(config, "forward_hopper", ("vmem_limit_bytes",))
-        return notes + _fused_notes(problem, self.written_first(problem))
+        method = f"forward_{self.of.name}"
+        notes = _unread_notes(config, method, ("vmem_limit_bytes",))
+        return notes + (
+            _fused_notes(problem, self.written_first(problem)) if self.of.writes else _unfused(problem, method)
+        )
 
     def written_first(self, problem: PagedProblem) -> list[str]:
         """What several blocks of threads would write, and what XLA reads of the pages."""
-        return hopper_written_first(problem)
+        return self.of.written_first(problem)
+
+
+class PagesOnHopper(PagesInMosaic):
+    """Products by wgmma, sums in registers."""
+
+    devices = "Hopper"
+    of: ClassVar[MosaicPages] = HOPPER_PAGES
+    capability = declares(
+        consumes=HOPPER_PAGES.features,
+        rules=(SOFTMAX, *page_rules(HOPPER_PAGES)),
+        tolerance={"bfloat16": (1.5e-2, None), "float16": (2e-3, None)},  # in the interpreter on CPU
+        check_vma=False,
+        writes_pages=True,
+    )
+
+
+class PagesOnBlackwell(PagesInMosaic):
+    """Products by tcgen05, logits and sums in tensor memory."""
+
+    devices = "Blackwell"
+    of: ClassVar[MosaicPages] = BLACKWELL_PAGES
+    capability = declares(
+        consumes=BLACKWELL_PAGES.features,
+        rules=(SOFTMAX, *page_rules(BLACKWELL_PAGES)),
+        tolerance={"bfloat16": (1.5e-2, None), "float16": (2e-3, None)},  # in the interpreter on CPU
+        check_vma=False,
+    )
 
 
 class PagesOnXla(PagedImplementation):
@@ -214,16 +233,19 @@ class PagesOnXla(PagedImplementation):
         del placement
         blocks = ("pages_per_block", "queries_per_block") if _gathers(problem) else ()
         unread = ("kernel", "kv_splits", "vmem_limit_bytes", *blocks)
-        notes = _unread_notes(config, "forward_native", unread)
-        if problem.update == "fused" and problem.mode != "insert":
-            notes += (note("paged.fused_unsupported", method="forward_native"),)
-        return notes
+        return _unread_notes(config, "forward_native", unread) + _unfused(problem, "forward_native")
 
 
 def _unread_notes(config: OperationConfig, method: str, fields: tuple[str, ...]) -> tuple[str, ...]:
     """Declared fields that a method doesn't read."""
     declared = [name for name in fields if config.is_set(name)]
     return (note("config.unread", method=method, fields=declared),) if declared else ()
+
+
+def _unfused(problem: PagedProblem, method: str) -> tuple[str, ...]:
+    """That a method has no fused update."""
+    fused = problem.update == "fused" and problem.mode != "insert"
+    return (note("paged.fused_unsupported", method=method),) if fused else ()
 
 
 def _fused_notes(problem: PagedProblem, first: list[str]) -> tuple[str, ...]:
@@ -240,4 +262,5 @@ def _gathers(problem: PagedProblem) -> bool:
     return "selected" in problem.features
 
 
-PAGES_ON_TPU, PAGES_ON_HOPPER, PAGES_ON_XLA = PagesOnTpu(), PagesOnHopper(), PagesOnXla()
+PAGES_ON_TPU, PAGES_ON_XLA = PagesOnTpu(), PagesOnXla()
+PAGES_ON_HOPPER, PAGES_ON_BLACKWELL = PagesOnHopper(), PagesOnBlackwell()

@@ -9,7 +9,7 @@ from ...planning.cache.kv_cache import KVCache
 from ...planning.paged.paged_plan import PagedPlan
 from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.state import CacheState
-from .implementations import PAGES_ON_HOPPER, PAGES_ON_TPU, PAGES_ON_XLA
+from .implementations import PAGES_ON_BLACKWELL, PAGES_ON_HOPPER, PAGES_ON_TPU, PAGES_ON_XLA
 from .paged_config import PagedConfig
 from .step_arguments import StepArguments, cache_of, step_of
 from .step_operation import StepOperation
@@ -84,5 +84,6 @@ class Paged(PagedOperation):
     name = "paged"
     config = PagedConfig
     forward_tpu = PAGES_ON_TPU
+    forward_blackwell = PAGES_ON_BLACKWELL
     forward_hopper = PAGES_ON_HOPPER
     forward_native = PAGES_ON_XLA

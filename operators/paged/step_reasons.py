@@ -17,8 +17,8 @@ DTYPE = plain_dtypes("paged", "queries over pages are")
 TPU_KERNEL = Rule(
     "paged.kernel",
     "kernel",
-    lambda p, c: getattr(c, "kernel", None) != "hopper",
-    "kernel='hopper' is declared",
+    lambda p, c: getattr(c, "kernel", None) in (None, "tpu"),
+    "kernel='{c.kernel}' is declared",
     "Leave kernel out.",
 )
 _BY_HEAD = frozenset({"heads", "buckets", "entries"})

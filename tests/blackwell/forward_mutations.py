@@ -106,9 +106,8 @@ def _arrive_early(name: str, at: str) -> None:
     PLANTED.changed["barrier_arrive"] = arrive
 
 
-def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
-    """The mistakes of a kernel, by name."""
-    of_one = (forward.BlackwellForward,)
+def mutations(kernel: type[Any] = forward.BlackwellForward) -> dict[str, Callable[[], None]]:
+    """The mistakes of a kernel with these roles, by name."""
     waits = [
         "query_full",
         "key_full",
@@ -127,7 +126,7 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
         for name in ("key_tiles", "value_tiles")
     }
     made |= {
-        "weights after one arrival": lambda: PLANTED.arrivals(of_one, "weights_full", 1),
+        "weights after one arrival": lambda: PLANTED.arrivals((kernel,), "weights_full", 1),
         "keys released before they are read": lambda: _released_before("logits", "key_free"),
         "values released before they are read": lambda: _released_before("sums", "value_free"),
         "weights released before they are read": _weights_released_early,
@@ -164,7 +163,7 @@ def main(which: str, name: str, times: str = "1") -> None:
     kernel = KERNELS[which]
     LAST[0] = str(kernel.sizes.block_q // 128 - 1)
     PLANTED.into(forward.BlackwellForward, (block, forward))
-    mutations(kernel)[name]()
+    mutations()[name]()
     for _ in range(int(times)):
         print("unnoticed" if right(kernel) else "numbers")
 

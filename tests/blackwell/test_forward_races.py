@@ -16,11 +16,11 @@ from forward_mutations import KERNELS, mutations
 from mosaic_mistakes import check_noticed
 
 TIMES = 2
-PLANTED = [(kernel, name) for kernel, one in KERNELS.items() for name in mutations(one)]
+PLANTED = [(kernel, name) for kernel in KERNELS for name in mutations()]
 
 
 def test_twenty_a_kernel() -> None:
-    assert all(len(mutations(kernel)) > 20 for kernel in KERNELS.values())
+    assert len(mutations()) > 20
 
 
 @pytest.mark.slow

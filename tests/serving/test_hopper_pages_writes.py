@@ -16,16 +16,18 @@ from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: its interpreter doesn't look for races", allow_module_level=True)
 
-from hopper_pages_runs import SEQUENCES, SIZES, same_pages, written
+from mosaic_pages_runs import SEQUENCES, same_pages, written
+from mosaic_pages_runs import SIZES as ALL
 from paged_kernel_runs import last_rows, split
 
-from attnops.operators.kernels.pages.hopper.attend import PageRows, paged_attention_hopper
-from attnops.operators.kernels.pages.hopper.page_tiles import HopperStep, PageTiles
+from attnops.operators.kernels.pages.mosaic.attend import PageRows, paged_attention_mosaic
+from attnops.operators.kernels.pages.mosaic.page_tiles import PageStep, PageTiles
 
+SIZES = ALL["hopper"]
 BF16: dict[str, Any] = {"dtype": "bfloat16", "page": 16}
 F16: dict[str, Any] = {"dtype": "float16", "page": 16}
-OF_QUANTISED = HopperStep(PageTiles(64, 2, stored=3), PageTiles(64, 2, 2, stored=2), 1, 0)
-IN_PARTS = HopperStep(PageTiles(64, 2), PageTiles(64, 2, 2), 3, 0)
+OF_QUANTISED = PageStep(PageTiles(64, 2, stored=3), PageTiles(64, 2, 2, stored=2), 1, 0)
+IN_PARTS = PageStep(PageTiles(64, 2), PageTiles(64, 2, 2), 3, 0)
 OF_KIND = SEQUENCES | {"speculate": ((3, 139), (1, 80), (0, 5), (2, 2), (1, 64))}
 # Last keys at the end of a tile, of a page, and after both; a page of several tiles; keys divided over blocks; every layout.
 CASES = [
@@ -36,7 +38,7 @@ CASES = [
     ("interleaved", PagedCase("speculate", (4, 2), tree=3, **F16), SIZES),
     ("packed", PagedCase("mixed", (4, 2), chunk=50, **BF16), SIZES),
     ("latent", PagedCase("decode", (16, 1), (128, 64), latent=True, **BF16), SIZES),
-    ("latent", PagedCase("mixed", (5, 1), (576, 512), latent=True, **BF16), HopperStep(*[PageTiles(64, 1, 1, 2)] * 2, 1, 0)),
+    ("latent", PagedCase("mixed", (5, 1), (576, 512), latent=True, **BF16), PageStep(*[PageTiles(64, 1, 1, 2)] * 2, 1, 0)),
     ("heads", PagedCase("decode", (4, 2), quantised="int8", scale="head", **BF16), OF_QUANTISED),
     ("joined", PagedCase("mixed", (4, 2), quantised="float8_e4m3fn", scale="tensor", **BF16), OF_QUANTISED),
 ]  # fmt: skip
@@ -47,7 +49,7 @@ CASES = [
     [pytest.param(*x, marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(CASES)],
     ids=lambda x: x if isinstance(x, str) else x.name if isinstance(x, PagedCase) else "",
 )
-def test_writes_its_own_rows_and_nothing_else(layout: str, case: PagedCase, step: HopperStep) -> None:
+def test_writes_its_own_rows_and_nothing_else(layout: str, case: PagedCase, step: PageStep) -> None:
     whole = batches.make(case, OF_KIND[case.kind], spare=1)
     got, after = written(case, whole, layout, step)
     batches.agree(case, got, batches.expect(case, whole))
@@ -95,4 +97,4 @@ def test_refuses_rows_that_pages_do_not_hold(heads: tuple[int, int], change: dic
     rows = PageRows(own["key_pages"], own["value_pages"])._replace(**change)
     static = {"interpret": True, "step": SIZES, "max_q_len": 1} | case.call
     with pytest.raises(InputError, match=message):
-        jax.eval_shape(lambda: paged_attention_hopper(**whole, rows=rows, **static))
+        jax.eval_shape(lambda: paged_attention_mosaic(**whole, rows=rows, **static))

@@ -18,7 +18,7 @@ if not has_cuda_plugin():
 if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: plans choose the kernel in Triton", allow_module_level=True)
 
-FILES = ("blackwell_forward_compile.py", "blackwell_gradients_compile.py")
+FILES = ("blackwell_forward_compile.py", "blackwell_gradients_compile.py", "blackwell_pages_compile.py")
 
 
 @pytest.mark.parametrize("cells", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])

@@ -8,20 +8,16 @@ from typing import Any
 
 import jax
 import pytest
+from pages_compile import MODELS, declared, kernels
 
-from attnops import OperationMetadata, OperationRegistry
-from attnops.operators.kernels.pages.hopper.page_tiles import HopperStep
+from attnops.operators.kernels.pages.mosaic.page_sizes import HOPPER_SIZING
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
-from attnops.operators.paged.declared_step import declared_step
-from attnops.operators.paged.hopper_kernel import step_tiles
-from attnops.registry.declaration import Declaration
 from attnops.verify.drawn_step import plan_declared
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse
 from attnops.verify.gpu.gpu_mesh import has_cuda_plugin
 from attnops.verify.gpu.sass import disassembler
 from attnops.verify.paged_step import PlannedStep
 from attnops.verify.passes import target_reports
-from attnops.verify.targets import target_of
 from attnops.verify.tune_step import tune_step
 
 if not has_cuda_plugin() or importlib.util.find_spec("cramjam") is None:
@@ -29,60 +25,7 @@ if not has_cuda_plugin() or importlib.util.find_spec("cramjam") is None:
 if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: plans choose plain XLA", allow_module_level=True)
 
-DECODE, CHUNKS = "attnops_hopper_pages", "attnops_hopper_pages_chunks"
-LATENT = {"kind": "latent", "kv_heads": 1, "head_dim": 576, "value_dim": 512, "page_size": 64}
-# (query heads, the cache) of layers of served models.
-MODELS: dict[str, tuple[int, dict[str, Any]]] = {
-    "llama-3-8b": (32, {"kv_heads": 8, "head_dim": 128}),
-    "llama-3.2-1b": (32, {"kv_heads": 8, "head_dim": 64}),
-    "llama-3-70b, a device of 8": (8, {"kv_heads": 1, "head_dim": 128}),
-    "qwen-2.5-7b": (28, {"kv_heads": 4, "head_dim": 128}),
-    "gemma-2-9b": (16, {"kv_heads": 8, "head_dim": 256}),
-    "gpt-oss-20b": (64, {"kv_heads": 8, "head_dim": 64}),
-    "phi-3-like heads of 96": (32, {"kv_heads": 8, "head_dim": 96}),
-    "latents of 288": (32, LATENT | {"head_dim": 288, "value_dim": 256}),
-    "deepseek-v3": (128, LATENT),
-}
-
-
-def _declared(
-    model: str,
-    target: str,
-    *,
-    q_lens: Any = 1,
-    cache: Any = (),
-    sizes: dict[str, int] | None = None,
-    update: str = "before",
-    **step: Any,
-) -> tuple[Any, Any]:
-    """(the operation, a step over 8 sequences)."""
-    heads, fields = MODELS[model]
-    fields = (
-        {"layers": 1, "page_size": 16, "pages": 2048, "max_sequences": 8, "max_length": 4096} | fields | dict(cache)
-    )
-    declared = {"q_heads": heads, "kv_lens": 3000, "q_lens": q_lens, "sequences": 8} | step
-    if q_lens == 1:
-        declared["max_q_len"] = 1
-    if fields.get("kind") == "latent":
-        declared["softmax_scale"] = 0.1
-    file = Declaration.from_dict({"operation": "paged", "cache": fields, "step": declared})
-    mesh = target_of(target).mesh(sizes or {"tp": 1})
-    declared = {"mesh": mesh, "fallback": "error", "tuning": "off", "operation_configs": {"paged": {"update": update}}}
-    operation = OperationRegistry.create("paged", OperationMetadata(**declared))
-    assert file.cache is not None
-    return operation, declared_step(file, file.cache.plan(mesh).require(), update)
-
-
-def _kernels(
-    model: str, target: str = "h100", *, q_lens: Any = 1, step: dict[str, Any] | None = None, **cache: Any
-) -> tuple[dict[str, GpuKernelUse], HopperStep]:
-    """(the kernels of a step by name, the sizes)."""
-    planned = PlannedStep(*_declared(model, target, q_lens=q_lens, cache=cache, **(step or {})))
-    *_, report = target_reports(planned, target)
-    assert [one.failure for one in report.passes] == [None]
-    assert report.plan.implementation == "paged.forward_hopper"
-    found = {k.name: k for k in report.passes[0].kernels or () if isinstance(k, GpuKernelUse)}
-    return found, step_tiles(planned.paged.problem, planned.paged.config)
+DECODE, CHUNKS = (HOPPER_SIZING.kernel(chunks) for chunks in (False, True))
 
 
 def _check_loops(kernel: GpuKernelUse, block_kv: int, dims: tuple[int, int], parts: int = 1) -> None:
@@ -97,9 +40,9 @@ def _check_loops(kernel: GpuKernelUse, block_kv: int, dims: tuple[int, int], par
 
 
 def test_a_decoding_step() -> None:
-    kernels, sizes = _kernels("llama-3-8b")
-    kernel = kernels[DECODE]
-    assert (set(kernels), kernel.stack_bytes, kernel.threads) == ({DECODE}, 0, 256)
+    found, sizes = kernels("llama-3-8b")
+    kernel = found[DECODE]
+    assert (set(found), kernel.stack_bytes, kernel.threads) == ({DECODE}, 0, 256)
     _check_loops(kernel, sizes.decode.block_kv, (128, 128))
     if disassembler() is not None:  # four pages of keys and four of values
         assert [loop.copies for loop in kernel.loading] == [8, 8]
@@ -110,8 +53,8 @@ def test_a_decoding_step() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_decoding_steps_of_models(model: str, target: str) -> None:
     """No thread spills a register, but for those of latents, which hold sums of 256 columns and 36 descriptors."""
-    kernels, sizes = _kernels(model, target)
-    kernel, fields = kernels[DECODE], MODELS[model][1]
+    found, sizes = kernels(model, target)
+    kernel, fields = found[DECODE], MODELS[model][1]
     latent = fields.get("kind") == "latent"
     dims = fields["head_dim"], fields.get("value_dim", fields["head_dim"])
     assert kernel.threads == 128 * (1 + sizes.decode.consumers)
@@ -126,11 +69,11 @@ def test_decoding_steps_of_models(model: str, target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_mixed_steps_of_models(model: str) -> None:
-    kernels, sizes = _kernels(model, q_lens=[1, 1, 100, 300, 1, 2, 40, 1])
+    found, sizes = kernels(model, q_lens=[1, 1, 100, 300, 1, 2, 40, 1])
     fields = MODELS[model][1]
     latent = fields.get("kind") == "latent"
-    assert set(kernels) == {DECODE, CHUNKS}
-    chunks = kernels[CHUNKS]
+    assert set(found) == {DECODE, CHUNKS}
+    chunks = found[CHUNKS]
     assert (chunks.registers, chunks.threads) == (168, 384)
     assert chunks.stack_bytes is not None
     assert chunks.stack_bytes <= (128 if latent or fields["head_dim"] > 128 else 0)
@@ -154,27 +97,27 @@ QUANTISED = [
 def test_quantised_pages(model: str, dtype: str, scale: str) -> None:
     """Numbers of 8 bits are widened by warpgroups that load; those that compute have the products of any other step."""
     of_pages = {"dtype": dtype, "scale": scale}
-    kernels, sizes = _kernels(model, q_lens=[1, 1, 100, 300, 1, 2, 40, 1], quantised=of_pages)
+    found, sizes = kernels(model, q_lens=[1, 1, 100, 300, 1, 2, 40, 1], quantised=of_pages)
     fields = MODELS[model][1]
     latent = fields.get("kind") == "latent"
     dims = fields["head_dim"], fields.get("value_dim", fields["head_dim"])
     for name, tiles in ((DECODE, sizes.decode), (CHUNKS, sizes.chunks)):
         assert tiles.stored
-        spilled = kernels[name].stack_bytes
+        spilled = found[name].stack_bytes
         assert spilled is not None
         assert spilled <= (200 if latent else 128 if fields["head_dim"] > 128 and name == CHUNKS else 8)
-        assert kernels[name].threads == 128 * (tiles.consumers + 2 - latent)
-        _check_loops(kernels[name], tiles.block_kv, dims, tiles.parts)
+        assert found[name].threads == 128 * (tiles.consumers + 2 - latent)
+        _check_loops(found[name], tiles.block_kv, dims, tiles.parts)
         if disassembler() is not None:  # of each warpgroup that loads: tiles ahead, whole ones, others
-            assert len(kernels[name].loading) == 3 * (2 - latent)
+            assert len(found[name].loading) == 3 * (2 - latent)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["split", "heads", "joined", "interleaved", "packed"])
 @pytest.mark.parametrize("page", [8, 32, 256])
 def test_layouts_and_pages(layout: str, page: int) -> None:
-    kernels, _ = _kernels("llama-3-8b", layout=layout, page_size=page, pages=512)
-    assert kernels[DECODE].stack_bytes == 0
+    found, _ = kernels("llama-3-8b", layout=layout, page_size=page, pages=512)
+    assert found[DECODE].stack_bytes == 0
 
 
 @pytest.mark.slow
@@ -195,8 +138,8 @@ def test_layouts_and_pages(layout: str, page: int) -> None:
 )
 def test_features(step: dict[str, Any]) -> None:
     dtype = {"dtype": step["dtype"]} if "dtype" in step else {}
-    kernels, _ = _kernels("llama-3-8b", q_lens=[1, 1, 100, 300, 1, 2, 40, 1], step=step, **dtype)
-    assert {kernel.stack_bytes for kernel in kernels.values()} == {0}
+    found, _ = kernels("llama-3-8b", q_lens=[1, 1, 100, 300, 1, 2, 40, 1], step=step, **dtype)
+    assert {kernel.stack_bytes for kernel in found.values()} == {0}
 
 
 @pytest.mark.slow
@@ -213,8 +156,7 @@ def test_features(step: dict[str, Any]) -> None:
 )
 def test_pages_are_written_in_place(model: str, cache: dict[str, Any], q_lens: Any) -> None:
     """The pages after a step take the place of those before, and there is no room for a copy."""
-    operation, declared = _declared(model, "h100", q_lens=q_lens, cache=cache, update="fused")
-    planned = PlannedStep(operation, declared)
+    planned = PlannedStep(*declared(model, "h100", q_lens=q_lens, cache=cache, update="fused"))
     *_, report = target_reports(planned, "h100")
     (one,) = report.passes
     assert (one.failure, report.plan.implementation) == (None, "paged.forward_hopper")
@@ -233,8 +175,8 @@ def test_pages_are_written_in_place(model: str, cache: dict[str, Any], q_lens: A
 def test_sizes_are_searched_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the stalls of both kernels' loops. Parts of all keys aren't compared: their number isn't in the sums."""
     monkeypatch.setenv("ATTNOPS_TUNE_CACHE", str(tmp_path))
-    operation, declared = _declared("llama-3-8b", "h100", q_lens=[1, 1, 100, 300, 1, 2, 40, 1])
-    report = tune_step(operation, declared, most=2)
+    operation, given = declared("llama-3-8b", "h100", q_lens=[1, 1, 100, 300, 1, 2, 40, 1])
+    report = tune_step(operation, given, most=2)
     measured = report.measured("step")
     assert [bool(one.seconds) for one in measured] == [True, True]
     assert len({one.detail["cycles"] for one in measured}) == 2
@@ -247,8 +189,8 @@ def test_sizes_are_searched_without_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
 def test_several_gpus_send_what_is_needed(axis: str, q_lens: Any) -> None:
     """Heads, the pages of each sequence, or sequences on two devices: outputs are merged where pages are shared, else nothing is
     sent."""
-    operation, declared = _declared("llama-3-8b", "h100:2", q_lens=q_lens, sizes={"x": 2}, cache={axis: "x"})
-    *_, report = target_reports(PlannedStep(operation, declared), "h100:2")
+    operation, given = declared("llama-3-8b", "h100:2", q_lens=q_lens, sizes={"x": 2}, cache={axis: "x"})
+    *_, report = target_reports(PlannedStep(operation, given), "h100:2")
     assert [one.failure for one in report.passes] == [None]
     assert report.plan.implementation == "paged.forward_hopper"
     assert not report.passes[0].differences
@@ -258,11 +200,9 @@ def test_several_gpus_send_what_is_needed(axis: str, q_lens: Any) -> None:
 
 def test_tiles_of_a_batch_by_hand() -> None:
     """Three rows of one token with 3000, 64 and 65 keys, and one of 40 tokens that ends at 200, in tiles of 64 and 128 keys."""
-    operation, declared = _declared(
-        "llama-3-8b", "h100", q_lens=[1, 1, 1, 40], kv_lens=[3000, 64, 65, 200], sequences=4
-    )
-    plan = plan_declared(operation, declared)
-    found = plan.runs.visits(plan.problem, plan.config, declared.batch)
+    operation, given = declared("llama-3-8b", "h100", q_lens=[1, 1, 1, 40], kv_lens=[3000, 64, 65, 200], sequences=4)
+    plan = plan_declared(operation, given)
+    found = plan.runs.visits(plan.problem, plan.config, given.batch)
     # 46 whole tiles and a last one; one whole; one whole and a last one. Tokens 0 to 31 end at 160 to 191, others at 192 to 199.
     assert {name: x.loops for name, x in found.items()} == {DECODE: (8 * 48, 8 * 2), CHUNKS: (8 * 2, 8 * 2)}
     assert {name: x.warps for name, x in found.items()} == {DECODE: 4, CHUNKS: 8}

@@ -11,7 +11,7 @@ logits are written there once their product has ended.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,27 +23,29 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...flash.kernel.weigh import weigh
 from ...kernels.lse import LN2, LOG2E
-from ...mosaic.kernel.block import WARPGROUPS, MosaicBlock, along_rows
+from ...mosaic.kernel.block import WARPGROUPS, BlockOfThreads, MosaicBlock, along_rows
 from ...mosaic.kernel.exponentials import exp2
 from .blackwell_sizes import PART, ROWS, apart, places
 from .tile import BY_ROW, OUTPUT, TILE, BlackwellTile
 
-__all__ = ["BlackwellForward"]
+__all__ = ["BlackwellForward", "BlackwellRoles"]
 
 _LOAD, _MULTIPLY = 0, 1  # warps
-# Registers per thread of warpgroups for softmaxes, for the sums, and for loads and products, by the number of the first. A block
-# begins with an equal share of the multiprocessor's registers in units of 8; what some give up is all that others can take.
-_REGISTERS = {1: (240, 184, 80), 2: (192, 88, 40)}
 _CHUNK = 32  # columns of sums that are corrected at once
 _BY_PRODUCTS = PART // 4  # of a part's exponentials; with more of them registers are spilled
 _IN_REGISTERS = ("leaf", "words", "bias", "dropout")  # arrays whose numbers take a tile's registers
 
 
-@dataclass(frozen=True)
-class BlackwellForward(MosaicBlock):
-    """`block_q` rows of a query head."""
+class BlackwellRoles(BlockOfThreads):
+    """The roles of a block's warpgroups. What it works on, where its tiles are and what they hide is a subclass's to say."""
 
     chunk: ClassVar[int] = _CHUNK
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Per thread of warpgroups for softmaxes, for the sums, and for loads and products. A block begins with an equal share of
+        the multiprocessor's registers in units of 8; what some give up is all that others can take."""
+        return (240, 184, 80) if self.groups == 1 else (192, 88, 40)
 
     @property
     def groups(self) -> int:
@@ -66,19 +68,19 @@ class BlackwellForward(MosaicBlock):
         return apart(self.sizes, self.dims[1])
 
     def __call__(self, refs: dict[str, Any]) -> None:
-        warpgroup, place = lax.axis_index(WARPGROUPS), self.place()
-        soft, corrects, helps = _REGISTERS[self.groups]
+        warpgroup, work = lax.axis_index(WARPGROUPS), self.work(refs)
+        soft, corrects, helps = self.registers
         for group in range(self.groups):
 
             @pl.when(warpgroup == group)
             def _softmax(group: int = group) -> None:
                 plgpu.set_max_registers(soft, action="increase")
-                self.softmax(refs, place, group)
+                self.used(work, lambda: self.softmax(refs, work, group))
 
         @pl.when(warpgroup == self.groups)
         def _correct() -> None:
             plgpu.set_max_registers(corrects, action="decrease" if self.groups > 1 else "increase")
-            self.correct(refs, place)
+            self.used(work, lambda: self.correct(refs, work))
 
         @pl.when(warpgroup == self.groups + 1)
         def _help() -> None:
@@ -86,24 +88,59 @@ class BlackwellForward(MosaicBlock):
 
             @plgpu.warp_map
             def _warps(warp: Any) -> None:
-                pl.when(warp == _LOAD)(lambda: self.load(refs, place))
-                pl.when(warp == _MULTIPLY)(lambda: self.multiply(refs, self.count(refs, place)))
+                pl.when(warp == _LOAD)(lambda: self.used(work, lambda: self.load(refs, work)))
+                pl.when(warp == _MULTIPLY)(lambda: self.used(work, lambda: self.multiply(refs, self.count(refs, work))))
 
-    def count(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> Any:
+    # -- what a block works on ---------------------------------------------------------------------------------------
+
+    def work(self, refs: dict[str, Any]) -> Any:
+        """What these methods are told of a block."""
+        raise NotImplementedError
+
+    def used(self, work: Any, role: Callable[[], None]) -> None:
+        """Play a role, if the block has work."""
+        del work
+        role()
+
+    def load(self, refs: dict[str, Any], work: Any) -> None:
+        """The queries, and the tiles of keys and values."""
+        raise NotImplementedError
+
+    def count(self, refs: dict[str, Any], work: Any) -> Any:
         """The number of the block's tiles."""
-        batch, head, q_block = place
-        return self.table.count(refs["schedule"], batch, head, q_block)
+        raise NotImplementedError
+
+    def visit_tiles(self, refs: dict[str, Any], work: Any, visit: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
+        """visit(tile, carry, masked) for all of them."""
+        raise NotImplementedError
+
+    def of_rows(self, refs: dict[str, Any], work: Any, group: int) -> Any:
+        """What stays in registers of a group's rows for all their tiles. Default: nothing."""
+        del refs, work, group
+
+    def parts(
+        self, refs: dict[str, Any], work: Any, group: int, tile: Any, masked: bool, of_rows: Any
+    ) -> Sequence[Any]:
+        """Of a group's rows and a tile's keys, PART of these each, as `weigh` takes them."""
+        raise NotImplementedError
+
+    def start(self, refs: dict[str, Any], work: Any, group: int) -> tuple[jax.Array, jax.Array]:
+        """(peak, total) of rows that have seen no key: a sink is a key without a value."""
+        raise NotImplementedError
+
+    def turns(self, work: Any, count: Any) -> tuple[tuple[Any, Any, bool], ...]:
+        """(begin, end, whether `clean` may have something to do) of loops over all tiles but the first."""
+        del work
+        return ((1, count, False),)
+
+    def clean(self, refs: dict[str, Any], work: Any, tile: Any, masked: bool | None) -> None:
+        """Before the weights of a tile meet its values; masked: None where it isn't known. Default: nothing."""
+
+    def store(self, refs: dict[str, Any], work: Any, group: int, name: str, held: Any) -> None:
+        """Copy a group's output or lse from shared memory."""
+        raise NotImplementedError
 
     # -- the warps that load and multiply ----------------------------------------------------------------------------
-
-    def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
-        """The queries, and the tiles of keys and values."""
-        batch, head, q_block = place
-        for group in range(self.groups):
-            first = q_block * self.sizes.block_q + group * ROWS
-            rows = self.rows(refs["query"], batch, head, first, ROWS)
-            plgpu.copy_gmem_to_smem(rows, refs["query_tile"].at[group], refs["query_full"].at[group])
-        self.load_keys(refs, place)
 
     def multiply(self, refs: dict[str, Any], count: Any) -> None:
         """Issue the products of all tiles."""
@@ -123,23 +160,26 @@ class BlackwellForward(MosaicBlock):
                     accumulate=False,
                 ),
             )  # fmt: skip
-            if last:
+            if last and not self.in_key:
                 plgpu.tcgen05_commit_arrive(refs["key_free"].at[slot])
 
         def values(tile: Any, group: int) -> None:
             slot, last = lax.rem(tile, self.sizes.stages), group == self.groups - 1
             plgpu.barrier_wait(refs["weights_full"].at[self.at(tile, group)])
-            if group == 0:
+            if group == 0 and not self.in_key:
                 plgpu.barrier_wait(refs["value_full"].at[slot])
+            held = refs[f"{self.streams[-1]}_tiles"].at[slot]
+            if self.in_key:
+                held = held.at[:, pl.ds(0, self.dims[1])]
             self.of_place(
                 tile,
                 lambda where: plgpu.tcgen05_mma(
-                    refs[f"sums{group}"], refs[f"weights{group}{where}"], refs["value_tiles"].at[slot],
+                    refs[f"sums{group}"], refs[f"weights{group}{where}"], held,
                     refs["sums_full"].at[group], accumulate=tile > 0,
                 ),
             )  # fmt: skip
             if last:
-                plgpu.tcgen05_commit_arrive(refs["value_free"].at[slot])
+                plgpu.tcgen05_commit_arrive(refs[f"{self.streams[-1]}_free"].at[slot])
             at = self.at(tile, group)  # the last tiles' are waited for by nobody
             pl.when(tile + self.places < count)(lambda: plgpu.tcgen05_commit_arrive(refs["weights_free"].at[at]))
 
@@ -178,26 +218,18 @@ class BlackwellForward(MosaicBlock):
 
     # -- those that compute ------------------------------------------------------------------------------------------
 
-    def softmax(self, refs: dict[str, Any], place: tuple[Any, Any, Any], group: int) -> None:
+    def softmax(self, refs: dict[str, Any], work: Any, group: int) -> None:
         """The weights of a warpgroup's rows, and their lse."""
-        batch, head, q_block = place
-        sizes, first_row = self.sizes, q_block * self.sizes.block_q + group * ROWS
-        dtype = refs["query_tile"].dtype
-        parts, by_products = range(0, sizes.block_kv, PART), self._by_products(refs)
+        dtype, of_rows, by_products = refs["query_tile"].dtype, self.of_rows(refs, work, group), self.by_products(refs)
 
         def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
             count, peak, total = carry
             at = self.at(count, group)
             plgpu.barrier_wait(refs["logits_full"].at[at])
             raw = self._read(refs, count, group)
-            first_key = kv_block * sizes.block_kv
-            tiles, xs, factor = [], [], 1.0
-            for first, one in zip(parts, raw, strict=True):
-                tile = BlackwellTile(
-                    self.logits, refs, (batch, head), first_row, first_key + first, sizes, None, keys=PART
-                )
+            tiles, xs, factor = self.parts(refs, work, group, kv_block, masked, of_rows), [], 1.0
+            for tile, one in zip(tiles, raw, strict=True):
                 x, factor, _ = weigh(tile, one, masked)
-                tiles.append(tile)
                 xs.append(x)
             highest = xs[0].max(axis=1)
             for x in xs[1:]:
@@ -221,22 +253,21 @@ class BlackwellForward(MosaicBlock):
             plgpu.barrier_arrive(refs["weights_full"].at[at])
             return count + 1, new_peak, total
 
-        carry = (jnp.int32(0), *self._start(refs, head))
-        _, peak, total = self.table.fold_tiles(refs["schedule"], batch, head, q_block, 0, 1, visit, carry)
+        carry = (jnp.int32(0), *self.start(refs, work, group))
+        _, peak, total = self.visit_tiles(refs, work, visit, carry)
         visible = total > 0
         safe = jnp.where(visible, total, 1.0)
         refs["totals"].at[group][...] = total
         refs["lse_rows"].at[group][...] = jnp.where(visible, (peak + jnp.log(safe) * LOG2E) * LN2, -jnp.inf)
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs["totals_full"].at[group])
-        plgpu.copy_smem_to_gmem(refs["lse_rows"].at[group], refs["lse"].at[batch, head, pl.ds(first_row, ROWS)])
+        self.store(refs, work, group, "lse", refs["lse_rows"].at[group])
         plgpu.wait_smem_to_gmem(0)
 
-    def _by_products(self, refs: dict[str, Any]) -> int:
-        """Of a part's exponentials, in tiles without a mask, where nothing else takes the registers that they need."""
-        logits = self.logits
-        taken = logits.soft_cap is not None or logits.static_args.score is not None
-        return 0 if taken or any(name.startswith(_IN_REGISTERS) for name in refs) else _BY_PRODUCTS
+    def by_products(self, refs: dict[str, Any]) -> int:
+        """How many of a part's exponentials are computed by products, in tiles without a mask; see exponentials.py."""
+        del refs
+        return 0
 
     def _read(self, refs: dict[str, Any], count: Any, group: int) -> list[jax.Array]:
         """The products of a tile, part by part."""
@@ -264,30 +295,25 @@ class BlackwellForward(MosaicBlock):
 
         self.of_place(count, write)
 
-    def _start(self, refs: dict[str, Any], head: Any) -> tuple[jax.Array, jax.Array]:
-        """(peak, total) of rows that have seen no key: a sink is a key without a value."""
-        if "sinks" not in refs:
-            return _filled(-jnp.inf), _filled(0.0)
-        sink = refs["sinks"][head] * LOG2E
-        return _filled(sink), _filled(jnp.where(sink == -jnp.inf, 0.0, 1.0))
-
-    def correct(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
+    def correct(self, refs: dict[str, Any], work: Any) -> None:
         """Shrink the sums where a row's maximum has grown; after the last tile write the output."""
-        batch, head, q_block = place
-        count = self.count(refs, place)
+        count = self.count(refs, work)
 
         @pl.when(count > 0)
         def _first() -> None:  # there are no sums yet
             for group in range(self.groups):
                 at = self.at(jnp.int32(0), group)
                 plgpu.barrier_wait(refs["shrink_full"].at[at])
+                if group == 0:
+                    self.clean(refs, work, jnp.int32(0), None)
                 plgpu.barrier_arrive(refs["weights_full"].at[at])
 
-        @pl.loop(1, count)
-        def _tile(tile: Any) -> None:
+        def shrink_sums(tile: Any, masked: bool) -> None:
             for group in range(self.groups):
                 at = self.at(tile, group)
                 plgpu.barrier_wait(refs["shrink_full"].at[at])
+                if group == 0:
+                    self.clean(refs, work, tile, masked)
                 shrink = plgpu.load(refs["shrink"].at[at], layout=BY_ROW, optimized=False)  # type: ignore[call-arg]
                 plgpu.barrier_wait(refs["sums_full"].at[group])
                 for first in range(0, self.dims[1], self.chunk):
@@ -298,8 +324,9 @@ class BlackwellForward(MosaicBlock):
                 plgpu.commit_tmem()
                 plgpu.barrier_arrive(refs["weights_full"].at[at])
 
+        for begin, end, masked in self.turns(work, count):
+            pl.loop(begin, end)(functools.partial(shrink_sums, masked=masked))
         for group in range(self.groups):
-            first_row = q_block * self.sizes.block_q + group * ROWS
             plgpu.barrier_wait(refs["totals_full"].at[group])
             total = plgpu.load(refs["totals"].at[group], layout=OUTPUT.reduce(1), optimized=False)  # type: ignore[call-arg]
             # Without tiles there are no sums, whatever the total: a sink's.
@@ -315,7 +342,7 @@ class BlackwellForward(MosaicBlock):
                 output.at[:, columns][...] = jnp.where(shares > 0, sums * shares, 0.0).astype(output.dtype)
             plgpu.wait_load_tmem()
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(output, self.rows(refs["output"], batch, head, first_row, ROWS))
+            self.store(refs, work, group, "output", output)
         plgpu.wait_smem_to_gmem(0)
 
     # -- places and barriers -----------------------------------------------------------------------------------------
@@ -327,9 +354,9 @@ class BlackwellForward(MosaicBlock):
         made: dict[str, Any] = {"query_tile": query}
         if value_dim != dim:
             made = {"query_tile output_tile": plgpu.RefUnion(query, self.tiles(dtype, groups, ROWS, value_dim))}
+        for name, columns in zip(self.streams, self.dims, strict=False):
+            made[f"{name}_tiles"] = self.tiles(dtype, sizes.stages, sizes.block_kv, columns, step=self.step(name))
         made |= {
-            "key_tiles": self.tiles(dtype, sizes.stages, sizes.block_kv, dim),
-            "value_tiles": self.tiles(dtype, sizes.stages, sizes.block_kv, value_dim),
             "shrink": plgpu.SMEM((number, ROWS), jnp.float32),
             "totals": plgpu.SMEM((groups, ROWS), jnp.float32),
             "lse_rows": plgpu.SMEM((groups, ROWS), jnp.float32),
@@ -340,7 +367,7 @@ class BlackwellForward(MosaicBlock):
             "sums_full": plgpu.Barrier(num_barriers=groups, orders_tensor_core=True),
             "shrink_full": plgpu.Barrier(num_barriers=number),
             "totals_full": plgpu.Barrier(num_barriers=groups),
-            **self.barriers({"key": 1, "value": 1}, 1, orders_tensor_core=True),
+            **self.barriers(dict.fromkeys(self.streams, self.copies), 1, orders_tensor_core=True),
         }
         for group in range(groups):
             made[f"sums{group}"] = plgpu.TMEM((ROWS, value_dim), jnp.float32)
@@ -349,6 +376,71 @@ class BlackwellForward(MosaicBlock):
                 both = plgpu.TMEM(shape, jnp.float32), plgpu.TMEM(shape, dtype, packed=True)
                 made |= dict(zip(names, both, strict=True)) if self.apart else {" ".join(names): plgpu.RefUnion(*both)}
         return made
+
+
+@dataclass(frozen=True)
+class BlackwellForward(BlackwellRoles, MosaicBlock):
+    """`block_q` rows of a query head."""
+
+    def work(self, refs: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """(batch row, head, block of rows)."""
+        del refs
+        return self.place()
+
+    def load(self, refs: dict[str, Any], work: tuple[Any, Any, Any]) -> None:
+        """See BlackwellRoles."""
+        batch, head, _ = work
+        for group in range(self.groups):
+            rows = self.rows(refs["query"], batch, head, self._first_row(work, group), ROWS)
+            plgpu.copy_gmem_to_smem(rows, refs["query_tile"].at[group], refs["query_full"].at[group])
+        self.load_keys(refs, work)
+
+    def count(self, refs: dict[str, Any], work: tuple[Any, Any, Any]) -> Any:
+        """See BlackwellRoles."""
+        return self.table.count(refs["schedule"], *work)
+
+    def visit_tiles(
+        self, refs: dict[str, Any], work: tuple[Any, Any, Any], visit: Callable[[Any, Any, bool], Any], carry: Any
+    ) -> Any:
+        """See BlackwellRoles."""
+        return self.fold_tiles(refs, work, visit, carry)
+
+    def parts(
+        self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: int, tile: Any, masked: bool, of_rows: None
+    ) -> list[BlackwellTile]:
+        """See BlackwellRoles."""
+        del masked, of_rows
+        first_row, first_key = self._first_row(work, group), tile * self.sizes.block_kv
+        return [
+            BlackwellTile(self.logits, refs, work[:2], first_row, first_key + first, self.sizes, None, keys=PART)
+            for first in range(0, self.sizes.block_kv, PART)
+        ]
+
+    def start(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: int) -> tuple[jax.Array, jax.Array]:
+        """See BlackwellRoles."""
+        del group
+        if "sinks" not in refs:
+            return _filled(-jnp.inf), _filled(0.0)
+        sink = refs["sinks"][work[1]] * LOG2E
+        return _filled(sink), _filled(jnp.where(sink == -jnp.inf, 0.0, 1.0))
+
+    def by_products(self, refs: dict[str, Any]) -> int:
+        """Some where nothing else takes the registers that they need."""
+        logits = self.logits
+        taken = logits.soft_cap is not None or logits.static_args.score is not None
+        return 0 if taken or any(name.startswith(_IN_REGISTERS) for name in refs) else _BY_PRODUCTS
+
+    def store(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: int, name: str, held: Any) -> None:
+        """See BlackwellRoles."""
+        (batch, head, _), first_row = work, self._first_row(work, group)
+        if name == "lse":
+            target = refs["lse"].at[batch, head, pl.ds(first_row, ROWS)]
+        else:
+            target = self.rows(refs[name], batch, head, first_row, ROWS)
+        plgpu.copy_smem_to_gmem(held, target)
+
+    def _first_row(self, work: tuple[Any, Any, Any], group: int) -> Any:
+        return work[2] * self.sizes.block_q + group * ROWS
 
 
 def _filled(x: Any) -> jax.Array:

@@ -20,15 +20,77 @@ from ...flash.kernel.tile_schedule import TileSchedule
 from ...kernels.tile_mask import TileLogits
 from .mosaic_sizes import MosaicSizes, swizzled_columns
 
-__all__ = ["BLOCKS", "WARPGROUPS", "Copies", "MosaicBlock", "along_columns", "along_rows"]
+__all__ = ["BLOCKS", "WARPGROUPS", "BlockOfThreads", "Copies", "MosaicBlock", "along_columns", "along_rows"]
 
 BLOCKS, WARPGROUPS = "block", "warpgroup"  # names of the grid's and the threads' axes
 Copies = list[tuple[Any, str]]  # (what is loaded, the name of the tiles that it is loaded into)
 
 
+class BlockOfThreads:
+    """A block of threads whose warpgroups have roles. in_key: values are the first columns of their keys, whose tiles are loaded
+    once."""
+
+    sizes: Any  # of its tiles; stages: tiles that shared memory holds
+    logits: TileLogits
+    dims: tuple[int, int]  # of keys and of values, padded
+    in_key: bool
+    interpret: bool
+
+    def __call__(self, refs: dict[str, Any]) -> None:
+        """What each warpgroup does."""
+        raise NotImplementedError
+
+    @property
+    def warpgroups(self) -> int:
+        """Of a block of threads."""
+        raise NotImplementedError
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """Places in memory, and barriers, by name; those that share a place by their names with a blank between."""
+        raise NotImplementedError
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """What is loaded for a tile of keys; the last has the values."""
+        return ("key",) if self.in_key else ("key", "value")
+
+    def drain(self, refs: dict[str, Any], count: Any, names: tuple[str, ...]) -> None:
+        """A block ends only when its places have been read."""
+        stages = self.sizes.stages
+
+        @pl.loop(jnp.maximum(count - stages, 0), count)
+        def _drain(number: Any) -> None:
+            for name in names:
+                plgpu.barrier_wait(refs[f"{name}_free"].at[lax.rem(number, stages)])
+
+    @property
+    def copies(self) -> int:
+        """That fill a place of keys or values."""
+        return 1
+
+    def step(self, stream: str) -> int:
+        """Columns of a tile of this that are swizzled together."""
+        return swizzled_columns(self.dims[stream == "value"])
+
+    def tiles(self, dtype: Any, *shape: int, step: int | None = None) -> Any:
+        """Places for tiles of numbers of 16 bits, or of 8. step: columns that are swizzled together; None: as many as can be."""
+        step = step or swizzled_columns(shape[-1])
+        swizzled = plgpu.TilingTransform((8, step)), plgpu.SwizzleTransform(jnp.dtype(dtype).itemsize * step)
+        return plgpu.SMEM(shape, dtype, transforms=swizzled)
+
+    def barriers(self, copies: dict[str, int], readers: int, **free: Any) -> dict[str, Any]:
+        """Those of tiles by name; copies: how many fill a place. readers: who say that it is free. free: more of these
+        barriers."""
+        stages, made = self.sizes.stages, dict[str, Any]()
+        for name, arrivals in copies.items():
+            made[f"{name}_full"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+            made[f"{name}_free"] = plgpu.Barrier(num_arrivals=readers, num_barriers=stages, **free)
+        return made
+
+
 @dataclass(frozen=True)
-class MosaicBlock:
-    """One block of threads. Blocks are numbered (batch, part of the keys, block of rows or of keys, head), the head fastest.
+class MosaicBlock(BlockOfThreads):
+    """One over dense arrays. Blocks are numbered (batch, part of the keys, block of rows or of keys, head), the head fastest.
 
     heads: of that grid; group: query heads of a kv head; blocks: how many of rows, or of keys. splits: parts of the keys.
     period: rows have the queries of a kv head's heads, each with that many (see FoldedRows); the grid's heads are then kv heads.
@@ -51,19 +113,6 @@ class MosaicBlock:
     stored: tuple[tuple[str, str], ...] = ()
     # Under a causal mask the last rows have the most keys, and the first keys the most rows: these blocks start first.
     last_first: ClassVar[bool] = True
-
-    def __call__(self, refs: dict[str, Any]) -> None:
-        """What each warpgroup does."""
-        raise NotImplementedError
-
-    @property
-    def warpgroups(self) -> int:
-        """Of a block of threads."""
-        raise NotImplementedError
-
-    def scratch(self, dtype: Any) -> dict[str, Any]:
-        """Places in memory, and barriers, by name; those that share a place by their names with a blank between."""
-        raise NotImplementedError
 
     def place(self) -> tuple[Any, Any, Any]:
         """(batch row, head, block of rows or keys)."""
@@ -104,11 +153,6 @@ class MosaicBlock:
         count = self.fill(refs, (batch, head, block), copies, jnp.int32(0))
         self.drain(refs, count, tuple(loaded.values()))
 
-    @property
-    def streams(self) -> tuple[str, ...]:
-        """What is loaded for a tile of keys; the last has the values."""
-        return ("key",) if self.in_key else ("key", "value")
-
     def fill(
         self, refs: dict[str, Any], row: tuple[Any, Any, Any], copies: Callable[[Any], dict[str, Copies]], count: Any
     ) -> Any:
@@ -130,36 +174,10 @@ class MosaicBlock:
 
         return self.fold_tiles(refs, row, load, count)
 
-    def drain(self, refs: dict[str, Any], count: Any, names: tuple[str, ...]) -> None:
-        """A block ends only when its places have been read."""
-        stages = self.sizes.stages
-
-        @pl.loop(jnp.maximum(count - stages, 0), count)
-        def _drain(number: Any) -> None:
-            for name in names:
-                plgpu.barrier_wait(refs[f"{name}_free"].at[lax.rem(number, stages)])
-
     def rows(self, ref: Any, batch: Any, head: Any, first: Any, count: int) -> Any:
         """Rows of a head in an array of the call's layout."""
         rows = pl.ds(first, count)
         return ref.at[(batch, rows, head) if self.layout == "bthd" else (batch, head, rows)]
-
-    # -- places and barriers -----------------------------------------------------------------------------------------
-
-    def tiles(self, dtype: Any, *shape: int) -> Any:
-        """Places for tiles of numbers of 16 bits, or of 8."""
-        step = swizzled_columns(shape[-1])
-        swizzled = plgpu.TilingTransform((8, step)), plgpu.SwizzleTransform(jnp.dtype(dtype).itemsize * step)
-        return plgpu.SMEM(shape, dtype, transforms=swizzled)
-
-    def barriers(self, copies: dict[str, int], readers: int, **free: Any) -> dict[str, Any]:
-        """Those of tiles by name; copies: how many fill a place. readers: who say that it is free. free: more of these
-        barriers."""
-        stages, made = self.sizes.stages, dict[str, Any]()
-        for name, arrivals in copies.items():
-            made[f"{name}_full"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
-            made[f"{name}_free"] = plgpu.Barrier(num_arrivals=readers, num_barriers=stages, **free)
-        return made
 
 
 def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

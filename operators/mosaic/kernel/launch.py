@@ -1,4 +1,4 @@
-"""A pass of a kernel over arrays: passed to it by name, with the places that it needs."""
+"""A kernel over arrays: passed to it by name, with the places that it needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ....compat import varying_as
 from ...kernels.derivatives import once
 from ...kernels.varying import vary, varying
-from .block import BLOCKS, WARPGROUPS, MosaicBlock
+from .block import BLOCKS, WARPGROUPS, BlockOfThreads
 
 __all__ = ["launch"]
 
@@ -18,16 +18,21 @@ _COPIES = 16  # copies and products that the interpreter takes to run beside eac
 
 
 def launch(
-    kernel: MosaicBlock,
+    kernel: BlockOfThreads,
     name: str,
     title: str,
+    blocks: int,
     inputs: dict[str, jax.Array],
     outputs: dict[str, tuple[tuple[int, ...], Any]],
+    written: tuple[str, ...] = (),
 ) -> dict[str, jax.Array]:
-    """Run a kernel over its grid; returns the outputs, of these shapes and dtypes, by name. title: what an error calls it."""
+    """Run so many blocks of threads; returns the outputs, of these shapes and dtypes, by name. title: what an error calls the
+    kernel. written: inputs that it writes in place; what they are then is returned too."""
     arrays = list(inputs.values())
     axes = varying(arrays)
     arrays = once([vary(x, axes) for x in arrays], title)
+    # Written in place: XLA sees a call whose output takes the place of an operand.
+    in_place: dict[str, Any] = {n: jax.new_ref(x) for n, x in zip(inputs, arrays, strict=True) if n in written}
     scratch = kernel.scratch(inputs["query"].dtype)
     names = (*inputs, *outputs, *scratch)
 
@@ -46,7 +51,7 @@ def launch(
     run = plgpu.kernel(
         body,
         out_type=tuple(varying_as(arrays[0], *shape_and_dtype) for shape_and_dtype in outputs.values()),
-        grid=(inputs["query"].shape[0] * kernel.heads * kernel.blocks * kernel.splits,),
+        grid=(blocks,),
         grid_names=(BLOCKS,),
         num_threads=kernel.warpgroups,
         thread_name=WARPGROUPS,
@@ -56,6 +61,7 @@ def launch(
         **interpreted,
     )
     with jax.enable_x64(False):
-        results = run(*arrays)
+        results = run(*(in_place.get(n, x) for n, x in zip(inputs, arrays, strict=True)))
     # What a kernel of Mosaic GPU returns isn't known to vary over the axes of a shard_map, whatever its types say.
-    return {name: vary(result, axes) for name, result in zip(outputs, results, strict=True)}
+    made = dict(zip(outputs, results, strict=True)) | {name: jax.freeze(ref) for name, ref in in_place.items()}
+    return {name: vary(result, axes) for name, result in made.items()}

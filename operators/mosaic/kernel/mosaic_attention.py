@@ -219,7 +219,9 @@ class _Pass:
             part.value_columns is not None,
             self.stored,
         )
-        return launch(kernel, f"attnops_{part.generation}_{self.which}", part.title, self.inputs | more, outputs)
+        blocks = self.inputs["query"].shape[0] * kernel.heads * kernel.blocks * kernel.splits
+        name = f"attnops_{part.generation}_{self.which}"
+        return launch(kernel, name, part.title, blocks, self.inputs | more, outputs)
 
     def padded(self, x: jax.Array, columns: int) -> jax.Array:
         """With that many columns and a multiple of 8 tokens, zeros after its own: TMA moves whole groups of 8."""

@@ -1,4 +1,4 @@
-"""What a batch of known values makes the Hopper kernel over pages do: tiles of keys that its loops go through."""
+"""What a batch of known values makes the kernels in Mosaic GPU over pages do: tiles of keys that their loops go through."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from ...masks.page_mask import ANY_PAGE_MASK, page_mask
 from ...planning import OperationConfig
 from ...planning.paged.paged_problem import PagedProblem
-from ..kernels.pages.hopper.page_rows import OwnKeys, RowTiles, row_keys
-from ..kernels.pages.hopper.page_tiles import NAMES, PageTiles, StepShape, head_tiles, shared_bytes, tokens_of_tile
-from ..kernels.pages.hopper.page_units import FIELDS, chunk_tiles, own_rows, sequence_tiles, units_of
+from ..kernels.pages.mosaic.page_rows import OwnKeys, RowTiles, row_keys
+from ..kernels.pages.mosaic.page_tiles import PageTiles, StepShape, head_tiles, tokens_of_tile
+from ..kernels.pages.mosaic.page_units import FIELDS, chunk_tiles, own_rows, sequence_tiles, units_of
 from ..kernels.pages.paged_mask import PagedOptions, packed_tree
 from ..kernels.pages.paged_step import Batch
-from .hopper_kernel import several_rows, step_shape, step_tiles
+from .mosaic_kernel import MosaicPages
 
-__all__ = ["KernelTiles", "hopper_visits"]
+__all__ = ["KernelTiles", "page_visits"]
 
 
 class KernelTiles(NamedTuple):
@@ -32,33 +32,39 @@ class KernelTiles(NamedTuple):
     shared_bytes: int
 
 
-def hopper_visits(problem: PagedProblem, config: OperationConfig, batch: Any) -> dict[str, KernelTiles]:
+def page_visits(of: MosaicPages, problem: PagedProblem, config: OperationConfig, batch: Any) -> dict[str, KernelTiles]:
     """Kernel -> its tiles, on the device that has the most."""
     most: dict[str, KernelTiles] = {}
     for shard in _shards(batch):
-        found = _of_shard(problem, config, shard)
+        found = _of_shard(of, problem, config, shard)
         if sum(sum(x.loops) for x in found.values()) > sum(sum(x.loops) for x in most.values()) or not most:
             most = found
     return most
 
 
-def _of_shard(problem: PagedProblem, config: OperationConfig, batch: Batch) -> dict[str, KernelTiles]:
-    shape, step, found = step_shape(problem), step_tiles(problem, config), {}
-    most = 1 if several_rows(problem) else problem.max_q_len or 1
+def _of_shard(of: MosaicPages, problem: PagedProblem, config: OperationConfig, batch: Batch) -> dict[str, KernelTiles]:
+    shape, step, found = of.step_shape(problem), of.step_tiles(problem, config), {}
+    several = of.several_rows(problem)
+    most = 1 if several else problem.max_q_len or 1
     # The first device of those that share the pages of sequences has the most; every page is there.
     width, stride = problem.cache.table_width // problem.sequence_shards, problem.sequence_shards
     own, table = OwnKeys(shape.page, width, stride), jnp.zeros((len(batch.kv_lens), width), jnp.int32)
     alone = (batch.q_lens > 0) & (batch.q_lens <= most)
     decode = sequence_tiles(batch, alone, most)
-    found[NAMES[False]] = _tiles(problem, shape, batch, own, table, decode, most, step.decode, step.splits)
-    if several_rows(problem):
-        size = tokens_of_tile(shape.group, step.chunks.rows)
+    found[of.sizing.kernel(False)] = _tiles(
+        of, problem, shape, batch, own, table, decode, most, step.decode, step.splits
+    )
+    if several:
+        size = tokens_of_tile(shape.group, step.chunks.block_q)
         chunks, _ = chunk_tiles(batch, batch.q_lens > most, problem.local_tokens, size)
-        found[NAMES[True]] = _tiles(problem, shape, batch, own, table, chunks, size, step.chunks, step.chunk_splits)
+        found[of.sizing.kernel(True)] = _tiles(
+            of, problem, shape, batch, own, table, chunks, size, step.chunks, step.chunk_splits
+        )
     return found
 
 
 def _tiles(
+    of: MosaicPages,
     problem: PagedProblem,
     shape: StepShape,
     batch: Batch,
@@ -86,8 +92,8 @@ def _tiles(
     used = by_field["sequence"] >= 0
     whole = int((by_field["after_full"] - by_field["full"])[used].sum())
     every = int((by_field["end"] - by_field["begin"])[used].sum())
-    heads = shape.kv_heads * head_tiles(shape.group, tiles.rows)
-    shared = sum(shared_bytes(shape, tiles).values())
+    heads = shape.kv_heads * head_tiles(shape.group, tiles.block_q)
+    shared = sum(of.sizing.shared_bytes(shape, tiles).values())
     loops = whole * heads, (every - whole) * heads
     return KernelTiles(loops, 4 * tiles.consumers, int(used.sum()) * heads, shared)
 

@@ -1,4 +1,4 @@
-"""Calls of the Hopper kernel over pages in Pallas' interpreter, which looks for races, on the arrays of paged_batches."""
+"""Calls of the kernels in Mosaic GPU over pages in Pallas' interpreter, which looks for races, on the arrays of paged_batches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import paged_batches as batches
 from paged_batches import PagedCase
 from paged_kernel_runs import as_rows, bits, laid_out, split
 
-from attnops.operators.kernels.pages.hopper.attend import PageRows, paged_attention_hopper
-from attnops.operators.kernels.pages.hopper.page_tiles import HopperStep, PageTiles
+from attnops.operators.kernels.pages.mosaic.attend import PageRows, paged_attention_mosaic
+from attnops.operators.kernels.pages.mosaic.page_tiles import PageStep, PageTiles
 from attnops.operators.paged_cache.logit_arrays import by_place
 from attnops.planning.score_operands import captured_names
 from attnops.verify.paged_reference import PagedReference, paged_reference
@@ -26,23 +26,38 @@ SEQUENCES = {
     "mixed": ((1, 70), (9, 9), (0, 12), (40, 140)),
 }
 MOST = {"decode": 1, "long": 1, "speculate": 3}
-SIZES = HopperStep(PageTiles(64, 2), PageTiles(64, 2, 2), 1, 0)
+SIZES = {
+    "hopper": PageStep(PageTiles(64, 2), PageTiles(64, 2, 2), 1, 0),
+    "blackwell": PageStep(PageTiles(64, 2, lines=128), PageTiles(64, 2, 2, lines=128), 1, 0),
+}
 
 
 def run(
-    case: PagedCase, arrays: dict[str, Any], layout: str = "split", step: HopperStep = SIZES, **more: Any
+    case: PagedCase,
+    arrays: dict[str, Any],
+    layout: str = "split",
+    step: PageStep | None = None,
+    *,
+    generation: str = "hopper",
+    **more: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(output, lse) of the kernel."""
-    static: dict[str, Any] = {"max_q_len": MOST.get(case.kind), "interpret": True, "step": step} | case.call | more
+    static: dict[str, Any] = (
+        {"max_q_len": MOST.get(case.kind), "interpret": True, "generation": generation} | case.call | more
+    )
+    step = step or SIZES[generation]
+    if case.latent and generation == "blackwell":
+        step = step._replace(chunks=step.chunks._replace(row_groups=1))
+    static["step"] = step
     if case.latent or layout in ("packed", "joined"):
         static["value_dim"] = case.dims[1]
-    output, lse, _ = paged_attention_hopper(**laid_out(arrays, layout), **static, layout=layout)
+    output, lse, _ = paged_attention_mosaic(**laid_out(arrays, layout), **static, layout=layout)
     assert output.dtype == case.dtype
     assert lse.dtype == np.float32
     return np.asarray(output, np.float64), np.asarray(lse, np.float64)
 
 
-def check(case: PagedCase, layout: str = "split", step: HopperStep = SIZES, **more: Any) -> None:
+def check(case: PagedCase, layout: str = "split", step: PageStep | None = None, **more: Any) -> None:
     """Hold a call against the reference."""
     arrays = batches.make(case, SEQUENCES[case.kind], spare=1)
     batches.agree(case, run(case, arrays, layout, step, **more), batches.expect(case, arrays))
@@ -69,7 +84,7 @@ def expect_scored(score: Any, case: PagedCase, arrays: dict[str, Any]) -> PagedR
 
 
 def written(
-    case: PagedCase, whole: dict[str, Any], layout: str = "split", step: HopperStep = SIZES, **changes: Any
+    case: PagedCase, whole: dict[str, Any], layout: str = "split", step: PageStep = SIZES["hopper"], **changes: Any
 ) -> tuple[tuple[np.ndarray, np.ndarray], PageRows]:
     """((output, lse), the pages after) of a call that writes rows of one token, which pages hold junk for. changes: of arrays."""
     static: dict[str, Any] = {"max_q_len": MOST.get(case.kind), "interpret": True, "step": step} | case.call
@@ -78,7 +93,7 @@ def written(
     before, rows = split(case, whole)
     made = as_rows(layout, rows)
     own = PageRows(made.key, made.value)
-    run = jax.jit(lambda arrays, rows: paged_attention_hopper(**arrays, rows=rows, **static, layout=layout))
+    run = jax.jit(lambda arrays, rows: paged_attention_mosaic(**arrays, rows=rows, **static, layout=layout))
     output, lse, after = run(laid_out(before | changes, layout), own)
     return (np.asarray(output, np.float64), np.asarray(lse, np.float64)), after
 

@@ -1,4 +1,4 @@
-"""Attention of a ragged batch over pages by the Hopper kernel: rows of few tokens, and chunks."""
+"""Attention of a ragged batch over pages by a kernel in Mosaic GPU: rows of few tokens, and chunks."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from .....compat import varying_as
 from .....errors import InputError
 from .....masks import Full
 from .....page_layouts import LAYOUTS
 from .....scores.steps import Function, Steps
-from ....hopper.kernel.hopper_sizes import ROWS
-from ....mosaic.kernel.block import BLOCKS, WARPGROUPS
-from ....mosaic.kernel.mosaic_sizes import padded_dim, swizzled_columns
+from ....mosaic.kernel.launch import launch
+from ....mosaic.kernel.mosaic_sizes import padded_dim
 from ...lse import merge_stacked
 from ...operands import StaticArgs
 from ...tile_mask import TileLogits
-from ...varying import alike, vary, varying
+from ...varying import alike
 from ..page_layout import page_shape
 from ..paged import places, with_spans
 from ..paged_checks import check_numbers, check_operands, check_spans, check_tree, int32, options_of, refuse_gradient
 from ..paged_mask import PagedOptions, packed_tree
 from ..paged_step import Batch, PagedOperands, ScoreArrays, batch_of
-from .page_forward import PagesForward
+from .blackwell_pages import BlackwellPages
+from .hopper_pages import HopperPages
+from .page_block import PagesBlock
 from .page_rows import OwnKeys, RowKeys, RowTiles, row_keys
 from .page_tiles import (
-    NAMES,
-    HopperStep,
+    PageStep,
     PageTiles,
     head_tiles,
     heads_of_tile,
     own_columns,
-    row_copies,
     rows_stored,
     tokens_of_tile,
     writable,
-)
+)  # fmt: skip
 from .page_units import chunk_tiles, own_rows, sequence_tiles, units_of
 
-__all__ = ["PageRows", "paged_attention_hopper"]
+__all__ = ["KERNELS", "PageRows", "paged_attention_mosaic"]
+
+KERNELS: dict[str, type[PagesBlock]] = {kernel.sizing.generation: kernel for kernel in (HopperPages, BlackwellPages)}
+"""By generation of GPUs."""
 
 
 class PageRows(NamedTuple):
@@ -64,12 +64,13 @@ class _Static:
     layout: str
     value_dim: int | None
     stride: int
-    step: HopperStep
+    step: PageStep
     score: Steps | None
     interpret: bool
+    kernel: type[PagesBlock]
 
 
-def paged_attention_hopper(
+def paged_attention_mosaic(
     query: Float[Array, "tokens heads dim"],
     key_pages: Shaped[Array, "pages a b c"] | Shaped[Array, "pages page a b c"],
     value_pages: Shaped[Array, "pages a b value_dim"] | None,
@@ -99,16 +100,17 @@ def paged_attention_hopper(
     head_start: Int[Array, ""] | int = 0,
     q_positions: Int[Array, " tokens"] | None = None,
     rows: PageRows | None = None,
-    step: HopperStep,
+    step: PageStep,
+    generation: str = "hopper",
     interpret: bool = False,
 ) -> tuple[Array, Array, PageRows | None]:
     """Return (output [tokens, heads, value_dim] in the query's dtype, lse float32 [tokens, heads], the pages if `rows` were
     written).
 
     Semantics and layouts of `paged_attention`; query and pages in bfloat16 or in float16, or pages in int8 or fp8. step: the
-    sizes, as `hopper_step` has them. rows: each token's key and value as pages store them. For a sequence with one token the
-    kernel writes them to their page while it attends, if that is there; no other sequence may have the page. Keys of sequences
-    with more tokens are in the pages already. interpret: Pallas' interpreter, which looks for races.
+    sizes, as the generation's PageSizing has them. rows: each token's key and value as pages store them. For a sequence with
+    one token the kernel writes them to their page while it attends, if that is there; no other sequence may have the page. Keys
+    of sequences with more tokens are in the pages already. interpret: Pallas' interpreter, which looks for races.
 
     Errors: InputError or InputTypeError.
     """
@@ -140,7 +142,7 @@ def paged_attention_hopper(
             f"query is {dtype} and key_pages {stored}; wanted both in bfloat16 or float16, or pages in int8 or fp8."
         )
     if (stored.itemsize == 1) != (step.decode.stored > 0):
-        raise InputError(f"key_pages is {stored} with sizes {step}; wanted those of `hopper_step` for such pages.")
+        raise InputError(f"key_pages is {stored} with sizes {step}; wanted those of its PageSizing for such pages.")
     operands = operands._replace(num_seqs=operands.num_seqs.reshape(()))
     if page_stride > 1:
         operands = operands._replace(shard=int32("page_shard", page_shard))
@@ -150,12 +152,13 @@ def paged_attention_hopper(
         tree = packed_tree(options, jnp.asarray(draft_tree), batch.kv_lens - batch.q_lens)
         operands = operands._replace(draft_tree=tree)
     operands = with_spans(operands, spans, prefix_lengths)
+    kernel = KERNELS[generation]
     if rows is not None:
-        _check_rows(operands, rows, layout, page_stride)
-    return _attend(_Static(options, layout, value_dim, page_stride, step, score, interpret), operands, rows)
+        _check_rows(operands, rows, layout, page_stride, kernel)
+    return _attend(_Static(options, layout, value_dim, page_stride, step, score, interpret, kernel), operands, rows)
 
 
-def _check_rows(operands: PagedOperands, rows: PageRows, layout: str, stride: int) -> None:
+def _check_rows(operands: PagedOperands, rows: PageRows, layout: str, stride: int, kernel: type[PagesBlock]) -> None:
     """Refuse rows that aren't what the pages hold for a token, and what the kernel can't write."""
     tokens, form = len(operands.query), LAYOUTS[layout]
     for name, x, pages in (
@@ -172,10 +175,11 @@ def _check_rows(operands: PagedOperands, rows: PageRows, layout: str, stride: in
     kv_heads = page_shape(layout, operands.key_pages, operands.value_pages, operands.query.shape[2]).kv_heads
     columns = own_columns(form, operands.query.shape[2], _row_sizes(operands))
     size = operands.key_pages.dtype.itemsize
-    if stride > 1 or head_tiles(operands.query.shape[1] // kv_heads, ROWS) > 1 or not writable(columns, size):
+    several = head_tiles(operands.query.shape[1] // kv_heads, kernel.sizing.lines) > 1
+    if stride > 1 or several or not kernel.writes or not writable(columns, size):
         raise InputError(
-            "rows are given, which the kernel doesn't write beside page_stride, for more than 64 query heads of a kv head, or of "
-            f"these sizes: {columns}; write them before."
+            "rows are given, which the kernel doesn't write on Blackwell, beside page_stride, for more than "
+            f"{kernel.sizing.lines} query heads of a kv head, or of these sizes: {columns}; write them before."
         )
 
 
@@ -195,17 +199,17 @@ def _attend(
         seq, row, real = places(operands, batch)
         runs = _Runs(static, operands, batch, rows)
         most = 1 if options.max_q_len is None else options.max_q_len
-        if most > tokens_of_tile(runs.group, step.decode.rows):
+        if most > tokens_of_tile(runs.group, step.decode.block_q):
             most = 1
         several = options.max_q_len is None or options.max_q_len > most
         alone = (batch.q_lens > 0) & (batch.q_lens <= most) if several else batch.q_lens > 0
         tiles = sequence_tiles(batch, alone, most)
-        made = runs.attend(tiles, step.decode, most, step.splits, NAMES[False])
+        made = runs.attend(tiles, step.decode, most, step.splits, chunks=False)
         output, lse = runs.tokens(made, seq, jnp.minimum(row, most - 1))
         if several:
-            size = tokens_of_tile(runs.group, step.chunks.rows)
+            size = tokens_of_tile(runs.group, step.chunks.block_q)
             tiles, first = chunk_tiles(batch, (batch.q_lens > most), len(operands.query), size)
-            made = runs.attend(tiles, step.chunks, size, step.chunk_splits, NAMES[True])
+            made = runs.attend(tiles, step.chunks, size, step.chunk_splits, chunks=True)
             tile = first.at[seq].get(mode="promise_in_bounds") + row // np.int32(size)
             of_chunks = runs.tokens(made, jnp.minimum(tile, len(tiles.tokens) - 1), row % np.int32(size))
             here = alone.at[seq].get(mode="promise_in_bounds")
@@ -230,8 +234,8 @@ class _Runs:
     """The calls of the kernel for a step. The first writes rows, if there are any; others read the pages after it."""
 
     def __init__(self, static: _Static, operands: PagedOperands, batch: Batch, rows: PageRows | None) -> None:
+        self.options, self.operands, self.batch, self.static = static.options, operands, batch, static
         self.rows = rows
-        self.options, self.operands, self.batch, self.interpret = static.options, operands, batch, static.interpret
         self.score = static.score
         self.form, heads, dim = LAYOUTS[static.layout], *operands.query.shape[1:]
         shape = page_shape(static.layout, operands.key_pages, operands.value_pages, dim, static.value_dim)
@@ -244,12 +248,12 @@ class _Runs:
         self.own = OwnKeys(self.page, operands.page_table.shape[1], static.stride, shard)
 
     def attend(
-        self, tiles: RowTiles, sizes: PageTiles, tokens: int, parts: int, name: str
+        self, tiles: RowTiles, sizes: PageTiles, tokens: int, parts: int, *, chunks: bool
     ) -> tuple[jax.Array, jax.Array]:
         """(output [tiles, heads, tokens, value_dim], lse [tiles, heads, tokens]) of tiles of so many tokens."""
         operands, options, table = self.operands, self.options, self.operands.page_table
-        splits = head_tiles(self.group, sizes.rows)
-        each, heads = heads_of_tile(self.group, sizes.rows), self.kv_heads * splits
+        splits = head_tiles(self.group, sizes.block_q)
+        each, heads = heads_of_tile(self.group, sizes.block_q), self.kv_heads * splits
         keys = row_keys(options, self.batch, self.own, tiles, tokens, operands.draft_tree, operands.spans)
         written = None if self.rows is None else own_rows(tiles, self.batch, table, self.page, self.pages)
         units = units_of(
@@ -260,7 +264,7 @@ class _Runs:
 
         def of_rows(x: jax.Array) -> jax.Array:
             """[..., tokens] as [..., rows], each number for all heads of its token."""
-            return padded(jnp.repeat(x, each, axis=-1), x.ndim - 1, sizes.rows)
+            return padded(jnp.repeat(x, each, axis=-1), x.ndim - 1, sizes.block_q)
 
         def padded(x: jax.Array, axis: int, size: int) -> jax.Array:
             return jnp.pad(x, [(0, size - n if at == axis else 0) for at, n in enumerate(x.shape)])
@@ -285,7 +289,7 @@ class _Runs:
 
         def by_heads(x: jax.Array) -> jax.Array:
             """[heads] as [parts of them, rows], each number for all tokens of its head."""
-            return jnp.tile(self._by_tile(x, each, heads), (1, -(-sizes.rows // each)))[:, : sizes.rows]
+            return jnp.tile(self._by_tile(x, each, heads), (1, -(-sizes.block_q // each)))[:, : sizes.block_q]
 
         if operands.sinks is not None:
             inputs["sinks"] = by_heads(operands.sinks.astype(jnp.float32))
@@ -294,8 +298,8 @@ class _Runs:
             inputs["positions"] = of_rows(self._positions(tiles, keys))
             if operands.shard is not None:
                 inputs["shard"] = jnp.stack([operands.shard.reshape(()), jnp.int32(self.own.stride)])
-        no_mask = StaticArgs(Full(), sizes.rows, sizes.block_kv, 0, 0, 0.0, score=self.score)
-        kernel = PagesForward(
+        no_mask = StaticArgs(Full(), sizes.block_q, sizes.block_kv, 0, 0, 0.0, score=self.score)
+        kernel = self.static.kernel(
             sizes,
             TileLogits(options.scale, options.soft_cap, no_mask),
             self.form,
@@ -305,16 +309,22 @@ class _Runs:
             splits,
             self.dims,
             self.first_value,
-            min(stored, ROWS),
+            min(stored, sizes.lines),
             self.form.values_in_keys,
-            self.interpret,
+            self.static.interpret,
+            operands.key_pages.dtype if sizes.stored else None,
+            tuple(name for name in ("key", "value") if f"{name}_scales" in inputs),
             own,
         )
-        used = slice(tokens * each)
-        results, after = _run(kernel, inputs, len(units.table), stored, name)
+        outputs = {
+            "output": ((len(units.table), heads, stored, self.dims[1]), query.dtype),
+            "lse": ((len(units.table), heads, stored), jnp.float32),
+        }
+        name, number = kernel.sizing.kernel(chunks), len(units.table) * heads
+        made = launch(kernel, name, "the kernel over pages", number, inputs, outputs, ("key", "value") if own else ())
         if self.rows is not None:
-            self._take(after)
-        output, lse = (x[:, :, used] for x in results)
+            self._take(made)
+        output, lse = (made[name][:, :, : tokens * each] for name in outputs)
         if parts:
             output, lse = _merged(output, lse, units.begin, units.number, units.most)
         output = output.reshape(-1, self.kv_heads, splits, tokens, each, self.dims[1]).transpose(0, 3, 1, 2, 4, 5)
@@ -403,92 +413,3 @@ def _merged(
     at = jnp.minimum(at, np.int32(len(lse) - 1))
     shares = jnp.where(there[..., None, None], lse.at[at].get(mode="promise_in_bounds"), -jnp.inf)
     return merge_stacked(output.at[at].get(mode="promise_in_bounds"), shares)
-
-
-def _run(
-    kernel: PagesForward, inputs: dict[str, jax.Array], units: int, rows: int, name: str
-) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
-    """((output [units, heads, rows, value_dim], lse [units, heads, rows]), the pages that were written by name)."""
-    tiles, (dim, value_dim) = kernel.tiles, kernel.dims
-    arrays = list(inputs.values())
-    axes = varying(arrays)
-    arrays = [vary(x, axes) for x in arrays]
-    # Written in place: XLA sees a call whose output takes the place of an operand.
-    of_pages = ("key", "value") if kernel.own else ()
-    written: dict[str, Any] = {n: jax.new_ref(x) for n, x in zip(inputs, arrays, strict=True) if n in of_pages}
-    dtype = inputs["query"].dtype
-    shapes = {
-        "output": varying_as(arrays[0], (units, kernel.heads, rows, value_dim), dtype),
-        "lse": varying_as(arrays[0], (units, kernel.heads, rows), jnp.float32),
-    }
-
-    def places_of(*shape: int, step: int | None = None, dtype: Any = dtype) -> Any:
-        columns = step or swizzled_columns(shape[-1])
-        swizzled = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * dtype.itemsize)
-        return plgpu.SMEM(shape, dtype, transforms=swizzled)
-
-    def barrier(arrivals: int = 1, number: int = tiles.stages) -> Any:
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
-
-    query = places_of(tiles.row_groups, ROWS, dim)
-    output = places_of(tiles.consumers, ROWS, value_dim // tiles.parts)
-    apart = dim != value_dim or tiles.parts > 1
-    scratch: dict[str, Any] = {"query_tile": query}
-    if apart:
-        scratch = (
-            {"tiles": plgpu.RefUnion(query, output)} if tiles.row_groups == 1 else {**scratch, "output_tile": output}
-        )
-    scratch |= {
-        "lse_rows": plgpu.SMEM((tiles.consumers, ROWS), jnp.float32),
-        "query_full": barrier(1, tiles.row_groups),
-        "query_free": plgpu.Barrier(num_arrivals=tiles.parts),
-    }
-    for stream, columns in zip(kernel.streams, kernel.dims, strict=False):
-        step = kernel.step(stream)
-        scratch[f"{stream}_tiles"] = places_of(tiles.stages, tiles.block_kv, columns, step=step)
-        scratch[f"{stream}_full"] = barrier(1 if kernel.quantised else kernel.copies)
-        scratch[f"{stream}_free"] = barrier(tiles.consumers)
-        if kernel.quantised:
-            shape = tiles.stored, tiles.block_kv
-            scratch[f"{stream}_stored"] = places_of(*shape, columns, step=step, dtype=inputs["key"].dtype)
-            by_token = f"{stream}_scales" in inputs
-            scratch[f"{stream}_raw"] = barrier(kernel.copies + by_token, tiles.stored)
-            if by_token:
-                scratch[f"{stream}_scale_rows"] = plgpu.SMEM(shape, jnp.float32)
-                scratch[f"{stream}_factors"] = plgpu.SMEM((tiles.stages, tiles.block_kv), jnp.float32)
-    for stream, (_, numbers) in zip(kernel.streams, kernel.own, strict=False):
-        stored = inputs["key"].dtype
-        copies = row_copies(numbers, stored.itemsize)
-        assert copies is not None  # otherwise rows are refused
-        scratch[f"{stream}_own"] = plgpu.SMEM((copies, numbers // copies), stored)
-        scratch[f"{stream}_own_full"] = plgpu.Barrier(num_arrivals=copies)
-    last = kernel.streams[-1]
-    if not kernel.quantised:
-        scratch |= {f"{last}_raw": barrier(kernel.copies), f"{last}_clean": barrier()}
-    names = (*inputs, *shapes, *scratch)
-
-    def body(*refs: Any) -> None:
-        by_name = dict(zip(names, refs, strict=True))
-        if "tiles" in by_name:
-            by_name["query_tile"], by_name["output_tile"] = by_name.pop("tiles")
-        kernel(by_name)
-
-    interpreted: dict[str, Any] = {}
-    if kernel.interpret:
-        interpreted["interpret"] = plgpu.InterpretGPUParams(detect_races=True)  # type: ignore[attr-defined] # not in jax 0.10
-    run = plgpu.kernel(
-        body,
-        out_type=tuple(shapes.values()),
-        grid=(units * kernel.heads,),
-        grid_names=(BLOCKS,),
-        num_threads=tiles.consumers + kernel.loaders,
-        thread_name=WARPGROUPS,
-        scratch_types=list(scratch.values()),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name=name,
-        **interpreted,
-    )
-    output, lse = run(*(written.get(name, x) for name, x in zip(inputs, arrays, strict=True)))
-    # What a kernel of Mosaic GPU returns isn't known to vary over the axes of a shard_map, whatever its types say.
-    after = {name: vary(jax.freeze(ref), axes) for name, ref in written.items()}
-    return (vary(output, axes), vary(lse, axes)), after

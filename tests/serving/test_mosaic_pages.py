@@ -1,4 +1,4 @@
-"""The Hopper kernel over pages in Pallas' interpreter, which looks for races, against the float64 reference, row by row."""
+"""The kernels in Mosaic GPU over pages in Pallas' interpreter, which looks for races, against the float64 reference."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: its interpreter doesn't look for races", allow_module_level=True)
 
-from hopper_pages_runs import SEQUENCES, SIZES, check, run
+from mosaic_pages_runs import SEQUENCES, SIZES, check, run
 from test_page_stride import joined
 
-from attnops.operators.kernels.pages.hopper.page_tiles import HopperStep, PageTiles
+from attnops.operators.kernels.pages.mosaic.page_tiles import PageStep, PageTiles
 from attnops.operators.paged_cache import RaggedBatch, init
 
 BF16: dict[str, Any] = {"dtype": "bfloat16", "page": 16}
 F16: dict[str, Any] = {"dtype": "float16", "page": 16}
-OF_QUANTISED = HopperStep(PageTiles(64, 2, stored=3), PageTiles(64, 2, 2, stored=2), 1, 0)
-TWO_PARTS = HopperStep(PageTiles(64, 2, 1, 2), PageTiles(64, 2, 1, 2), 1, 0)
+OF_QUANTISED = PageStep(PageTiles(64, 2, stored=3), PageTiles(64, 2, 2, stored=2), 1, 0)
+TWO_PARTS = PageStep(PageTiles(64, 2, 1, 2), PageTiles(64, 2, 1, 2), 1, 0)
 # The interpreter takes seconds for each.
-QUICK = (("split", PagedCase("long", (4, 1), **BF16, window=(300, 0), sinks=True)),)
+QUICK = [(generation, "split", PagedCase("long", (4, 1), **BF16, window=(300, 0), sinks=True)) for generation in SIZES]
 FEATURES: tuple[dict[str, Any], ...] = (
     {},
     {"window": (70, 0)},
@@ -47,19 +47,20 @@ FEATURES: tuple[dict[str, Any], ...] = (
 LAYOUTS = ("split", "heads", "joined", "interleaved", "packed")
 HEADS = ((2, 2), (4, 2), (5, 1), (16, 1))
 EVERY = [
-    ("split", PagedCase("decode", (4, 1), **BF16, window=(70, 0), sinks=True)),
-    ("packed", PagedCase("mixed", (4, 2), **F16, cap=3.0)),
-    ("split", PagedCase("decode", (71, 1), **BF16, sinks=True)),
-    ("split", PagedCase("mixed", (71, 1), **BF16, sinks=True)),
-    ("latent", PagedCase("decode", (4, 1), (128, 64), latent=True, **BF16)),
-    *((layout, PagedCase(kind, heads, dtype=dtype, page=page, **FEATURES[n]))
-      for layout, kind, heads, dtype, page, n in covering(itertools.product(
-          LAYOUTS, SEQUENCES, HEADS, ("bfloat16", "float16"), (8, 16, 32, 64, 128, 256), range(len(FEATURES))), 2)),
-    *(("split", PagedCase(kind, (2, 1), dims, **BF16))
-      for kind, dims in itertools.product(("decode", "mixed"), ((128, 128), (192, 128), (64, 128), (256, 256)))),
-    *(("latent", PagedCase(kind, (heads, 1), dims, latent=True, **BF16, **FEATURES[n]))
-      for kind, heads, dims, n in covering(itertools.product(
-          SEQUENCES, (5, 16, 80), ((128, 64), (192, 128)), range(len(FEATURES))), 2)),
+    ("hopper", "split", PagedCase("decode", (4, 1), **BF16, window=(70, 0), sinks=True)),
+    ("blackwell", "packed", PagedCase("mixed", (4, 2), **F16, cap=3.0)),
+    ("hopper", "split", PagedCase("decode", (71, 1), **BF16, sinks=True)),
+    ("hopper", "split", PagedCase("mixed", (71, 1), **BF16, sinks=True)),
+    ("blackwell", "split", PagedCase("decode", (140, 1), **BF16, sinks=True)),
+    ("hopper", "latent", PagedCase("decode", (4, 1), (128, 64), latent=True, **BF16)),
+    *((generation, layout, PagedCase(kind, heads, dtype=dtype, page=page, **FEATURES[n]))
+      for generation, layout, kind, heads, dtype, page, n in covering(itertools.product(
+          SIZES, LAYOUTS, SEQUENCES, HEADS, ("bfloat16", "float16"), (8, 16, 32, 64, 128, 256), range(len(FEATURES))), 2)),
+    *((generation, "split", PagedCase(kind, (2, 1), dims, **BF16)) for generation, kind, dims in itertools.product(
+          SIZES, ("decode", "mixed"), ((128, 128), (192, 128), (64, 128), (96, 96), (256, 256)))),
+    *((generation, "latent", PagedCase(kind, (heads, 1), dims, latent=True, **BF16, **FEATURES[n]))
+      for generation, kind, heads, dims, n in covering(itertools.product(
+          SIZES, SEQUENCES, (5, 16, 80), ((128, 64), (192, 128), (128, 96)), range(len(FEATURES))), 2)),
 ]  # fmt: skip
 
 
@@ -67,31 +68,35 @@ def _name(value: Any) -> str:
     return value if isinstance(value, str) else value.name
 
 
-@pytest.mark.parametrize(("layout", "case"), QUICK, ids=_name)
-def test_agrees_with_the_reference(layout: str, case: PagedCase) -> None:
-    check(case, layout)
+@pytest.mark.parametrize(("generation", "layout", "case"), QUICK, ids=_name)
+def test_agrees_with_the_reference(generation: str, layout: str, case: PagedCase) -> None:
+    check(case, layout, generation=generation)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "case"), [x for x in EVERY if x not in QUICK], ids=_name)
-def test_agrees_with_the_reference_in_every_feature(layout: str, case: PagedCase) -> None:
-    check(case, layout)
+@pytest.mark.parametrize(("generation", "layout", "case"), [x for x in EVERY if x not in QUICK], ids=_name)
+def test_agrees_with_the_reference_in_every_feature(generation: str, layout: str, case: PagedCase) -> None:
+    check(case, layout, generation=generation)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "step",
+    ("generation", "step"),
     [
-        HopperStep(PageTiles(64, 1), PageTiles(64, 1, 1), 0, 0),
-        HopperStep(PageTiles(128, 3), PageTiles(128, 3, 2), 3, 2),
-        HopperStep(PageTiles(64, 4), PageTiles(64, 2, 1), 5, 3),
-        TWO_PARTS,
+        ("hopper", PageStep(PageTiles(64, 1), PageTiles(64, 1, 1), 0, 0)),
+        ("hopper", PageStep(PageTiles(128, 3), PageTiles(128, 3, 2), 3, 2)),
+        ("hopper", PageStep(PageTiles(64, 4), PageTiles(64, 2, 1), 5, 3)),
+        ("hopper", TWO_PARTS),
+        ("blackwell", PageStep(PageTiles(64, 1, lines=128), PageTiles(64, 1, 1, lines=128), 0, 0)),
+        ("blackwell", PageStep(PageTiles(128, 2, lines=128), PageTiles(128, 1, 2, lines=128), 3, 2)),
+        ("blackwell", PageStep(PageTiles(64, 4, lines=128), PageTiles(64, 2, 1, lines=128), 5, 3)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["long", "mixed"])
-def test_agrees_with_any_sizes(kind: str, step: HopperStep) -> None:
-    check(PagedCase(kind, (2, 1), (64, 128), **BF16, window=(300, 0), sinks=True), step=step)
+def test_agrees_with_any_sizes(kind: str, generation: str, step: PageStep) -> None:
+    case = PagedCase(kind, (2, 1), (64, 128), **BF16, window=(300, 0), sinks=True)
+    check(case, step=step, generation=generation)
 
 
 @pytest.mark.slow
@@ -102,28 +107,31 @@ def test_latents_of_the_largest_dim(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_decode_batch_gives_the_same_without_knowing_it() -> None:
-    check(PagedCase("decode", (4, 2), **BF16, window=(70, 0)), max_q_len=None)
+@pytest.mark.parametrize("generation", SIZES)
+def test_a_decode_batch_gives_the_same_without_knowing_it(generation: str) -> None:
+    check(PagedCase("decode", (4, 2), **BF16, window=(70, 0)), max_q_len=None, generation=generation)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decode", "mixed"])
-def test_pages_that_a_window_has_left_are_not_read(kind: str) -> None:
+@pytest.mark.parametrize("generation", SIZES)
+def test_pages_that_a_window_has_left_are_not_read(generation: str, kind: str) -> None:
     """Their ids are those of padding, and what they held is NaN."""
     case = PagedCase(kind, (4, 2), **BF16, window=(30, 0))
     arrays = batches.released(case, batches.make(case, SEQUENCES[kind], spare=1))
-    batches.agree(case, run(case, arrays), batches.expect(case, arrays))
+    batches.agree(case, run(case, arrays, generation=generation), batches.expect(case, arrays))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spared", [1, 4])
-def test_ids_out_of_range_give_no_keys(spared: int) -> None:
+@pytest.mark.parametrize("generation", SIZES)
+def test_ids_out_of_range_give_no_keys(generation: str, spared: int) -> None:
     """One of a row's pages isn't there: its keys aren't seen, wherever it lies."""
     case = PagedCase("decode", (2, 1), **BF16)
     arrays = batches.make(case, ((1, 150),), spare=0)
     want = batches.expect(case, _without_page(arrays, spared))
     arrays["page_table"][0, spared] = -1 if spared % 2 else len(arrays["key_pages"])
-    batches.agree(case, run(case, arrays), want)
+    batches.agree(case, run(case, arrays, generation=generation), want)
 
 
 def _without_page(arrays: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
@@ -146,7 +154,8 @@ def test_queries_beyond_max_q_len_are_not_attended() -> None:
 
 
 @pytest.mark.slow
-def test_the_operation_runs_it() -> None:
+@pytest.mark.parametrize("generation", SIZES)
+def test_the_operation_runs_it(generation: str) -> None:
     """A decoding step after a prefill; the same as on plain XLA, whoever writes the step's keys."""
     cache = KVCache(
         layers=1, kv_heads=1, head_dim=64, dtype="bfloat16", page_size=16, pages=32, max_sequences=2, max_length=256
@@ -159,11 +168,11 @@ def test_the_operation_runs_it() -> None:
     starts = [0, lengths[0] - 1, sum(lengths) - 2]
     before = RaggedBatch.make(plan, cu_q_lens=starts, kv_lens=[n - 1 for n in lengths], page_table=table, tokens=128)
     batch = RaggedBatch.make(plan, cu_q_lens=[0, 1, 2], kv_lens=lengths, page_table=table, tokens=2)
-    interpreted = {"interpret": True, "kernel": "hopper", "kv_splits": 1}
+    interpreted = {"interpret": True, "kernel": generation, "kv_splits": 1}
     for method, config in (
         ("forward_native", {}),
-        ("forward_hopper", interpreted),
-        ("forward_hopper", interpreted | {"update": "fused"}),
+        (f"forward_{generation}", interpreted),
+        (f"forward_{generation}", interpreted | {"update": "fused"}),
     ):
         operation = OperationRegistry.create("paged", OperationMetadata(operation_configs={"paged": config}))
         state = OperationRegistry.create("paged")(*tokens[128], state=init(cache), layer=0, batch=before).state
@@ -192,12 +201,16 @@ VISIBLE = (
 
 
 @pytest.mark.parametrize(
-    ("layout", "case"),
-    [pytest.param(*x, marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(VISIBLE)],
+    ("generation", "layout", "case"),
+    [
+        pytest.param(generation, *x, marks=[pytest.mark.slow] * (i > 0 or generation != "hopper"))
+        for generation in SIZES
+        for i, x in enumerate(VISIBLE)
+    ],
     ids=_name,
 )
-def test_trees_of_drafts_spans_and_prefixes(layout: str, case: PagedCase) -> None:
-    check(case, layout)
+def test_trees_of_drafts_spans_and_prefixes(generation: str, layout: str, case: PagedCase) -> None:
+    check(case, layout, generation=generation)
 
 
 @pytest.mark.slow
@@ -217,7 +230,8 @@ def test_trees_of_drafts_spans_and_prefixes(layout: str, case: PagedCase) -> Non
 def test_each_device_attends_to_its_own_pages(layout: str, case: PagedCase, n: int) -> None:
     """Several devices have the pages of each sequence in turn; a short one is on the first alone."""
     arrays = batches.make(case, SEQUENCES[case.kind], spare=1)
-    one = lambda case, part, **more: run(case, part, layout, **more)  # noqa: E731
+    generation = [*SIZES][n % 2]
+    one = lambda case, part, **more: run(case, part, layout, generation=generation, **more)  # noqa: E731
     batches.agree(case, joined(case, arrays, n, one), batches.expect(case, arrays))
 
 
@@ -249,14 +263,14 @@ def test_quantised_pages(layout: str, case: PagedCase) -> None:
 @pytest.mark.parametrize(
     "step",
     [
-        HopperStep(PageTiles(64, 1, stored=1), PageTiles(64, 1, 1, stored=1), 0, 0),
-        HopperStep(PageTiles(128, 2, stored=1), PageTiles(128, 2, 2, stored=3), 3, 2),
-        HopperStep(PageTiles(64, 2, 1, 2, stored=2), PageTiles(64, 3, 1, 2, stored=2), 1, 0),
+        PageStep(PageTiles(64, 1, stored=1), PageTiles(64, 1, 1, stored=1), 0, 0),
+        PageStep(PageTiles(128, 2, stored=1), PageTiles(128, 2, 2, stored=3), 3, 2),
+        PageStep(PageTiles(64, 2, 1, 2, stored=2), PageTiles(64, 3, 1, 2, stored=2), 1, 0),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["long", "mixed"])
-def test_quantised_pages_agree_with_any_sizes(kind: str, step: HopperStep) -> None:
+def test_quantised_pages_agree_with_any_sizes(kind: str, step: PageStep) -> None:
     case = PagedCase(kind, (2, 1), (64, 128), **BF16, window=(300, 0), quantised="int8", scale="token_head")
     check(case, step=step)
 
@@ -264,4 +278,4 @@ def test_quantised_pages_agree_with_any_sizes(kind: str, step: HopperStep) -> No
 def test_other_dtypes_are_refused() -> None:
     case = PagedCase("decode", (2, 1), page=16)
     with pytest.raises(InputError, match="wanted both in bfloat16 or float16"):
-        run(case, batches.make(case, ((1, 20),)), step=SIZES)
+        run(case, batches.make(case, ((1, 20),)))

@@ -1,4 +1,4 @@
-"""Scores in the Hopper kernel over pages, in Pallas' interpreter, which looks for races, against the float64 reference."""
+"""Scores in the kernels in Mosaic GPU over pages, in Pallas' interpreter with its races, against the float64 reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnops.scores import PositionTemperature
 if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: its interpreter doesn't look for races", allow_module_level=True)
 
-from hopper_pages_runs import SEQUENCES, SIZES, expect_scored, run, with_score
+from mosaic_pages_runs import SEQUENCES, SIZES, expect_scored, run, with_score
 from test_page_stride import joined
 
 
@@ -58,10 +58,12 @@ CASES = {
 @pytest.mark.parametrize(
     "name", ["distance", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "distance")]
 )
-def test_agrees_with_the_reference(name: str) -> None:
+@pytest.mark.parametrize("generation", ["hopper", pytest.param("blackwell", marks=pytest.mark.slow)])
+def test_agrees_with_the_reference(generation: str, name: str) -> None:
     score, layout, case = CASES[name]
     arrays = batches.make(case, SEQUENCES[case.kind], spare=1)
-    batches.agree(case, run(case, arrays, layout, SIZES, **with_score(score)), expect_scored(score, case, arrays))
+    got = run(case, arrays, layout, generation=generation, **with_score(score))
+    batches.agree(case, got, expect_scored(score, case, arrays))
     plain = batches.expect(case, arrays)
     assert (
         np.nanmax(np.abs(plain.output - expect_scored(score, case, arrays).output)) > 0.05
@@ -69,20 +71,23 @@ def test_agrees_with_the_reference(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_positions_that_arewith_score() -> None:
+@pytest.mark.parametrize("generation", SIZES)
+def test_positions_that_are_given(generation: str) -> None:
     """Not the tokens' places; the mask is by these."""
     score, case = SoftCap(4.0) >> PositionTemperature(4.0, 0.3), PagedCase("mixed", (4, 2), **BF16)
     arrays = batches.make(case, SEQUENCES["mixed"], spare=1)
     arrays["q_positions"] = np.random.default_rng(7).integers(0, 60, len(arrays["query"]), np.int32)
-    batches.agree(case, run(case, arrays, **with_score(score)), expect_scored(score, case, arrays))
+    got = run(case, arrays, generation=generation, **with_score(score))
+    batches.agree(case, got, expect_scored(score, case, arrays))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["decode", "mixed"])
-def test_pages_of_a_sequence_on_several_devices(kind: str) -> None:
+@pytest.mark.parametrize(("generation", "kind"), [("hopper", "decode"), ("hopper", "mixed"), ("blackwell", "mixed")])
+def test_pages_of_a_sequence_on_several_devices(generation: str, kind: str) -> None:
     """Every other page is another device's, so that a key isn't where it is counted; heads begin after those of others."""
     score, _, case = CASES["function"]
     case = batches.varied(case, kind=kind)
     arrays = batches.make(case, SEQUENCES[kind], spare=1)
-    one = lambda case, part, **more: run(case, part, **with_score(score), **more)  # noqa: E731
+    of = {"generation": generation} | with_score(score)
+    one = lambda case, part, **more: run(case, part, **of, **more)  # noqa: E731
     batches.agree(case, joined(case, arrays, 2, one), expect_scored(score, case, arrays))

@@ -1,4 +1,4 @@
-"""When a step over pages runs the Hopper kernel, with which sizes, and why not."""
+"""When a step over pages runs a kernel in Mosaic GPU, with which sizes, and why not."""
 
 from __future__ import annotations
 
@@ -25,26 +25,19 @@ from attnops import (
     register_score_function,
 )
 from attnops.compat import abstract_device
-from attnops.operators.kernels.pages.hopper.page_rows import OwnKeys, row_keys
-from attnops.operators.kernels.pages.hopper.page_tiles import (
-    PageTiles,
-    StepShape,
-    block_tokens,
-    head_tiles,
-    hopper_step,
-    row_copies,
-    rows_stored,
-    shared_bytes,
-)
-from attnops.operators.kernels.pages.hopper.page_units import FIELDS, chunk_tiles, own_rows, sequence_tiles, units_of
+from attnops.operators.kernels.pages.mosaic.page_rows import OwnKeys, row_keys
+from attnops.operators.kernels.pages.mosaic.page_sizes import BLACKWELL_SIZING, HOPPER_SIZING
+from attnops.operators.kernels.pages.mosaic.page_tiles import PageTiles, StepShape, head_tiles, row_copies, rows_stored
+from attnops.operators.kernels.pages.mosaic.page_units import FIELDS, chunk_tiles, own_rows, sequence_tiles, units_of
 from attnops.operators.kernels.pages.paged_mask import PagedOptions
 from attnops.operators.kernels.pages.paged_step import Batch
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
-from attnops.operators.paged.hopper_kernel import several_rows, step_shape, step_tiles
+from attnops.operators.paged.mosaic_kernel import BLACKWELL_PAGES, HOPPER_PAGES
 from attnops.page_layouts import LAYOUTS
 from attnops.scores import PositionTemperature
 
-SHARED, CORES = 232448, 132  # bytes that a block of threads may request on Hopper, and an H100's multiprocessors
+SHARED, CORES = 232448, 132  # bytes that a block of threads may request, and an H100's multiprocessors
+DEVICES, PAGES = {"hopper": H100, "blackwell": B200}, {"hopper": HOPPER_PAGES, "blackwell": BLACKWELL_PAGES}
 REAL = jax.__version_info__ >= JAX_NEEDED
 
 
@@ -87,19 +80,21 @@ def _plan(
     return OperationRegistry.create(operation, declared).plan(query, *own, cache=cache, **given)
 
 
-def _codes(plan: Any) -> set[str]:
+def _codes(plan: Any, generation: str = "hopper") -> set[str]:
     """Why the kernel doesn't run."""
-    return codes_against(plan, "forward_hopper")
+    return codes_against(plan, f"forward_{generation}")
 
 
 @pytest.mark.skipif(REAL, reason="this jax has what the kernel needs")
 @pytest.mark.parametrize("fallback", ["warn", "error"])
-def test_an_older_jax_is_the_reason_for_plain_xla(fallback: str) -> None:
-    plan = _plan(metadata={"fallback": fallback})
-    assert (plan.kind, plan.method, _codes(plan)) == ("routed", "forward_native", {"paged.hopper_jax"})
+@pytest.mark.parametrize("generation", DEVICES)
+def test_an_older_jax_is_the_reason_for_plain_xla(generation: str, fallback: str) -> None:
+    plan = _plan(DEVICES[generation], metadata={"fallback": fallback})
+    codes = {f"paged.{generation}_jax"}
+    assert (plan.kind, plan.method, _codes(plan, generation)) == ("routed", "forward_native", codes)
 
 
-@pytest.mark.parametrize("kind", [A100, B200])
+@pytest.mark.parametrize("kind", [A100])
 def test_other_gpus_do_not_ask_it(kind: str) -> None:
     plan = _plan(kind)
     assert (plan.kind, plan.method, plan.rejected) == ("native", "forward_native", ())
@@ -155,19 +150,26 @@ RUNS: dict[str, dict[str, Any]] = {
     "split heads": {"sizes": {"tp": 4}, "kv_head_axis": "tp"},
     "declared": {"config": {"kernel": "hopper", "pages_per_block": 8, "kv_splits": 0}},
 }
+BLACKWELL_RUNS = {name: given for name, given in RUNS.items() if not {"quantised", "kind"} & given.keys()} | {
+    "latents": LATENT | {"heads": 32, "head_dim": 288, "value_dim": 256},
+    "declared": {"config": {"kernel": "blackwell", "pages_per_block": 4, "kv_splits": 0}},
+}
 
 
 @pytest.mark.usefixtures("new_jax")
-@pytest.mark.parametrize("name", RUNS)
-def test_what_it_runs(name: str) -> None:
-    plan = _plan(**RUNS[name])
-    assert (plan.kind, plan.method, plan.rejected) == ("platform", "forward_hopper", ())
-    step, shape = step_tiles(plan.problem, plan.config), step_shape(plan.problem)
-    chosen, several = step_tiles(plan.problem, plan.problem.config), several_rows(plan.problem)
+@pytest.mark.parametrize(("generation", "name"), [
+    *(("hopper", name) for name in RUNS), *(("blackwell", name) for name in BLACKWELL_RUNS)
+])  # fmt: skip
+def test_what_it_runs(generation: str, name: str) -> None:
+    given = RUNS[name] if generation == "hopper" else {"kind": B200} | BLACKWELL_RUNS[name]
+    plan, of = _plan(**given), PAGES[generation]
+    assert (plan.kind, plan.method, plan.rejected) == ("platform", f"forward_{generation}", ())
+    step, shape = of.step_tiles(plan.problem, plan.config), of.step_shape(plan.problem)
+    chosen, several = of.step_tiles(plan.problem, plan.problem.config), of.several_rows(plan.problem)
     assert (step.decode, step.splits) == (chosen.decode, chosen.splits)  # filled in as chosen
     assert not several or step == chosen
     for tiles in (step.decode, step.chunks):
-        assert sum(shared_bytes(shape, tiles).values()) <= SHARED
+        assert sum(of.sizing.shared_bytes(shape, tiles).values()) <= SHARED
         assert tiles.consumers <= 2
     assert max(step.decode.stages, step.decode.stored) >= 2
 
@@ -206,14 +208,25 @@ REFUSED = {
     "paged.hopper.score_function_operation": {"call": {"score": Distance("tests.hopper_pages.sine")}},
     "feature.selected": {"call": {"selected": jax.ShapeDtypeStruct((32, 8), "int32")}},
 }
+BLACKWELL_REFUSED = {
+    code.replace("hopper", "blackwell"): given for code, given in REFUSED.items() if code != "feature.rope_dtype"
+} | {
+    "paged.kernel": {"config": {"kernel": "hopper"}},
+    "paged.blackwell_dim": LATENT | {"heads": 128},  # no tensor memory for 512 columns of sums beside logits
+    "paged.blackwell_shared": LATENT | {"heads": 128, "value_dim": 256},
+    "feature.quantized_kv": {"quantised": {"dtype": "int8", "scale": "token_head"}},
+}
 
 
 @pytest.mark.usefixtures("new_jax")
-@pytest.mark.parametrize("code", REFUSED)
-def test_what_it_refuses(code: str) -> None:
-    plan = _plan(**REFUSED[code])
-    assert (plan.kind, plan.method, _codes(plan)) == ("fallback", "forward_native", {code})
-    refused = _plan(**(REFUSED[code] | {"metadata": {"fallback": "error"} | REFUSED[code].get("metadata", {})}))
+@pytest.mark.parametrize(("generation", "code"), [
+    *(("hopper", code) for code in REFUSED), *(("blackwell", code) for code in BLACKWELL_REFUSED)
+])  # fmt: skip
+def test_what_it_refuses(generation: str, code: str) -> None:
+    given = {"kind": DEVICES[generation]} | (REFUSED if generation == "hopper" else BLACKWELL_REFUSED)[code]
+    plan = _plan(**given)
+    assert (plan.kind, plan.method, _codes(plan, generation)) == ("fallback", "forward_native", {code})
+    refused = _plan(**(given | {"metadata": {"fallback": "error"} | given.get("metadata", {})}))
     assert refused.kind == "refused"
 
 
@@ -223,7 +236,8 @@ def test_a_layout_of_ones_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         name = "backwards"
 
     monkeypatch.setitem(LAYOUTS, "backwards", Backwards())
-    assert _codes(_plan(layout="backwards")) == {"paged.hopper_layout"}
+    for generation, kind in DEVICES.items():
+        assert _codes(_plan(kind, layout="backwards"), generation) == {f"paged.{generation}_layout"}
 
 
 @pytest.mark.usefixtures("new_jax")
@@ -233,9 +247,17 @@ def test_every_name_of_the_operation_has_it(name: str) -> None:
     if operation.family != "attention":
         return
     layout = operation.cache_layout or "split"
-    plan = _plan(operation=name, **(LATENT if layout == "latent" else {"layout": layout}))
-    assert (plan.kind, plan.method) == ("platform", "forward_hopper")
-    assert operation.capability("forward_hopper").writes_pages
+    latents = {"hopper": LATENT, "blackwell": BLACKWELL_RUNS["latents"]}
+    for generation, kind in DEVICES.items():
+        plan = _plan(kind, operation=name, **(latents[generation] if layout == "latent" else {"layout": layout}))
+        assert (plan.kind, plan.method) == ("platform", f"forward_{generation}")
+        assert operation.capability(plan.method).writes_pages == (generation == "hopper")
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_a_fused_update_writes_before_on_blackwell() -> None:
+    plan = _plan(B200, config={"update": "fused"})
+    assert [n.code for n in plan.notes] == ["paged.fused_unsupported"]
 
 
 @pytest.mark.usefixtures("new_jax")
@@ -245,8 +267,12 @@ def test_which_rows_a_fused_update_writes_first(name: str, code: str | None) -> 
     plan = _plan(**RUNS[name] | {"config": {"update": "fused"}})
     found = [n.code for n in plan.notes if n.code.startswith("paged.fused")]
     assert (plan.method, found) == ("forward_hopper", [] if code is None else [code])
-    shape = step_shape(plan.problem)
-    assert bool(shape.rows) == bool(shared_bytes(shape, PageTiles(64, 2))["rows"]) == (code != "paged.fused_spans")
+    shape = HOPPER_PAGES.step_shape(plan.problem)
+    assert (
+        bool(shape.rows)
+        == bool(HOPPER_SIZING.shared_bytes(shape, PageTiles(64, 2))["rows"])
+        == (code != "paged.fused_spans")
+    )
 
 
 @pytest.mark.usefixtures("new_jax")
@@ -268,29 +294,50 @@ def test_what_a_search_tries() -> None:
 
 def test_sizes_by_rule() -> None:
     llama = StepShape(32, 32, 8, (128, 128), 16, False)
-    step = hopper_step(llama, CORES)
+    step = HOPPER_SIZING.step(llama, CORES)
     assert step.splits == 33  # of 8 kv heads, for two blocks a multiprocessor
     assert (step.decode.block_kv, step.decode.row_groups, step.decode.parts) == (64, 1, 1)
     assert step.chunks == PageTiles(128, 2, 2)
     assert step.chunk_splits == 33  # one tile of 32 tokens
-    assert hopper_step(llama._replace(tokens=8192), CORES).chunk_splits == 0
-    latent = hopper_step(StepShape(32, 128, 1, (576, 512), 64, True), CORES)
+    assert HOPPER_SIZING.step(llama._replace(tokens=8192), CORES).chunk_splits == 0
+    latent = HOPPER_SIZING.step(StepShape(32, 128, 1, (576, 512), 64, True), CORES)
     assert latent.decode == latent.chunks == PageTiles(64, 2, 1, 2)
     assert latent.splits == 132
+
+
+def test_sizes_for_blackwell_by_rule() -> None:
+    """128 rows, and of chunks 256; as many keys and stages, a power of two, as shared and tensor memory hold."""
+    llama = StepShape(32, 32, 8, (128, 128), 16, False)
+    step = BLACKWELL_SIZING.step(llama, 148)
+    assert step.splits == 37  # of 8 kv heads, for two blocks a multiprocessor
+    assert step.decode == PageTiles(128, 2, lines=128)
+    assert step.chunks == PageTiles(128, 2, 2, lines=128)
+    assert BLACKWELL_SIZING.block_tokens(llama) == (32, 64)
+    narrow = BLACKWELL_SIZING.step(llama._replace(dims=(64, 64)), 148)
+    assert (narrow.decode.stages, narrow.chunks.stages) == (4, 4)
+    wide = llama._replace(dims=(256, 256))  # two groups' sums would take all tensor memory
+    assert BLACKWELL_SIZING.block_tokens(wide) == (32,)
+    assert BLACKWELL_SIZING.step(wide, 148).chunks == PageTiles(64, 2, lines=128)
+    latent = StepShape(
+        32, 32, 1, (288, 256), 64, True
+    )  # their place is free after the product with weights: two at least
+    assert BLACKWELL_SIZING.step(latent, 148).decode == PageTiles(128, 2, lines=128)
+    counted = BLACKWELL_SIZING.shared_bytes(latent, PageTiles(128, 2, lines=128))
+    assert (counted["query"], counted["key"], counted["value"]) == (73728, 147456, 0)
 
 
 def test_shared_memory_by_hand() -> None:
     """64 rows of a query and two stages of 64 keys and values of 128 numbers, 16 bits each; latents have keys alone, and the
     output, 64 rows of 512, in the place of the query."""
-    counted = shared_bytes(StepShape(32, 32, 8, (128, 128), 16, False), PageTiles(64, 2))
+    counted = HOPPER_SIZING.shared_bytes(StepShape(32, 32, 8, (128, 128), 16, False), PageTiles(64, 2))
     assert (counted["query"], counted["key"], counted["value"], counted["output"]) == (16384, 32768, 32768, 0)
-    writes = shared_bytes(StepShape(32, 32, 8, (128, 320), 16, False, rows=(128, 320)), PageTiles(64, 2))
+    writes = HOPPER_SIZING.shared_bytes(StepShape(32, 32, 8, (128, 320), 16, False, rows=(128, 320)), PageTiles(64, 2))
     assert (writes["rows"], counted["rows"]) == (512 + 1024, 0)  # in units of 512 bytes
-    latent = shared_bytes(StepShape(32, 128, 1, (576, 512), 64, True), PageTiles(64, 2, 1, 2))
-    wide = shared_bytes(StepShape(32, 16, 8, (256, 256), 16, False), PageTiles(64, 3))
+    latent = HOPPER_SIZING.shared_bytes(StepShape(32, 128, 1, (576, 512), 64, True), PageTiles(64, 2, 1, 2))
+    wide = HOPPER_SIZING.shared_bytes(StepShape(32, 16, 8, (256, 256), 16, False), PageTiles(64, 3))
     assert sum(wide.values()) == 232608  # as Mosaic says, which refuses it
     assert (latent["query"], latent["key"], latent["value"], latent["output"]) == (73728, 147456, 0, 0)
-    of_int8 = shared_bytes(StepShape(32, 32, 8, (128, 128), 16, False, True), PageTiles(64, 2, stored=8))
+    of_int8 = HOPPER_SIZING.shared_bytes(StepShape(32, 32, 8, (128, 128), 16, False, True), PageTiles(64, 2, stored=8))
     assert (of_int8["key"], of_int8["value"], of_int8["stored"], of_int8["scales"]) == (
         32768,
         32768,
@@ -302,12 +349,12 @@ def test_shared_memory_by_hand() -> None:
 def test_what_is_stored_of_quantised_pages_by_rule() -> None:
     """While one widened tile is read another is written, and as many as fit are on their way."""
     llama = StepShape(32, 32, 8, (128, 128), 16, False, True)
-    assert hopper_step(llama, CORES).decode == PageTiles(64, 2, stored=8)
-    assert hopper_step(llama, CORES).chunks == PageTiles(64, 2, 2, stored=3)
+    assert HOPPER_SIZING.step(llama, CORES).decode == PageTiles(64, 2, stored=8)
+    assert HOPPER_SIZING.step(llama, CORES).chunks == PageTiles(64, 2, 2, stored=3)
     # Four warpgroups leave each thread too few registers for 256 columns of two tiles of rows.
     wide = StepShape(32, 16, 8, (256, 256), 16, False, True)
-    assert (block_tokens(wide), hopper_step(wide, CORES).chunks.row_groups) == ((32,), 1)
-    latent = hopper_step(StepShape(32, 128, 1, (576, 512), 64, True, True), CORES)
+    assert (HOPPER_SIZING.block_tokens(wide), HOPPER_SIZING.step(wide, CORES).chunks.row_groups) == ((32,), 1)
+    latent = HOPPER_SIZING.step(StepShape(32, 128, 1, (576, 512), 64, True, True), CORES)
     assert latent.decode == PageTiles(64, 1, 1, 2, stored=2)  # two of 64 x 576 x 2 bytes don't fit beside the query's
 
 
@@ -316,7 +363,7 @@ def test_what_is_stored_of_quantised_pages_by_rule() -> None:
 )
 def test_rows_of_a_tile(group: int, tiles: int, tokens: int) -> None:
     assert head_tiles(group, 64) == tiles
-    assert block_tokens(StepShape(8, group, 1, (128, 128), 16, False))[0] == tokens
+    assert HOPPER_SIZING.block_tokens(StepShape(8, group, 1, (128, 128), 16, False))[0] == tokens
     assert rows_stored(group, 1, PageTiles(64, 2)) == math.ceil(group / tiles / 8) * 8
 
 

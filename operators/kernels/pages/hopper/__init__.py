@@ -1,1 +1,0 @@
-"""Paged attention on Hopper GPUs with attnops' own kernel, in Pallas' Mosaic GPU flavour."""

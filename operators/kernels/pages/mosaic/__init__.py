@@ -1,0 +1,1 @@
+"""Paged attention on Hopper and Blackwell GPUs with attnops' own kernels, in Pallas' Mosaic GPU flavour."""

@@ -1,0 +1,299 @@
+"""The kernel over pages on Hopper: one warpgroup loads and cleans, the others compute with wgmma, their sums in registers. Of
+quantised pages two load, keys and values, and widen what has come.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ....flash.kernel.weigh import weigh
+from ....hopper.kernel.hopper_sizes import ROWS
+from ....hopper.kernel.tensor_cores import tensor_cores
+from ....hopper.kernel.tile import BY_COLUMN, TILE
+from ....mosaic.kernel.block import WARPGROUPS, along_rows
+from ...lse import LN2, LOG2E
+from .page_block import PagesBlock, Unit, Work
+from .page_sizes import HOPPER_SIZING
+from .page_tiles import PageSizing, row_copies
+
+__all__ = ["HopperPages"]
+
+# Registers per thread of a warpgroup that loads and of one that computes, by how many there are of each: what some give up is all
+# that others can take. With one of each they stay as compiled. One that widens quantised numbers needs more.
+_REGISTERS = {(1, 2): (56, 224), (2, 1): (120, 240), (2, 2): (56, 200)}
+_REGISTERS_OF_LATENTS = (56, 224)  # quantised ones
+_REGISTERS_OF_PARTS = (40, 232)  # where two that compute have half of a row's columns each
+_AT_ONCE = 128  # columns up to which numbers are widened without a loop: more would take registers that aren't there
+_WIDENED = plgpu.Layout.WGMMA_UPCAST_2X  # how a warpgroup holds numbers while it widens them
+
+
+@dataclass(frozen=True)
+class HopperPages(PagesBlock):
+    """`block_q` rows, 64 of each group of them."""
+
+    in_registers: ClassVar[Any] = TILE
+    sizing: ClassVar[PageSizing] = HOPPER_SIZING
+    writes: ClassVar[bool] = True
+
+    def __call__(self, refs: dict[str, Any]) -> None:
+        warpgroup, work = lax.axis_index(WARPGROUPS), self.work(refs)
+        registers = _REGISTERS.get((self.loaders, self.sizes.consumers))
+        if self.sizes.parts > 1 and not self.quantised:
+            registers = _REGISTERS_OF_PARTS
+        if self.quantised and self.in_key:
+            registers = _REGISTERS_OF_LATENTS if self.sizes.consumers > 1 else None
+
+        @pl.when(warpgroup < self.sizes.consumers)
+        def _compute() -> None:
+            if registers is not None:
+                plgpu.set_max_registers(registers[1], action="increase")
+            self.used(work, lambda: self._compute(refs, work, warpgroup))
+
+        for loader in range(self.loaders):
+
+            @pl.when(warpgroup == self.sizes.consumers + loader)
+            def _load(name: str = self.streams[loader]) -> None:
+                if registers is not None:
+                    plgpu.set_max_registers(registers[0], action="decrease")
+                load = functools.partial(self._load_and_widen, name) if self.quantised else self.load
+                self.used(work, lambda: load(refs, work))
+
+    @property
+    def quantised(self) -> bool:
+        """Whether pages hold numbers of 8 bits, which the warpgroup that loads widens."""
+        return self.stored is not None
+
+    @property
+    def loaders(self) -> int:
+        """Warpgroups that load: of quantised pages one for each of what is widened."""
+        return len(self.streams) if self.quantised else 1
+
+    @property
+    def warpgroups(self) -> int:
+        """See BlockOfThreads."""
+        return self.sizes.consumers + self.loaders
+
+    # -- the warpgroup that loads ------------------------------------------------------------------------------------
+
+    def loaded(self, name: str, masked: bool) -> str:
+        """See PagesBlock. Values are there once they are clean."""
+        return f"{name}_{'raw' if masked and name == self.streams[-1] else 'full'}"
+
+    def after_load(self, refs: dict[str, Any], unit: Unit, tile: Any, slot: Any) -> None:
+        """Clean values, once they have come."""
+        name = self.streams[-1]
+        plgpu.barrier_wait(refs[f"{name}_raw"].at[slot])
+        self.zero_hidden(refs, unit, tile, slot)
+        plgpu.barrier_arrive(refs[f"{name}_clean"].at[slot])
+
+    def _load_and_widen(self, name: str, refs: dict[str, Any], work: Work) -> None:
+        """The same of the keys or the values of quantised pages: tiles come into places of their own, some ahead of those that
+        are widened."""
+        self.write_own(refs, work, (name,))
+        if name == self.streams[0]:
+            self.load_queries(refs, work)
+        unit, stages, stored, raw = work.unit, self.sizes.stages, self.sizes.stored, refs[f"{name}_raw"]
+
+        def request(number: Any) -> None:
+            place, tile = lax.rem(number, jnp.int32(stored)), unit.tile(number, None)
+            self.copy(refs, work, name, tile, refs[f"{name}_stored"].at[place], raw.at[place], True)
+            if f"{name}_scales" in refs:
+                size = self.sizes.block_kv
+                scales = refs[f"{name}_scales"].at[unit.sequence, self.kv_head(work), pl.ds(tile * size, size)]
+                plgpu.copy_gmem_to_smem(scales, refs[f"{name}_scale_rows"].at[place], raw.at[place])
+
+        pl.loop(0, jnp.minimum(unit.tiles, stored))(request)
+
+        def widen(number: Any, carry: Any, masked: bool) -> Any:
+            slot, place = lax.rem(number, jnp.int32(stages)), lax.rem(number, jnp.int32(stored))
+            pl.when(number >= stages)(lambda: plgpu.barrier_wait(refs[f"{name}_free"].at[slot]))
+            plgpu.barrier_wait(raw.at[place])
+            self._widen(refs, unit, name, unit.tile(number, masked), place, slot, masked)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(refs[f"{name}_full"].at[slot])
+            pl.when(number + stored < unit.tiles)(lambda: request(number + stored))
+            return carry
+
+        self.visit(unit, widen, None)
+        self.drain(refs, unit.tiles, (name,))
+
+    def _widen(
+        self, refs: dict[str, Any], unit: Unit, name: str, tile: Any, place: Any, slot: Any, masked: bool
+    ) -> None:
+        """Numbers of a place as those of another, with their tokens' scales; zeros for values that no row sees."""
+        wide, first, step = refs[f"{name}_tiles"].at[slot], tile * self.sizes.block_kv, self.step(name)
+        bits = self.there(refs, unit, tile) if masked else None
+        for row in range(0, self.sizes.block_kv, ROWS):
+            rows, seen, numbers = pl.ds(row, ROWS), None, refs[f"{name}_stored"].at[place]
+            if f"{name}_scales" in refs:
+                refs[f"{name}_factors"].at[slot, rows][...] = self.by_row(refs[f"{name}_scale_rows"].at[place, rows])
+            if masked and name == self.streams[-1]:
+                local = plgpu.broadcasted_iota(jnp.int32, (ROWS, step), 0, layout=_WIDENED) + row
+                seen = self.seen(unit, local, first, bits)
+
+            def part(column: Any, rows: Any = rows, seen: Any = seen, numbers: Any = numbers) -> None:
+                columns = pl.ds(column, step)
+                x = plgpu.load(numbers.at[rows, columns], layout=_WIDENED)  # type: ignore[call-arg] # of jax 0.10
+                x = widened(x, wide.dtype)
+                wide[rows, columns] = x if seen is None else jnp.where(seen, x, jnp.zeros((), x.dtype))
+
+            dim = self.dims[name == "value"]
+            if dim <= _AT_ONCE:
+                for column in range(0, dim, step):
+                    part(column)
+            else:
+                pl.loop(0, dim, step=step)(part)
+
+    # -- those that compute ------------------------------------------------------------------------------------------
+
+    def _compute(self, refs: dict[str, Any], work: Work, warpgroup: Any) -> None:
+        """Online softmax over the tiles."""
+        unit, stages, parts = work.unit, self.sizes.stages, self.sizes.parts
+        group, part = self._place(warpgroup)
+        query, columns = refs["query_tile"].at[group], self.dims[1] // parts
+        rows = pl.ds(group * ROWS, ROWS)
+        limits, keys_of_tile = self.limits(refs, unit, rows), (0, self.sizes.block_kv)
+        numbers = self.score_rows(refs, work, rows)
+        carry = (
+            plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), TILE),
+            *self.start(refs, work, group),
+        )
+        plgpu.barrier_wait(refs["query_full"].at[group])
+        products, last = tensor_cores(self.interpret), self.streams[-1]
+        kv_head = self.kv_head(work)
+
+        def visit(turn: Any, carry: Any, masked: bool) -> Any:
+            sums, peak, total = carry
+            tile = unit.tile(turn, masked)
+            # With one place the compiler would keep the addresses of all its parts, unless it seems to differ from turn to turn.
+            slot = lax.rem(turn, jnp.int32(stages)) if stages > 1 else jnp.minimum(tile, 0)
+            keys = refs["key_tiles"].at[slot]
+            cleaned = masked and not self.quantised
+            plgpu.barrier_wait(refs["key_clean" if cleaned and self.in_key else "key_full"].at[slot])
+            (raw,) = products.logits((query, keys))
+            of_keys = self._factors(refs, "key", slot, raw.shape)
+            if not self.in_key:
+                plgpu.barrier_arrive(refs["key_free"].at[slot])
+            seen = [] if not masked else self.visible(refs, unit, tile, rows, limits, keys_of_tile)
+            if of_keys is None and "key_scale" in refs:
+                of_keys = refs["key_scale"][kv_head]
+            x, factor, _ = weigh(self.part(refs, work, tile, seen, keys_of_tile, numbers, of_keys), raw, masked)
+            new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
+            # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
+            shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak) if masked else new_peak
+            shrink = jnp.exp2(peak - shift)
+            weights = jnp.exp2(x * factor - along_rows(shift, x.shape))
+            total = total * shrink + weights.sum(axis=1)
+            sums = sums * along_rows(shrink, sums.shape)
+            if not self.in_key:
+                plgpu.barrier_wait(refs["value_clean" if cleaned else "value_full"].at[slot])
+            of_values = of_keys if self.in_key else self._factors(refs, "value", slot, raw.shape)
+            if f"{last}_scales" in refs and of_values is not None:  # one that no row sees may be NaN
+                weights = weights * of_values
+                weights = jnp.where(seen[0], weights, 0.0) if masked else weights
+            values = refs[f"{last}_tiles"].at[slot]
+            if self.dims[1] != values.shape[1] or parts > 1:
+                values = values.at[:, pl.ds(part * columns, columns)]
+            (sums,) = products.add_values((sums, weights.astype(query.dtype), values))
+            plgpu.barrier_arrive(refs[f"{last}_free"].at[slot])
+            return sums, new_peak, total
+
+        self._finish(refs, work, warpgroup, self.visit(unit, visit, carry))
+
+    def _factors(self, refs: dict[str, Any], name: str, slot: Any, shape: tuple[int, ...]) -> jax.Array | None:
+        """The scales of a tile's keys or values along its columns, where each token has its own."""
+        if f"{name}_factors" not in refs:
+            return None
+        of_keys = plgpu.load(refs[f"{name}_factors"].at[slot], layout=BY_COLUMN)  # type: ignore[call-arg] # of jax 0.10
+        return lax.broadcast_in_dim(of_keys, shape, (1,))
+
+    def _place(self, warpgroup: Any) -> tuple[Any, Any]:
+        """(group of rows, part of the columns) of a warpgroup; numbers where there is one, so that addresses are known."""
+        groups, parts = self.sizes.row_groups, self.sizes.parts
+        group = 0 if groups == 1 else warpgroup if parts == 1 else lax.div(warpgroup, jnp.int32(parts))
+        return group, 0 if parts == 1 else warpgroup if groups == 1 else lax.rem(warpgroup, jnp.int32(parts))
+
+    def _finish(self, refs: dict[str, Any], work: Work, warpgroup: Any, carry: Any) -> None:
+        """Write the rows' output and lse."""
+        sums, peak, total = carry
+        group, part = self._place(warpgroup)
+        columns = sums.shape[1]
+        visible = total > 0
+        safe = jnp.where(visible, total, 1.0)
+        lse = jnp.where(visible, (peak + jnp.log(safe) * LOG2E) * LN2, -jnp.inf)
+        if self.sizes.parts > 1:  # the others may still read the queries, whose place it takes
+            plgpu.barrier_arrive(refs["query_free"])
+            plgpu.barrier_wait(refs["query_free"])
+        output = refs["output_tile" if "output_tile" in refs else "query_tile"].at[warpgroup]
+        share = 1.0 / safe
+        if "value_scale" in refs:
+            share = share * refs["value_scale"][self.kv_head(work)]
+        output[...] = (sums * along_rows(share, sums.shape)).astype(refs["output"].dtype)
+        rows, lse_rows = pl.ds(group * ROWS, self.rows), refs["lse_rows"].at[warpgroup]
+        lse_rows[...] = lse
+        plgpu.commit_smem()
+        target = refs["output"].at[work.number, work.head, rows, pl.ds(part * columns, columns)]
+        plgpu.copy_smem_to_gmem(output.at[pl.ds(0, self.rows)], target)
+
+        @pl.when(part == 0)
+        def _write_lse() -> None:
+            plgpu.copy_smem_to_gmem(lse_rows.at[pl.ds(0, self.rows)], refs["lse"].at[work.number, work.head, rows])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    # -- places and barriers -----------------------------------------------------------------------------------------
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """See BlockOfThreads."""
+        sizes, (dim, value_dim) = self.sizes, self.dims
+        query = self.tiles(dtype, sizes.row_groups, ROWS, dim)
+        output = self.tiles(dtype, sizes.consumers, ROWS, value_dim // sizes.parts)
+        made: dict[str, Any] = {"query_tile": query}
+        if dim != value_dim or sizes.parts > 1:
+            alone = sizes.row_groups == 1
+            made = (
+                {"query_tile output_tile": plgpu.RefUnion(query, output)} if alone else made | {"output_tile": output}
+            )
+        made |= {
+            "lse_rows": plgpu.SMEM((sizes.consumers, ROWS), jnp.float32),
+            "query_full": plgpu.Barrier(num_barriers=sizes.row_groups),
+            "query_free": plgpu.Barrier(num_arrivals=sizes.parts),
+            **self.barriers(dict.fromkeys(self.streams, 1 if self.quantised else self.copies), sizes.consumers),
+        }
+        for stream, columns in zip(self.streams, self.dims, strict=False):
+            step, shape = self.step(stream), (sizes.stored, sizes.block_kv)
+            made[f"{stream}_tiles"] = self.tiles(dtype, sizes.stages, sizes.block_kv, columns, step=step)
+            if not self.quantised:
+                continue
+            by_token = stream in self.scaled
+            made[f"{stream}_stored"] = self.tiles(self.stored, *shape, columns, step=step)
+            made[f"{stream}_raw"] = plgpu.Barrier(num_arrivals=self.copies + by_token, num_barriers=sizes.stored)
+            if by_token:
+                made[f"{stream}_scale_rows"] = plgpu.SMEM(shape, jnp.float32)
+                made[f"{stream}_factors"] = plgpu.SMEM((sizes.stages, sizes.block_kv), jnp.float32)
+        for stream, (_, numbers) in zip(self.streams, self.own, strict=False):
+            stored = jnp.dtype(dtype if self.stored is None else self.stored)
+            copies = row_copies(numbers, stored.itemsize)
+            assert copies is not None  # otherwise rows are refused
+            made[f"{stream}_own"] = plgpu.SMEM((copies, numbers // copies), stored)
+            made[f"{stream}_own_full"] = plgpu.Barrier(num_arrivals=copies)
+        if not self.quantised:
+            last = self.streams[-1]
+            made[f"{last}_raw"] = plgpu.Barrier(num_arrivals=self.copies, num_barriers=sizes.stages)
+            made[f"{last}_clean"] = plgpu.Barrier(num_barriers=sizes.stages)
+        return made
+
+
+def widened(x: jax.Array, dtype: Any) -> jax.Array:
+    """Numbers of 8 bits in a dtype of 16, which is exact. GPUs convert int8 to bfloat16 and fp8 to float16 with few instructions;
+    others go through float32."""
+    exact = x.astype(jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16)
+    return exact if exact.dtype == dtype else exact.astype(jnp.float32).astype(dtype)

@@ -1,0 +1,147 @@
+"""The sizes of the kernels over pages by rule, for each generation, and the shared memory that they take."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from ....blackwell.kernel import blackwell_sizes
+from ....hopper.kernel import hopper_sizes
+from ....mosaic.kernel.mosaic_sizes import BARRIER, DIM_STEP, FLOAT, MosaicSizes
+from .page_tiles import KEYS, PageSizing, PageTiles, StepShape
+
+__all__ = ["BLACKWELL_SIZING", "HOPPER_SIZING", "BlackwellPageSizing", "HopperPageSizing"]
+
+_COLUMNS = 256  # of values that a warpgroup's registers hold sums for
+_NARROW = 64  # columns up to which a multiprocessor of Hopper takes two blocks that decode
+_WIDE = 128  # columns up to which a chunk's tile has the most keys
+_MOST_STAGES = 8
+_STAGES_OF_CHUNKS = 3  # a chunk's tiles take longer to compute than to load
+_ALIGNMENT, _UNIT = 2560, 512  # bytes, as Mosaic lays arrays out
+
+
+class HopperPageSizing(PageSizing):
+    """Sums are in registers: a warpgroup has 256 columns of values."""
+
+    generation: ClassVar[str] = "hopper"
+    target: ClassVar[str] = "h100"
+    lines: ClassVar[int] = hopper_sizes.ROWS
+    most: ClassVar[tuple[int, int]] = (576, 512)
+    held: ClassVar[str] = "shared memory and registers"
+
+    def decode(self, shape: StepShape, keys: int | None) -> PageTiles:
+        """See PageSizing."""
+        # Up to 64 columns a thread's registers leave room for a second block on the multiprocessor.
+        alone = max(shape.padded) > _NARROW or (shape.quantised and not shape.latent)  # one more warpgroup loads
+        return self._fitted(shape, keys or KEYS[0], _MOST_STAGES, 1, 1 if alone else 2)
+
+    def chunks(self, shape: StepShape, keys: int | None, groups: int) -> PageTiles:
+        """See PageSizing."""
+        wide = _NARROW if shape.quantised else _WIDE
+        return self._fitted(shape, keys or KEYS[max(shape.padded) <= wide], _STAGES_OF_CHUNKS, groups)
+
+    def two_groups(self, shape: StepShape) -> bool:
+        """Where a warpgroup holds all columns of a row's values beside all that load."""
+        crowded = shape.quantised and not shape.latent and shape.padded[1] > _WIDE
+        return _columns_in_parts(shape) == 1 and not crowded
+
+    def shared_bytes(self, shape: StepShape, tiles: PageTiles) -> dict[str, int]:
+        """Numbers have 16 bits, stored ones of quantised pages 8. The output of one group of rows is where its query was."""
+        dim, value_dim = shape.padded
+        query, output = 2 * tiles.block_q * dim, 2 * tiles.block_q * value_dim
+        shares = dim == value_dim or tiles.row_groups == 1
+        stored, streams = tiles.stored * tiles.block_kv, 1 if shape.latent else 2
+        barriers = 2 * streams * tiles.stages + (streams * tiles.stored if shape.quantised else 2 * tiles.stages)
+        return {
+            "query": max(query, output) if shares else query,
+            "key": 2 * tiles.stages * tiles.block_kv * dim,
+            "value": 0 if shape.latent else 2 * tiles.stages * tiles.block_kv * value_dim,
+            "output": 0 if shares else output,
+            "stored": stored * (dim + (0 if shape.latent else value_dim)),
+            "scales": streams * (_unit(FLOAT * stored) + _unit(FLOAT * tiles.stages * tiles.block_kv) * (stored > 0)),
+            "lse": _unit(FLOAT * self.lines * tiles.consumers),
+            "rows": sum(_unit((1 if shape.quantised else 2) * numbers) for numbers in shape.rows),
+            "barriers": BARRIER * (tiles.row_groups + 1 + len(shape.rows) + barriers),
+            "alignment": _ALIGNMENT,
+        }
+
+    def _fitted(self, shape: StepShape, block_kv: int, stages: int, row_groups: int, blocks: int = 1) -> PageTiles:
+        """The same with as many stages as fit beside each other in so many blocks, one at least; what one takes may be too much.
+        Of quantised tiles so many are stored, while one of the widened ones is read and another is written."""
+        chosen = PageTiles(block_kv, stages, row_groups, _columns_in_parts(shape))
+        fewer = [chosen._replace(stages=n) for n in range(stages, 0, -1)]
+        if shape.quantised:
+            sizes = [*((2, n) for n in range(stages, 1, -1)), *((1, n) for n in range(stages, 0, -1))]
+            fewer = [chosen._replace(stages=wide, stored=n) for wide, n in sizes]
+        return next((tiles for tiles in fewer if self.fits(shape, tiles, blocks)), fewer[-1])
+
+
+class BlackwellPageSizing(PageSizing):
+    """Sums and logits are in tensor memory. Stages are powers of two, as in the kernels over dense arrays. A place of latents is
+    free once their product with weights has ended, so there are two at least."""
+
+    generation: ClassVar[str] = "blackwell"
+    target: ClassVar[str] = "b200"
+    lines: ClassVar[int] = blackwell_sizes.ROWS
+    most: ClassVar[tuple[int, int]] = (576, 256)
+    held: ClassVar[str] = "shared and tensor memory"
+
+    def decode(self, shape: StepShape, keys: int | None) -> PageTiles:
+        """See PageSizing."""
+        return self._fitted(shape, keys, 1)
+
+    def chunks(self, shape: StepShape, keys: int | None, groups: int) -> PageTiles:
+        """See PageSizing."""
+        return self._fitted(shape, keys, groups)
+
+    def two_groups(self, shape: StepShape) -> bool:
+        """Zeros are written over latents once one warpgroup's logits of them are there."""
+        return not shape.latent and self.fits(shape, self._fitted(shape, None, 2))
+
+    def fits(self, shape: StepShape, tiles: PageTiles, blocks: int = 1) -> bool:
+        """See PageSizing."""
+        return super().fits(shape, tiles, blocks) and _tensor_columns(shape, tiles) <= blackwell_sizes.TENSOR_COLUMNS
+
+    def taken(self, shape: StepShape, tiles: PageTiles) -> str:
+        """See PageSizing."""
+        columns = f"{_tensor_columns(shape, tiles)} columns of tensor memory, of {blackwell_sizes.TENSOR_COLUMNS}"
+        return f"{super().taken(shape, tiles)}, and {columns}"
+
+    def shared_bytes(self, shape: StepShape, tiles: PageTiles) -> dict[str, int]:
+        """Those of a kernel over dense arrays."""
+        counted = blackwell_sizes.shared_bytes(_dense(tiles), *shape.dims)
+        return counted | ({"value": 0} if shape.latent else {})
+
+    def _fitted(self, shape: StepShape, keys: int | None, groups: int) -> PageTiles:
+        """The most keys of which two stages fit, and as many of them as fit; what one takes may be too much."""
+        least = 2 if shape.latent else 1
+        some = KEYS[::-1] if keys is None else (keys,)
+        several = [PageTiles(n, stages, groups, lines=self.lines) for n in some for stages in (8, 4, 2)]
+        alone = [PageTiles(n, 1, groups, lines=self.lines) for n in some if least == 1]
+        ways = [*several, *alone]
+        return next((tiles for tiles in ways if self.fits(shape, tiles)), ways[-1])
+
+
+def _dense(tiles: PageTiles) -> MosaicSizes:
+    return MosaicSizes(tiles.block_q, tiles.block_kv, tiles.stages)
+
+
+def _tensor_columns(shape: StepShape, tiles: PageTiles) -> int:
+    return blackwell_sizes.tensor_columns(_dense(tiles), shape.dims[1])
+
+
+def _unit(size: int) -> int:
+    """The bytes that a small array takes."""
+    return math.ceil(size / _UNIT) * _UNIT
+
+
+def _columns_in_parts(shape: StepShape) -> int:
+    """Parts of a value's columns, each of which a warpgroup has registers for."""
+    columns = shape.padded[1]
+    parts = math.ceil(columns / _COLUMNS)
+    while columns % (parts * DIM_STEP):
+        parts += 1
+    return parts
+
+
+HOPPER_SIZING, BLACKWELL_SIZING = HopperPageSizing(), BlackwellPageSizing()

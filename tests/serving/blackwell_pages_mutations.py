@@ -1,0 +1,114 @@
+"""Run the Blackwell kernel over pages in the interpreter with a mistake planted in it: see tests/mosaic_mistakes.py. Those of its
+roles are the forward kernel's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "blackwell")]
+import jax
+import paged_batches as batches
+from forward_mutations import LAST, PLANTED, STAGES
+from forward_mutations import mutations as of_roles
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from mosaic_pages_runs import run
+from paged_batches import PagedCase
+
+from attnops.operators.blackwell.kernel import forward
+from attnops.operators.kernels.pages.mosaic import blackwell_pages, page_block
+from attnops.operators.kernels.pages.mosaic.blackwell_pages import BlackwellPages
+from attnops.operators.kernels.pages.mosaic.page_tiles import PageStep, PageTiles
+from attnops.operators.mosaic.kernel import block
+
+STEP = PageStep(PageTiles(64, STAGES, lines=128), PageTiles(64, STAGES, 2, lines=128), 0, 0)
+KEYS = 330  # four tiles that all rows see, two that the mask or the sequence's end cuts
+# One softmax, whose tiles take turns; two, with 128 rows each.
+CASES = {
+    "few": (PagedCase("speculate", (2, 1), dtype="bfloat16", page=32, tree=3), ((3, KEYS),)),
+    "chunks": (PagedCase("prefill", (8, 1), dtype="bfloat16", page=32, tree=32), ((32, KEYS),)),
+}
+
+
+def _method(name: str, changed: Callable[[Any], Any]) -> None:
+    """A method of the kernel, changed."""
+    setattr(BlackwellPages, name, changed(getattr(BlackwellPages, name)))
+
+
+def _next_tiles_pages(plain: Any) -> Any:
+    return lambda self, refs, unit, tile, copy: plain(self, refs, unit, tile + (copy == 1), copy)
+
+
+def _all_visible(plain: Any) -> Any:
+    def visible(self: Any, refs: Any, unit: Any, tile: Any, rows: Any, limits: Any, keys: Any) -> Any:
+        return plain(self, refs, unit, tile, rows, (limits[0] * 0, limits[1] * 0 + KEYS), keys)
+
+    return visible
+
+
+def _visible_as_the_next(plain: Any) -> Any:
+    def visible(self: Any, refs: Any, unit: Any, tile: Any, rows: Any, limits: Any, keys: Any) -> Any:
+        return plain(self, refs, unit, tile, rows, limits, (32 - keys[0], keys[1]))
+
+    return visible
+
+
+def _drafts_by_neighbours(plain: Any) -> Any:
+    return lambda self, words, rows, number: plain(self, words, rows, number + 1)
+
+
+def _whole_first_tile(plain: Any) -> Any:
+    return lambda self, refs, work, number, masked: plain(self, refs, work, number + STAGES, masked)
+
+
+def _cleaned_before_they_come() -> None:
+    """The warpgroup that corrects sums doesn't wait for values."""
+
+    def clean(plain: Any) -> Any:
+        def clean(self: Any, refs: dict[str, Any], *rest: Any) -> None:
+            PLANTED.changed["barrier_wait"] = lambda barrier: (
+                None if PLANTED.name(barrier) == "value_full" else plgpu.barrier_wait(barrier)
+            )
+            plain(self, refs, *rest)
+            del PLANTED.changed["barrier_wait"]
+
+        return clean
+
+    _method("clean", clean)
+
+
+def mutations(case: str) -> dict[str, Callable[[], None]]:
+    """The mistakes in a case, by name."""
+    del case
+    return of_roles(BlackwellPages) | {
+        "hidden values not cleaned": lambda: _method("zero_hidden", lambda plain: lambda *given: None),
+        "values of another tile cleaned": lambda: _method("clean", _whole_first_tile),
+        "values cleaned before they come": _cleaned_before_they_come,
+        "a page of the next tile": lambda: _method("_page", _next_tiles_pages),
+        "the bits of drafts next to them": lambda: _method("_drafts", _drafts_by_neighbours),
+        "no mask by position": lambda: _method("visible", _all_visible),
+        "the mask of the tile's other part": lambda: _method("visible", _visible_as_the_next),
+    }
+
+
+def main(which: str, name: str, times: str = "1") -> None:
+    """Plant a mistake, run, compare."""
+    case, sequences = CASES[which]
+    LAST[0] = str(STEP.chunks.row_groups - 1 if which == "chunks" else 0)
+    PLANTED.into(BlackwellPages, (block, forward, page_block, blackwell_pages))
+    mutations(which)[name]()
+    arrays = batches.make(case, sequences, spare=0)
+    for _ in range(int(times)):
+        try:
+            batches.agree(case, run(case, arrays, step=STEP, generation="blackwell"), batches.expect(case, arrays))
+        except AssertionError:
+            print("numbers")
+        else:
+            print("unnoticed")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main(*sys.argv[1:])

@@ -1,0 +1,119 @@
+"""The Blackwell kernel over pages compiled for a described B200: registers, spills, exponentials in its loops, its search."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from pages_compile import MODELS, declared, kernels
+
+from attnops.operators.kernels.pages.mosaic.page_sizes import BLACKWELL_SIZING
+from attnops.operators.kernels.pages.mosaic.page_tiles import PageTiles
+from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
+from attnops.verify.gpu.gpu_kernels import GpuKernelUse
+from attnops.verify.gpu.gpu_mesh import has_cuda_plugin
+from attnops.verify.gpu.sass import disassembler
+from attnops.verify.paged_step import PlannedStep
+from attnops.verify.passes import target_reports
+from attnops.verify.tune_step import tune_step
+
+if not has_cuda_plugin() or importlib.util.find_spec("cramjam") is None:
+    pytest.skip("pip install 'attnops[cuda-compile]'", allow_module_level=True)
+if jax.__version_info__ < JAX_NEEDED:
+    pytest.skip(f"jax {jax.__version__}: plans choose plain XLA", allow_module_level=True)
+
+DECODE, CHUNKS = (BLACKWELL_SIZING.kernel(chunks) for chunks in (False, True))
+SERVED = [name for name in MODELS if name != "deepseek-v3"]  # refused: no tensor memory for 512 columns of values
+MIXED = [1, 1, 100, 300, 1, 2, 40, 1]
+# The warpgroups share the 65536 registers of a multiprocessor, in units of 8: those of softmaxes, and two more.
+SHARES = {1: (168, 384), 2: (128, 512)}
+
+
+def _check(kernel: GpuKernelUse, tiles: PageTiles, spilled: int = 8) -> None:
+    """For each warpgroup with softmaxes a loop of whole and one of other tiles; a thread has a row: an exponential for each
+    weight, and one to shrink it. Another corrects the sums."""
+    assert (kernel.registers, kernel.threads) == SHARES[tiles.row_groups]
+    assert kernel.stack_bytes is not None
+    assert kernel.stack_bytes <= spilled
+    if disassembler() is None:
+        return
+    assert len(kernel.loops or ()) == 2 * tiles.row_groups
+    assert len(kernel.sum_loops) == 2
+    for one in kernel.loops or ():
+        assert (one.loop.ex2, one.loop.tensor) == (tiles.block_kv + 1, 0)
+
+
+def test_a_decoding_step() -> None:
+    found, sizes = kernels("llama-3-8b", "b200")
+    assert set(found) == {DECODE}
+    _check(found[DECODE], sizes.decode)
+    if disassembler() is not None:  # eight pages of keys and eight of values
+        assert [loop.copies for loop in found[DECODE].loading] == [16, 16]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", SERVED)
+def test_mixed_steps_of_models(model: str) -> None:
+    found, sizes = kernels(model, "b200", q_lens=MIXED)
+    assert set(found) == {DECODE, CHUNKS}
+    _check(found[DECODE], sizes.decode)
+    _check(found[CHUNKS], sizes.chunks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["split", "heads", "joined", "interleaved", "packed"])
+@pytest.mark.parametrize("page", [8, 256])
+def test_layouts_and_pages(layout: str, page: int) -> None:
+    found, sizes = kernels("llama-3.2-1b", "b200", layout=layout, page_size=page, pages=512)
+    _check(found[DECODE], sizes.decode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"sliding_window": [100, 0]},
+        {"logits_soft_cap": 20.0},
+        {"softmax_aux": True},
+        {"return_lse": True},
+        {"draft_tree": 64},
+        {"spans": 30, "prefix_lengths": 20},
+        {"score": {"kind": "alibi"}},
+        {"score": {"kind": "position_temperature"}, "q_positions": True},
+        {"dtype": "float16"},
+    ],
+    ids=lambda step: next(iter(step)),
+)
+def test_features(step: dict[str, Any]) -> None:
+    dtype = {"dtype": step.pop("dtype")} if "dtype" in step else {}
+    spilled = 40 if "logits_soft_cap" in step else 32
+    found, sizes = kernels("llama-3-8b", "b200", q_lens=MIXED, step=step, **dtype)
+    _check(found[DECODE], sizes.decode, spilled)
+    _check(found[CHUNKS], sizes.chunks, spilled)
+
+
+@pytest.mark.skipif(disassembler() is None, reason="pip install 'attnops[cuda-sass]'")
+@pytest.mark.slow
+def test_sizes_are_searched_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the stalls of both kernels' loops, those that correct sums too."""
+    monkeypatch.setenv("ATTNOPS_TUNE_CACHE", str(tmp_path))
+    operation, given = declared("llama-3-8b", "b200", q_lens=MIXED)
+    report = tune_step(operation, given, most=2)
+    measured = report.measured("step")
+    assert [bool(one.seconds) for one in measured] == [True, True]
+    assert len({one.detail["cycles"] for one in measured}) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["kv_head_axis", "page_sequence_axis", "pages_axis"])
+def test_several_gpus_send_what_is_needed(axis: str) -> None:
+    operation, given = declared("llama-3.2-1b", "b200:2", sizes={"x": 2}, cache={axis: "x"})
+    *_, report = target_reports(PlannedStep(operation, given), "b200:2")
+    assert [one.failure for one in report.passes] == [None]
+    assert report.plan.implementation == "paged.forward_blackwell"
+    assert not report.passes[0].differences
+    kinds = {one.kind for one in report.passes[0].collectives or ()}
+    assert kinds == ({"all-reduce"} if axis == "page_sequence_axis" else set())
