@@ -102,10 +102,10 @@ def _programs_of_a_file() -> Iterator[None]:
 def new_jax(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans as with a jax that has what kernels in Mosaic GPU need; plans are cached."""
     from attnops.operators.mosaic import mosaic_rules
-    from attnops.operators.paged import mosaic_kernel
+    from attnops.operators.paged import mosaic_page_rules
     from attnops.planning.decide import _decide
 
-    for module in (mosaic_rules, mosaic_kernel):
+    for module in (mosaic_rules, mosaic_page_rules):
         monkeypatch.setattr(module, "JAX_NEEDED", (0, 0))
     _decide.cache_clear()
     yield
