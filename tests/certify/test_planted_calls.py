@@ -109,6 +109,7 @@ def test_an_operation_that_ignores_the_states_before_is_found(monkeypatch: pytes
     assert max(_printed(certificate.wrong_cases[0].script).values()) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_step_that_drops_its_sinks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     operation = OperationRegistry.get("paged")
     call = operation.__call__
