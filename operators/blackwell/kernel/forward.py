@@ -405,14 +405,19 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         """See BlackwellRoles."""
         return self.fold_tiles(refs, work, visit, carry)
 
+    def of_rows(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: int) -> Any:
+        """The number of the first."""
+        del refs
+        return self._first_row(work, group)
+
     def parts(
-        self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: int, tile: Any, masked: bool, of_rows: None
+        self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: int, tile: Any, masked: bool, of_rows: Any
     ) -> list[BlackwellTile]:
         """See BlackwellRoles."""
-        del masked, of_rows
-        first_row, first_key = self._first_row(work, group), tile * self.sizes.block_kv
+        del group, masked
+        first_key = tile * self.sizes.block_kv
         return [
-            BlackwellTile(self.logits, refs, work[:2], first_row, first_key + first, self.sizes, None, keys=PART)
+            BlackwellTile(self.logits, refs, work[:2], of_rows, first_key + first, self.sizes, None, keys=PART)
             for first in range(0, self.sizes.block_kv, PART)
         ]
 
