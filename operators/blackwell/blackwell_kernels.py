@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ...planning import declares
+from ...planning import OperationConfig, declares
 from ..mosaic.mosaic_kernels import WARPS_OF_GROUP, MosaicKernels
 from ..mosaic.mosaic_rules import MOSAIC_FEATURES
 from ..mosaic.mosaic_sizes import Sizing
@@ -33,6 +33,10 @@ class BlackwellKernels(MosaicKernels):
         # In the interpreter on CPU.
         tolerance={"bfloat16": (2e-2, 4e-2), "float16": (3e-3, 6e-3)},
     )
+
+    def check_vma(self, config: OperationConfig) -> bool:
+        """JAX can't trace the warps of a kernel under it."""
+        return False
 
     @staticmethod
     def partial() -> type[PartialMosaic]:

@@ -8,4 +8,4 @@ from .kernel.blackwell_sizes import ROWS
 
 __all__ = ["BLACKWELL_RULES"]
 
-BLACKWELL_RULES = mosaic_rules(Generation("blackwell", ROWS, 2 * ROWS, BLACKWELL_FIELDS, "tensor memory"))
+BLACKWELL_RULES = mosaic_rules(Generation("blackwell", ROWS, 2 * ROWS, BLACKWELL_FIELDS, "tensor memory", vma=False))

@@ -37,7 +37,8 @@ class Generation:
     """The kernels of a generation. name: in codes. rows: of a warpgroup; block: of a block of threads, by default. fields: the
     sizes that can be declared, by field. sums: where a tile's sums are held. warps: fields of warps that aren't read. divides:
     whether the kernels fold query heads into rows, and divide keys. latent: the most dims of key and value where values are the
-    first numbers of their keys; None if that isn't done. gathered: steps of a score that they don't take."""
+    first numbers of their keys; None if that isn't done. gathered: steps of a score that they don't take. vma: whether they are
+    traced in a shard_map with check_vma=True."""
 
     name: str
     rows: int
@@ -48,6 +49,7 @@ class Generation:
     divides: bool = False
     latent: tuple[int, int] | None = None
     gathered: frozenset[str] = frozenset({Diagonal.name, Lookup.name, Product.name})
+    vma: bool = True
 
 
 def is_architecture(problem: AttentionProblem, architecture: str) -> bool:
@@ -109,6 +111,25 @@ def _warps_rule(of: Generation, name: str) -> Rule:
     )
 
 
+def _vma_rule(of: Generation) -> Rule:
+    inside = "called inside a shard_map with check_vma=True, which"
+    if not of.vma:
+        return Rule(
+            f"{of.name}.check_vma",
+            "mesh",
+            lambda p, c: not p.vma,
+            f"{inside} JAX can't trace the warps of a kernel under",
+            "Pass check_vma=False to that shard_map; until then the kernel in Triton runs.",
+        )
+    return Rule(
+        f"{of.name}.interpret.check_vma",
+        "interpret",
+        lambda p, c: not (p.vma and declared_field(c, "interpret")),
+        f"{inside} Pallas' interpreter can't be traced under",
+        "Leave interpret out, or pass check_vma=False to that shard_map.",
+    )
+
+
 def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
     """What every generation's kernels ask of a call."""
     return (
@@ -166,13 +187,7 @@ def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
             "Nothing to change: the kernel in Triton gathers them.",
         ),
         *function_rules(of.name, MOSAIC_GPU),
-        Rule(
-            f"{of.name}.interpret.check_vma",
-            "interpret",
-            lambda p, c: not (p.vma and declared_field(c, "interpret")),
-            "called inside a shard_map with check_vma=True, which Pallas' interpreter can't be traced under",
-            "Leave interpret out, or pass check_vma=False to that shard_map.",
-        ),
+        _vma_rule(of),
     )
 
 

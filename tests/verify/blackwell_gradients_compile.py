@@ -45,10 +45,12 @@ def _gradients(report: TargetReport) -> tuple[GpuKernelUse, GpuKernelUse]:
     return dkv, dq
 
 
-def _check_stack(report: TargetReport) -> None:
+def _check_stack(report: TargetReport, of_query: int = 0) -> None:
     dkv, dq = _gradients(report)
+    assert dkv.stack_bytes is not None
+    assert dq.stack_bytes is not None
     assert dkv.stack_bytes <= SPILLED
-    assert dq.stack_bytes == 0
+    assert dq.stack_bytes <= of_query
 
 
 def _check_loops(report: TargetReport) -> None:
@@ -89,7 +91,7 @@ def test_masks(name: str, dim: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("call", FEATURES, ids=lambda call: next(iter(call)))
 def test_other_features(call: dict[str, Any]) -> None:
-    _check_stack(_report(**call))
+    _check_stack(_report(**call), 32 if "dropout_prob" in call else 0)
 
 
 @pytest.mark.slow
