@@ -116,7 +116,7 @@ def test_quantised_pages(model: str, dtype: str, scale: str) -> None:
 @pytest.mark.parametrize("layout", ["split", "heads", "joined", "interleaved", "packed"])
 @pytest.mark.parametrize("page", [8, 32, 256])
 def test_layouts_and_pages(layout: str, page: int) -> None:
-    found, _ = kernels("llama-3-8b", layout=layout, page_size=page, pages=512)
+    found, _ = kernels("llama-3-8b", layout=layout, page_size=page, pages=4096)
     assert found[DECODE].stack_bytes == 0
 
 
