@@ -27,6 +27,18 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "latents of 288": (32, LATENT | {"head_dim": 288, "value_dim": 256}),
     "deepseek-v3": (128, LATENT),
 }
+# What a step can have beside its arrays; a dtype is the cache's too.
+FEATURES: tuple[dict[str, Any], ...] = (
+    {"sliding_window": [100, 0]},
+    {"logits_soft_cap": 20.0},
+    {"softmax_aux": True},
+    {"return_lse": True},
+    {"draft_tree": 64},
+    {"spans": 30, "prefix_lengths": 20},
+    {"score": {"kind": "alibi"}},
+    {"score": {"kind": "position_temperature"}, "q_positions": True},
+    {"dtype": "float16"},
+)
 
 
 def declared(

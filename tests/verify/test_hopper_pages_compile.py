@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import pytest
-from pages_compile import MODELS, declared, kernels
+from pages_compile import FEATURES, MODELS, declared, kernels
 
 from attnops.operators.kernels.pages.mosaic.page_sizes import HOPPER_SIZING
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
@@ -121,21 +121,7 @@ def test_layouts_and_pages(layout: str, page: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "step",
-    [
-        {"sliding_window": [100, 0]},
-        {"logits_soft_cap": 20.0},
-        {"softmax_aux": True},
-        {"return_lse": True},
-        {"draft_tree": 64},
-        {"spans": 30, "prefix_lengths": 20},
-        {"score": {"kind": "alibi"}},
-        {"score": {"kind": "position_temperature"}, "q_positions": True},
-        {"dtype": "float16"},
-    ],
-    ids=lambda step: next(iter(step)),
-)
+@pytest.mark.parametrize("step", FEATURES, ids=lambda step: next(iter(step)))
 def test_features(step: dict[str, Any]) -> None:
     dtype = {"dtype": step["dtype"]} if "dtype" in step else {}
     found, _ = kernels("llama-3-8b", q_lens=[1, 1, 100, 300, 1, 2, 40, 1], step=step, **dtype)
