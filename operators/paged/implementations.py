@@ -172,7 +172,7 @@ class PagesInMosaic(PagedImplementation):
         method = f"forward_{self.of.name}"
         notes = _unread_notes(config, method, ("vmem_limit_bytes",))
         return notes + (
-            _fused_notes(problem, self.written_first(problem)) if self.of.writes else _unfused(problem, method)
+            _fused_notes(problem, self.written_first(problem)) if self.of.sizing.writes else _unfused(problem, method)
         )
 
     def written_first(self, problem: PagedProblem) -> list[str]:
@@ -190,7 +190,7 @@ class PagesOnHopper(PagesInMosaic):
         rules=(SOFTMAX, *page_rules(HOPPER_PAGES)),
         tolerance={"bfloat16": (1.5e-2, None), "float16": (2e-3, None)},  # in the interpreter on CPU
         check_vma=False,
-        writes_pages=True,
+        writes_pages=HOPPER_PAGES.sizing.writes,
     )
 
 
@@ -204,6 +204,7 @@ class PagesOnBlackwell(PagesInMosaic):
         rules=(SOFTMAX, *page_rules(BLACKWELL_PAGES)),
         tolerance={"bfloat16": (1.5e-2, None), "float16": (2e-3, None)},  # in the interpreter on CPU
         check_vma=False,
+        writes_pages=BLACKWELL_PAGES.sizing.writes,
     )
 
 

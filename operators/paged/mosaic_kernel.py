@@ -41,13 +41,11 @@ _DTYPES = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class MosaicPages:
-    """A generation's kernel over pages. title: its GPUs. features: of a step, that it has. writes: whether it writes keys of rows
-    of one token while it attends."""
+    """A generation's kernel over pages. title: its GPUs. features: of a step, that it has."""
 
     sizing: PageSizing
     title: str
     features: frozenset[str]
-    writes: bool = False
 
     @property
     def name(self) -> str:
@@ -57,7 +55,7 @@ class MosaicPages:
     def step_shape(self, problem: PagedProblem) -> StepShape:
         """What the kernel's sizes depend on, of one device."""
         dims, latent = (problem.head_dim, problem.value_dim), LAYOUTS[problem.layout].values_in_keys
-        writes = self.writes and problem.update == "fused" and not self.written_first(problem)
+        writes = self.sizing.writes and problem.update == "fused" and not self.written_first(problem)
         rows = tuple(numbers for _, numbers in _own_columns(problem)) if writes else ()
         return StepShape(
             problem.local_tokens, *problem.local_heads, dims, problem.page_size, latent, is_quantised(problem), rows
@@ -174,7 +172,7 @@ class MosaicPages:
         return gpu
 
 
-HOPPER_PAGES = MosaicPages(HOPPER_SIZING, "Hopper", _FEATURES | {"quantized_kv"}, writes=True)
+HOPPER_PAGES = MosaicPages(HOPPER_SIZING, "Hopper", _FEATURES | {"quantized_kv"})
 BLACKWELL_PAGES = MosaicPages(BLACKWELL_SIZING, "Blackwell", _FEATURES)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .gated import by_heads, gated, skipped
-from .kernel.convolution import activated, conv_of_chunk, conv_over_rows
+from .kernel.convolution import Convolution, activated, conv_of_chunk, conv_over_rows
 from .kernel.gates import ROLES, Gates, Ungated
 from .kernel.over_rows import last_tokens_alone, over_rows
 from .kernel.rows_on_kernels import Slots, chunks_of_rows, last_tokens_of_rows
@@ -21,15 +22,14 @@ __all__ = ["over_slots", "over_slots_by_kernels"]
 def over_slots(call: RecurrentCall, given: Ungated, gates: Gates, scale: float) -> tuple[jax.Array, Slots]:
     """(outputs, slots) of a step: each row continues its own state."""
     assert call.rows is not None
-    activation = call.problem.option.get("conv_activation")
-    windows: list[jax.Array] = []
-    for name, one in zip(ROLES, given.convolved, strict=True):
-        if one is not None:
-            x: jax.Array = getattr(given, name)
-            outputs, window = conv_over_rows(x[0], one.weight, one.bias, one.slots, call.rows)
-            of_role: dict[str, Any] = {name: activated(outputs, activation)[None].astype(x.dtype)}
-            given = given._replace(**of_role)
-            windows.append(window)
+    rows = call.rows
+
+    def convolve(x: jax.Array, one: Convolution, number: int) -> tuple[jax.Array, jax.Array]:
+        del number
+        outputs, window = conv_over_rows(x[0], one.weight, one.bias, one.slots, rows)
+        return outputs[None], window
+
+    given, windows = _convolved(call, given, convolve)
     *every, strength = gated(given, gates, call.valid)
 
     def run(arrays: tuple[jax.Array, ...], state: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -61,6 +61,21 @@ def over_slots_by_kernels(call: RecurrentCall, given: Ungated, gates: Gates, sca
     return outputs[None], slots
 
 
+def _convolved(
+    call: RecurrentCall, given: Ungated, convolve: Callable[[jax.Array, Convolution, int], tuple[jax.Array, jax.Array]]
+) -> tuple[Ungated, list[jax.Array]]:
+    """(the tokens behind their convolutions, the windows after). convolve: an array of tokens by one, the number-th."""
+    activation, windows = call.problem.option.get("conv_activation"), list[jax.Array]()
+    for name, one in zip(ROLES, given.convolved, strict=True):
+        if one is not None:
+            x: jax.Array = getattr(given, name)
+            outputs, window = convolve(x, one, len(windows))
+            of_role: dict[str, Any] = {name: activated(outputs, activation).astype(x.dtype)}
+            given = given._replace(**of_role)
+            windows.append(window)
+    return given, windows
+
+
 def _chunk(
     call: RecurrentCall, arrays: tuple[jax.Array, ...], state: jax.Array, scale: float
 ) -> tuple[jax.Array, jax.Array]:
@@ -81,15 +96,12 @@ def _raw_chunk(
     valid = jnp.arange(query.shape[1], dtype=jnp.int32)[None] < count
     given = given._replace(query=query, key=key, value=value, decay=decay, beta=beta[0] if beta else None)
     state, *windows = before
-    activation, after = call.problem.option.get("conv_activation"), list[jax.Array]()
-    for name, one in zip(ROLES, given.convolved, strict=True):
-        if one is not None:
-            x: jax.Array = getattr(given, name)
-            outputs, window = conv_of_chunk(x, one, windows[len(after)], count)
-            outputs = jnp.where(valid[..., None, None], activated(outputs, activation), 0)
-            of_role: dict[str, Any] = {name: outputs.astype(x.dtype)}
-            given = given._replace(**of_role)
-            after.append(window)
+
+    def convolve(x: jax.Array, one: Convolution, number: int) -> tuple[jax.Array, jax.Array]:
+        outputs, window = conv_of_chunk(x, one, windows[number], count)
+        return jnp.where(valid[..., None, None], outputs, 0), window  # no activation moves 0
+
+    given, after = _convolved(call, given, convolve)
     *every, strength = gated(given, gates, valid)
     outputs, state = _chunk(call, (*every, *(() if strength is None else (strength,))), state, scale)
     return skipped(given, outputs), (state, *after)

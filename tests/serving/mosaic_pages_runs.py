@@ -87,7 +87,12 @@ def written(
     case: PagedCase, whole: dict[str, Any], layout: str = "split", step: PageStep = SIZES["hopper"], **changes: Any
 ) -> tuple[tuple[np.ndarray, np.ndarray], PageRows]:
     """((output, lse), the pages after) of a call that writes rows of one token, which pages hold junk for. changes: of arrays."""
-    static: dict[str, Any] = {"max_q_len": MOST.get(case.kind), "interpret": True, "step": step} | case.call
+    static: dict[str, Any] = {
+        "max_q_len": MOST.get(case.kind),
+        "interpret": True,
+        "step": step,
+        "generation": "hopper",
+    } | case.call
     if case.latent or layout in ("packed", "joined"):
         static["value_dim"] = case.dims[1]
     before, rows = split(case, whole)

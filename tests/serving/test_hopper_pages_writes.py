@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import paged_batches as batches
 import pytest
@@ -95,6 +96,21 @@ def test_refuses_rows_that_pages_do_not_hold(heads: tuple[int, int], change: dic
     whole = batches.make(case, SEQUENCES["decode"], spare=1)
     own = split(case, whole)[1]
     rows = PageRows(own["key_pages"], own["value_pages"])._replace(**change)
-    static = {"interpret": True, "step": SIZES, "max_q_len": 1} | case.call
+    static = {"interpret": True, "step": SIZES, "generation": "hopper", "max_q_len": 1} | case.call
     with pytest.raises(InputError, match=message):
         jax.eval_shape(lambda: paged_attention_mosaic(**whole, rows=rows, **static))
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_has_no_gradient(writes: bool) -> None:
+    case = PagedCase("decode", (4, 2), **BF16)
+    whole = batches.make(case, SEQUENCES["decode"], spare=1)
+    own = split(case, whole)[1]
+    rows = PageRows(own["key_pages"], own["value_pages"]) if writes else None
+    static = {"interpret": True, "step": SIZES, "generation": "hopper", "max_q_len": 1} | case.call
+
+    def loss(query: jax.Array) -> jax.Array:
+        return paged_attention_mosaic(**(whole | {"query": query}), rows=rows, **static)[0].astype(jnp.float32).sum()
+
+    with pytest.raises(InputError, match="serving has no gradient"):
+        jax.grad(loss)(jnp.asarray(whole["query"]))

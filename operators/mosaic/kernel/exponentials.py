@@ -22,7 +22,7 @@ _MANTISSA = 23  # bits
 
 def exp2(x: jax.Array, by_products: int) -> jax.Array:
     """2**x of x [rows, columns], at most about 1; of the last `by_products` columns by a polynomial, which has float32's accuracy
-    and gives 0 where the result would be less than 2**-127."""
+    and gives 0 where x rounds to -127 or less."""
     columns = x.shape[1] - by_products
     if not by_products:
         return jnp.exp2(x)

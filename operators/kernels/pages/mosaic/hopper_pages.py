@@ -41,7 +41,6 @@ class HopperPages(PagesBlock):
 
     in_registers: ClassVar[Any] = TILE
     sizing: ClassVar[PageSizing] = HOPPER_SIZING
-    writes: ClassVar[bool] = True
 
     def __call__(self, refs: dict[str, Any]) -> None:
         warpgroup, work = lax.axis_index(WARPGROUPS), self.work(refs)

@@ -105,7 +105,6 @@ class PagesBlock(BlockOfThreads):
     own: tuple[tuple[int, int], ...] = ()  # of a token's key and value in a page: the first column, how many
     in_registers: ClassVar[Any]  # how a tile's numbers lie in the registers of a warpgroup
     sizing: ClassVar[PageSizing]
-    writes: ClassVar[bool] = False  # whether it can write keys of its own
 
     def work(self, refs: dict[str, Any]) -> Work:
         """This block's."""

@@ -28,6 +28,7 @@ class HopperPageSizing(PageSizing):
     lines: ClassVar[int] = hopper_sizes.ROWS
     most: ClassVar[tuple[int, int]] = (576, 512)
     held: ClassVar[str] = "shared memory and registers"
+    writes: ClassVar[bool] = True
 
     def decode(self, shape: StepShape, keys: int | None) -> PageTiles:
         """See PageSizing."""

@@ -26,14 +26,7 @@ __all__ = [
 ]
 
 KEYS = (64, 128)  # of a tile: a product with values goes through 64 keys at once
-PAGES = (
-    8,
-    16,
-    32,
-    64,
-    128,
-    256,
-)  # tokens: rows of shared memory are swizzled eight at a time, and a tile has whole pages
+PAGES = (8, 16, 32, 64, 128, 256)  # tokens: rows are swizzled eight at a time, and a tile has whole pages
 _COLUMNS = 256  # of a copy
 _COPY_ALIGNMENT = 128  # bytes
 _BLOCKS_A_CORE = 2  # of the parts of all keys: the last ones of a batch end at different times
@@ -99,13 +92,15 @@ class PageStep(NamedTuple):
 
 class PageSizing:
     """How a generation's sizes are chosen. generation: as in the names of its kernels; target: a GPU of it; lines: rows of a
-    warpgroup; most: the largest dims of a key and of a value, and where what bounds them is held."""
+    warpgroup; most: the largest dims of a key and of a value, and where what bounds them is held; writes: whether the kernel
+    can write keys of rows of one token while it attends."""
 
     generation: ClassVar[str]
     target: ClassVar[str]
     lines: ClassVar[int]
     most: ClassVar[tuple[int, int]]
     held: ClassVar[str]
+    writes: ClassVar[bool] = False
 
     def step(
         self,
