@@ -14,6 +14,7 @@ from ..capability import Reason
 from ..notes import note
 from ..planner import Planner, Request
 from ..tables.fitted_plan import FittedPlan, refuse_unfit
+from ..tuning import versions
 from .index_operands import INDEX, SELECTIONS_OF
 from .index_problem import IndexProblem
 
@@ -89,7 +90,17 @@ class _Selections(Planner[IndexProblem, IndexPlacement]):
         return (*notes, note("index.keys_gathered", axes=list(split), size=whole))
 
     def tune_key(self, method: str, problem: IndexProblem, placement: IndexPlacement) -> dict[str, Any]:
-        return {"implementation": method, **problem.sizes, "dtype": problem.input_dtype, "key": problem.key_dtype}
+        return {
+            "operation": problem.operation,
+            "method": method,
+            "device": problem.device,
+            "dtype": problem.input_dtype,
+            "key_dtype": problem.key_dtype,
+            "shapes": dict(problem.sizes),
+            "mask": problem.mask.describe(),
+            "config": problem.config.to_dict(),
+            "versions": versions(),
+        }
 
 
 def _tensors(problem: IndexProblem) -> tuple[FittedSpec, ...]:

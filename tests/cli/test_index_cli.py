@@ -109,6 +109,13 @@ def test_a_compiled_selection_sends_what_is_needed(tmp_path: Path, capsys: pytes
     assert report["flops"] == 2 * 4 * 3 * 4 * (8 + 8)
 
 
+@pytest.mark.parametrize("declared", [_index(), _step()], ids=["indexer", "paged_indexer"])
+def test_a_report_is_written(declared: dict[str, Any], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main(["report", _file(tmp_path, declared), "--output", str(page)]) == 0
+    assert f"{declared['operation']}.forward_native" in page.read_text()
+
+
 @pytest.mark.slow
 def test_reports_and_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
