@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .operators.paged_cache.state_batch import StateBatch as StateBatch
     from .operators.sdpa.operation import SdpaConfig
     from .operators.splash import SplashConfig
-    from .operators.vanilla.operation import VanillaConfig
+    from .operators.vanilla.vanilla_config import VanillaConfig
     from .planning import Plan, Policy
     from .planning.cache.kv_cache import KVCache
     from .planning.cache.layer_groups import LayerGroup

@@ -8,7 +8,7 @@ from ..planning import AttentionProblem
 from ..planning.notes import note
 from .choices.mask_blocks import has_blocks
 from .splash.kernel_operation import KernelOperation
-from .vanilla.operation import VanillaConfig
+from .vanilla.vanilla_config import VanillaConfig
 
 __all__ = ["BlockSparse", "BlockSparseConfig"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from .call.base import Operation
-from .vanilla.operation import NATIVE, VanillaConfig
+from .vanilla.operation import NATIVE
+from .vanilla.vanilla_config import VanillaConfig
 
 __all__ = ["AutoregressiveDecodeAttention", "AutoregressiveDecodeConfig"]
 

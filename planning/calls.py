@@ -28,10 +28,10 @@ class _Calls(Planner[AttentionProblem, Placement]):
 
     def reasons(self, request: Request[AttentionProblem], method: str, placement: Placement) -> tuple[Reason, ...]:
         operation, problem, policy = request
-        capability = operation.implementation(method, problem.config).capability
+        runs = operation.implementation(method, problem.config)
         strategy = declared_strategy(operation, policy.sequence_parallel)
         return (
-            *capability.reasons(problem, problem.config),
+            *runs.capability.reasons(problem, runs.declared(problem.config)),
             *sequence_reasons(operation, problem, placement, method, strategy, policy.ring_order),
         )
 

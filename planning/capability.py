@@ -70,7 +70,8 @@ class Reason(NamedTuple):
 @dataclass(frozen=True)
 class Rule:
     """A condition that a problem must meet. `message` and `hint` are formatted with p=problem and c=config; a message may also
-    be a function of the two. The problem is of the class that the operation plans.
+    be a function of the two. The problem is of the class that the operation plans, the config of the class that the
+    implementation reads.
 
     `test` is pure and returns True if the problem meets the condition. `routes`: if it fails, another method is better for
     such a problem, so using that one is dispatch, not a fallback.
@@ -78,8 +79,8 @@ class Rule:
 
     code: str
     field: str
-    test: Callable[[Any, OperationConfig], bool]
-    message: str | Callable[[Any, OperationConfig], str]
+    test: Callable[[Any, Any], bool]
+    message: str | Callable[[Any, Any], str]
     hint: str
     routes: bool = False
 
@@ -111,7 +112,7 @@ class Capability:
     # Whether quantised keys and values are dequantised to the run-time dtype before it starts.
     dequantises: bool = False
     # Chooses a route, if the implementation has several.
-    route: Callable[[AttentionProblem, Placement, OperationConfig], Route] | None = None
+    route: Callable[[AttentionProblem, Placement, Any], Route] | None = None
     # Whether it writes keys and values into a cache's pages while it attends.
     writes_pages: bool = False
     # Which sizes may be symbolic dimensions of jax.export: 'batch', 'length'.
@@ -151,7 +152,7 @@ def declares(
     tolerance: Mapping[str, Tolerance | tuple[float, float | None]],
     check_vma: bool = True,
     dequantises: bool = False,
-    route: Callable[[AttentionProblem, Placement, OperationConfig], Route] | None = None,
+    route: Callable[[AttentionProblem, Placement, Any], Route] | None = None,
     writes_pages: bool = False,
     symbolic: Iterable[str] = (),
     operands: Iterable[str] = (),

@@ -37,6 +37,12 @@ def _unread(method: str, runs: Implementation[Any], config: OperationConfig) -> 
     return (note("config.unread", method=method, fields=declared),)
 
 
+def _leaves(operation: type[PlannedOperation], method: str, problem: Any) -> bool:
+    """Whether a method leaves such problems to another one."""
+    config = operation.implementation(method, problem.config).declared(problem.config)
+    return operation.capability(method).leaves(problem, config)
+
+
 _DEFAULT = Policy()
 
 
@@ -68,11 +74,11 @@ def _decide(
     if platform != problem.platform:
         notes.append(note("platform.interpreted", platform=platform, here=problem.platform))
     rejected: list[Rejected] = []
-    routed = bool(methods) and all(operation.capability(m).leaves(problem, problem.config) for m in methods)
+    routed = bool(methods) and all(_leaves(operation, method, problem) for method in methods)
     decided = planner.plan(operation, problem, policy, "refused", None, None, problem.config, placement, ())
     for method in (*methods, "forward_native"):
         name = f"{operation.name}.{method}"
-        if method == "forward_native" and methods and not routed and policy.fallback == "error":
+        if methods and method not in methods and not routed and policy.fallback == "error":
             reason = Reason("policy.fallback", "fallback", "fallback is an error by policy", "Declare fallback='warn'.")
             rejected.append(Rejected(name, (reason,)))
             break
@@ -108,7 +114,7 @@ def _decide(
             config=config,
             placement=placement,
             padding=runs.padding(problem, placement, config),
-            route=None if find_route is None else find_route(problem, placement, config),
+            route=None if find_route is None else find_route(problem, placement, runs.declared(config)),
             tuning=tuning,
         )
         break

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 
-from .capability import Capability
+from .capability import Capability, Reason
 from .operation_config import OperationConfig
 from .placement import Placement
 from .problem import AttentionProblem
@@ -136,6 +136,14 @@ class Implementation(Generic[C]):
         """Whether it reads a config of this class."""
         return self.config is not None and isinstance(config, self.config)
 
+    def declared(self, config: OperationConfig) -> C:
+        """What a config declares for this implementation: itself, or a config without fields if it is another one's.
+
+        Its rules get this, so they read fields without asking whose config it is.
+        """
+        empty: Any = self.config
+        return config if empty is None or self.reads(config) else empty()  # type: ignore[return-value]
+
     def read(self, config: OperationConfig) -> C:
         """The config, whose class is this implementation's. Errors: TypeError for another class."""
         if not self.reads(config):
@@ -145,6 +153,10 @@ class Implementation(Generic[C]):
     def interpreted(self, config: OperationConfig) -> bool:
         """Whether the config asks for the kernel to be interpreted, on any platform."""
         return self.reads(config) and bool(getattr(config, "interpret", False))
+
+    def reasons(self, problem: Any) -> tuple[Reason, ...]:
+        """Reasons against a problem besides features and rules. Default: none."""
+        return ()
 
     def resolve(self, problem: AttentionProblem, placement: Placement) -> OperationConfig:
         """The problem's config with every default filled in for these local shapes.
@@ -206,10 +218,11 @@ class MethodImplementation(Implementation[OperationConfig]):
 
     def __init__(self, capability: Capability, config: type[OperationConfig] | None) -> None:
         self.capability = capability
-        self._config = config
+        self.config = config  # type: ignore[misc]
 
-    def reads(self, config: OperationConfig) -> bool:
-        return self._config is not None and isinstance(config, self._config)
+    def declared(self, config: OperationConfig) -> OperationConfig:
+        """The config as it is: a method's rules are written for whatever config is declared."""
+        return config
 
     def interpreted(self, config: OperationConfig) -> bool:
         """No: what `interpret` means in a config of one's own isn't known here."""

@@ -25,7 +25,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "cpu": ("forward_cpu",),
 }
 _OPTIONS = ("mask", *CALL_OPTIONS)
-_ALL = (*dict.fromkeys(m for methods in METHODS.values() for m in methods), "forward_native")
+_OF_PLATFORMS = tuple(dict.fromkeys(m for methods in METHODS.values() for m in methods))
+_ALL = (*_OF_PLATFORMS, "forward_native")
 
 
 class PlannedOperation:
@@ -57,7 +58,7 @@ class PlannedOperation:
         written = tuple(m for m in _ALL if cls.implements(m))
         if clash := [row.name for row in cls.operands if row.name not in ATTENTION and row.name in _OPTIONS]:
             raise ConfigError(f"operation {shown(cls.name)} has operands {clash}, which are options of every call.")
-        if "forward_native" not in written:
+        if not cls.implements("forward_native"):
             raise ConfigError(f"operation {shown(cls.name)} has no forward_native, which is required.")
         for method in written:
             cls.capability(method)
@@ -92,7 +93,7 @@ class PlannedOperation:
         declared = getattr(cls, method, None)
         if isinstance(declared, Implementation):
             return declared if config is None else declared.variant(config)
-        reads = method != "forward_native" or cls.declared_methods() == ("forward_native",)
+        reads = method in _OF_PLATFORMS or not any(map(cls.implements, _OF_PLATFORMS))
         return MethodImplementation(cls.capability(method), cls.config if reads else None)
 
     @classmethod

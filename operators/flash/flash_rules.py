@@ -5,7 +5,6 @@ from __future__ import annotations
 from ...planning import ALL_FEATURES, Rule
 from ..choices.dtype_rules import float32_softmax
 from ..choices.function_rules import TRITON, function_rules
-from .flash_config import FlashAttention2Config
 
 __all__ = ["FLASH_FEATURES", "FLASH_RULES", "ON_ROCM"]
 
@@ -44,7 +43,7 @@ FLASH_RULES = (
     Rule(
         "flash.kernel",
         "kernel",
-        lambda p, c: not (isinstance(c, FlashAttention2Config) and c.kernel not in (None, "triton")),
+        lambda p, c: c.kernel in (None, "triton"),
         "kernel='{c.kernel}' is declared, and these kernels are written in Triton",
         "Leave kernel out, or declare 'triton'.",
     ),
@@ -52,7 +51,7 @@ FLASH_RULES = (
     Rule(
         "flash.interpret.check_vma",
         "interpret",
-        lambda p, c: not (p.vma and isinstance(c, FlashAttention2Config) and c.interpret),
+        lambda p, c: not (p.vma and c.interpret),
         "called inside a shard_map with check_vma=True, which Pallas' interpreter can't be traced under",
         "Leave interpret out, or pass check_vma=False to that shard_map.",
     ),

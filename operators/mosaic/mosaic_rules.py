@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from ...devices import gpu_variant
-from ...planning import STATIC_MASKS, AttentionProblem, OperationConfig, Rule
+from ...planning import STATIC_MASKS, AttentionProblem, Rule
 from ...scores.steps import Diagonal, Lookup, Product
 from ..choices.dtype_rules import float32_softmax
 from ..choices.function_rules import MOSAIC_GPU, function_rules
@@ -18,7 +17,7 @@ from ..flash.flash_config import FlashAttention2Config
 from .kernel.mosaic_sizes import MOST_COLUMNS, padded_dim
 from .mosaic_sizes import WARPS, columns
 
-__all__ = ["JAX_NEEDED", "MOSAIC_FEATURES", "Generation", "declared_field", "is_architecture", "mosaic_rules"]
+__all__ = ["JAX_NEEDED", "MOSAIC_FEATURES", "Generation", "is_architecture", "mosaic_rules"]
 
 # What a kernel of Mosaic GPU needs is public from here on: a kernel's output types, layouts in the interpreter, checked races.
 JAX_NEEDED = (0, 12)
@@ -58,14 +57,9 @@ def is_architecture(problem: AttentionProblem, architecture: str) -> bool:
     return gpu is not None and gpu.architecture == architecture
 
 
-def declared_field(config: OperationConfig, name: str) -> Any:
-    """A field of the kernels' config; None of another config."""
-    return getattr(config, name) if isinstance(config, FlashAttention2Config) else None
-
-
-def _asked(config: OperationConfig) -> bool:
+def _asked(config: FlashAttention2Config) -> bool:
     """Whether such a kernel is declared, so that only what it can't do is a reason against it."""
-    return declared_field(config, "kernel") not in (None, "triton", "tokamax")
+    return config.kernel not in (None, "triton", "tokamax")
 
 
 def _programs(problem: AttentionProblem, block: int) -> int:
@@ -95,7 +89,7 @@ def _size_rule(of: Generation, name: str) -> Rule:
     return Rule(
         f"{of.name}.{name}",
         name,
-        lambda p, c: declared_field(c, name) in (None, *sizes),
+        lambda p, c: getattr(c, name) in (None, *sizes),
         f"{name}={{c.{name}}}: the kernel's tiles have {' or '.join(map(str, sizes))} of them",
         f"Declare {name}={' or '.join(map(str, sizes))}, or leave it out.",
     )
@@ -105,7 +99,7 @@ def _warps_rule(of: Generation, name: str) -> Rule:
     return Rule(
         f"{of.name}.{name}",
         name,
-        lambda p, c: declared_field(c, name) is None,
+        lambda p, c: getattr(c, name) is None,
         f"{name}={{c.{name}}} is declared: here the warps follow from the blocks",
         f"Leave {name} out.",
     )
@@ -124,7 +118,7 @@ def _vma_rule(of: Generation) -> Rule:
     return Rule(
         f"{of.name}.interpret.check_vma",
         "interpret",
-        lambda p, c: not (p.vma and declared_field(c, "interpret")),
+        lambda p, c: not (p.vma and c.interpret),
         f"{inside} Pallas' interpreter can't be traced under",
         "Leave interpret out, or pass check_vma=False to that shard_map.",
     )
@@ -143,7 +137,7 @@ def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
         Rule(
             f"{of.name}.kernel",
             "kernel",
-            lambda p, c: declared_field(c, "kernel") in (None, "mosaic", of.name),
+            lambda p, c: c.kernel in (None, "mosaic", of.name),
             "kernel='{c.kernel}' is declared",
             "Leave kernel out.",
         ),
@@ -252,14 +246,14 @@ def _undivided(of: Generation) -> tuple[Rule, ...]:
         Rule(
             f"{of.name}.fold",
             "fold",
-            lambda p, c: not declared_field(c, "fold"),
+            lambda p, c: not c.fold,
             "fold=True is declared: the kernel's tiles have the rows of one query head",
             "Leave fold out.",
         ),
         Rule(
             f"{of.name}.kv_splits",
             "kv_splits",
-            lambda p, c: declared_field(c, "kv_splits") in (None, 1),
+            lambda p, c: c.kv_splits in (None, 1),
             "kv_splits={c.kv_splits} is declared: the kernel doesn't divide the keys",
             "Leave kv_splits out.",
         ),

@@ -36,7 +36,6 @@ from ..paged_cache.insert import check_step
 from ..paged_cache.join_shards import check_mesh
 from ..paged_cache.state import CacheState, alone
 from .describe_step import LayerPlace, describe_step
-from .implementations import PagedImplementation
 from .run_step import StepInputs, run_step
 from .step_arguments import Step, StepArrays
 from .step_reasons import step_reasons
@@ -190,9 +189,9 @@ class StepOperation(DeclaredOperation):
         """Every reason against a method: missing features, rules that fail, the layout that a name stands for."""
         runs = cls.implementation(method)
         reasons = step_reasons(problem, method, runs.capability.consumes, cls.name, cls.cache_layout)
-        reasons += runs.reasons(problem) if isinstance(runs, PagedImplementation) else ()
-        rules = runs.capability.rules
-        reasons += [r for rule in rules if (r := rule.check(problem, problem.config)) is not None]
+        reasons += runs.reasons(problem)
+        config = runs.declared(problem.config)
+        reasons += [r for rule in runs.capability.rules if (r := rule.check(problem, config)) is not None]
         return tuple(reasons)
 
 

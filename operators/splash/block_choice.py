@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ...devices import vmem_of
 from ...errors import ConfigError
-from ...planning import AttentionProblem, OperationConfig, Placement
+from ...planning import AttentionProblem, Placement
 from ..choices.mask_blocks import fitted_block
 from .pass_cost import forward_cost, has_full_tiles, is_short_tile, tile_cost
 from .pass_fields import DQ
@@ -44,7 +44,7 @@ class _MaxBlocks(NamedTuple):
     bounded: bool
 
 
-def resolve_attnops(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> OperationConfig:
+def resolve_attnops(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> SplashConfig:
     """Fill in every field for attnops' kernels. Errors: ConfigError for sizes that can't work together, or too many tiles."""
     vmem, scalars = vmem_of(problem.device_kind), ScalarMemory(problem, placement)
     needs: list[tuple[int, SplashConfig]] = []
@@ -167,7 +167,6 @@ def _with_blocks(
         "stationary_weights": _stationary_operand(problem, config),
     }
     resolved = config.with_fields(sizes.values | switches)
-    assert isinstance(resolved, SplashConfig)
     if not fused or config.is_set("block_kv_dkv_sums"):
         return resolved
     return _with_key_sums(problem, placement, resolved, may_halve=not config.is_set("block_kv_dkv"))
@@ -241,7 +240,6 @@ def _with_key_sums(
         for parts in range(1, min(_PARTS, blocks) + 1):
             sums = None if parts == 1 else math.ceil(blocks / parts) * block
             candidate = config.with_fields({"block_kv_dkv": block, "block_kv_dkv_sums": sums})
-            assert isinstance(candidate, SplashConfig)
             if counted_vmem(problem, placement, candidate, backward=True) * ROOM <= vmem_room(problem, config):
                 return candidate
     return config

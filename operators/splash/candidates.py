@@ -66,7 +66,6 @@ def _distinct(
             resolved = resolve_attnops(problem, placement, config.with_fields(requested))
         except ConfigError:
             continue
-        assert isinstance(resolved, SplashConfig)
         if fits(problem, placement, resolved, names is BACKWARD):
             distinct.setdefault(_values(resolved, free))
     return tuple(
@@ -94,7 +93,6 @@ def _pairs(problem: AttentionProblem, placement: Placement, config: SplashConfig
 def _forward(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> list[dict[str, Any]]:
     sums = (None, True) if problem.value_dim % LANES == 0 and "dropout" not in problem.features else (None,)
     first = resolve_attnops(problem, placement, config)
-    assert isinstance(first, SplashConfig)
 
     def inside(block_kv: int) -> Iterator[dict[str, Any]]:
         yield {}  # the compute blocks that the heuristic takes in these blocks
@@ -115,7 +113,6 @@ def _forward(problem: AttentionProblem, placement: Placement, config: SplashConf
 
 def _backward(problem: AttentionProblem, placement: Placement, config: SplashConfig) -> list[dict[str, Any]]:
     first = resolve_attnops(problem, placement, config)
-    assert isinstance(first, SplashConfig)
     chosen = bool(first.stationary_weights)
 
     def inside(block_q: int, block_kv: int) -> Iterator[dict[str, Any]]:

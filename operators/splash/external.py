@@ -27,15 +27,11 @@ _BLOCK = 512
 _LEAVE_OUT = "Leave kernel out: attnops' own has it."
 
 
-def _is(kernel: str, config: OperationConfig) -> bool:
-    return isinstance(config, SplashConfig) and config.kernel == kernel
-
-
 def _lacks(kernel: str, feature: str) -> Rule:
     return Rule(
         f"splash.{kernel}.{feature}",
         "kernel",
-        lambda p, c: not _is(kernel, c) or feature not in p.features,
+        lambda p, c: c.kernel != kernel or feature not in p.features,
         f"kernel='{kernel}' has no {feature}",
         _LEAVE_OUT,
     )
@@ -48,7 +44,7 @@ def _rules(kernel: str) -> tuple[Rule, ...]:
             f"splash.{kernel}.one_of_each",
             "mask",
             lambda p, c: (
-                not _is(kernel, c)
+                c.kernel != kernel
                 or len({leaf.name for leaf in p.leaves}) == len({leaf.name.rstrip("0123456789_") for leaf in p.leaves})
             ),
             f"kernel='{kernel}' takes segment ids and lengths once, and the mask {{p.mask}} holds them more than once",
@@ -57,7 +53,7 @@ def _rules(kernel: str) -> tuple[Rule, ...]:
         Rule(
             f"splash.{kernel}.check_vma",
             "mesh",
-            lambda p, c: not _is(kernel, c) or not p.vma,
+            lambda p, c: c.kernel != kernel or not p.vma,
             f"called inside a shard_map with check_vma=True, which {kernel}'s splash kernel can't be traced under",
             "Leave kernel out, or pass check_vma=False to that shard_map.",
         ),
@@ -75,7 +71,7 @@ EXTERNAL_RULES = (
     Rule(
         "splash.tokamax.installed",
         "kernel",
-        lambda p, c: not _is("tokamax", c) or _installed(),
+        lambda p, c: c.kernel != "tokamax" or _installed(),
         "kernel='tokamax': there is no tokamax here, or one without its splash kernel",
         f"pip install '{with_extras('tokamax')}', or leave kernel out.",
     ),

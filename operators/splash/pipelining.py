@@ -133,12 +133,11 @@ def _plain(problem: AttentionProblem) -> str | None:
     return None
 
 
-def tile_note(problem: AttentionProblem, config: SplashConfig) -> str | None:
+def tile_note(problem: AttentionProblem, declared: SplashConfig, config: SplashConfig) -> str | None:
     """A plan's note on how a resolved config's tiles are processed; None on a TPU without a choice."""
-    assert isinstance(problem.config, SplashConfig)
     if problem.device_kind not in _PIPELINED:
         return None
-    pipelining = choose_pipelining(problem, problem.config)
+    pipelining = choose_pipelining(problem, declared)
     reason = pipelining.reason if pipelining.transposed == config.transposed_tiles else "found by tuning"
     if not config.transposed_tiles:
         return note("splash.tiles", reason=reason)

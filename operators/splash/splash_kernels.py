@@ -62,7 +62,7 @@ _RULES = (
         "splash.sum_by_product",
         "sum_by_product",
         lambda p, c: (
-            not (isinstance(c, SplashConfig) and c.sum_by_product)
+            not c.sum_by_product
             or (p.value_dim % (16 if c.transposed_tiles else LANES) == 0 and "dropout" not in p.features)
         ),
         "sum_by_product=True wants no dropout (got {p.dropout_prob}), whose weights don't count in the sum, and a value dim that "
@@ -74,7 +74,7 @@ _RULES = (
     Rule(
         "splash.interpret.check_vma",
         "interpret",
-        lambda p, c: not (p.vma and isinstance(c, SplashConfig) and c.interpret),
+        lambda p, c: not (p.vma and c.interpret),
         "called inside a shard_map with check_vma=True, which Pallas' interpreter can't be traced under",
         "Leave interpret out, or pass check_vma=False to that shard_map.",
     ),
@@ -214,7 +214,7 @@ class SplashKernels(_SplashConfigured):
         """Also how tiles are computed, and what may exceed the device's VMEM."""
         sizes = self.read(config)
         large = None if sizes.interpret else too_much_vmem(problem, placement, sizes)
-        of_tiles = tile_note(problem, sizes), layout_note(problem, placement, sizes), large
+        of_tiles = tile_note(problem, self.read(problem.config), sizes), layout_note(problem, placement, sizes), large
         return (*super().notes(problem, placement, config), *(item for item in of_tiles if item is not None))
 
 

@@ -1,5 +1,6 @@
 """vanilla: attention in plain XLA."""
 
-from .operation import NATIVE, NativeAttention, Vanilla, VanillaConfig
+from .operation import NATIVE, NativeAttention, Vanilla
+from .vanilla_config import VanillaConfig
 
 __all__ = ["NATIVE", "NativeAttention", "Vanilla", "VanillaConfig"]

@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 
 from ...masks import Full
-from ...planning import AttentionProblem, OperationConfig, Placement, Route
+from ...planning import AttentionProblem, Placement, Route
 from ...planning.placement import LocalShape
 from ...planning.text import bytes_text
 from ...symbolic import is_symbolic, surely
 from ..choices.mask_blocks import block_remarks, fitted_block, has_blocks, heads_differ
+from .vanilla_config import VanillaConfig
 
 __all__ = ["NativeRoute", "native_block_remarks", "native_route"]
 
@@ -54,11 +55,10 @@ _BLOCK_CELLS = 1 << 14  # logits of a block, so that what a block makes stays in
 _MIN_BLOCK, _MAX_BLOCK = 64, 2048  # keys
 
 
-def native_route(problem: AttentionProblem, placement: Placement, config: OperationConfig) -> NativeRoute:
-    """Choose from the shapes that one device gets; a path and blocks declared in the config are used as they are."""
+def native_route(problem: AttentionProblem, placement: Placement, config: VanillaConfig) -> NativeRoute:
+    """Choose from the shapes that one device gets; a path and blocks declared in the VanillaConfig are used as they are."""
     local = placement.local
-    ours = config if hasattr(config, "path") else None  # vanilla's fields, under any operation's name
-    declared = getattr(ours, "path", None)
+    declared = config.path
     logits = local.batch * local.q_heads * local.q_len * local.kv_len * _itemsize(problem.softmax_dtype)
     size = f"{bytes_text(logits)} per device"
     if "return_weights" in problem.features:
@@ -67,7 +67,7 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
         return NativeRoute("plain", f"the blocks' softmax is float32 or wider, but {problem.softmax_dtype} is declared")
     if "length" in problem.symbolic and has_blocks(problem):
         return NativeRoute("plain", "how many blocks of the mask a symbolic length has isn't known")
-    blocks = _blocks(problem, placement, getattr(ours, "block_q", None), getattr(ours, "block_kv", None))
+    blocks = _blocks(problem, placement, config.block_q, config.block_kv)
     if placement.sequence.ring_axes:
         return NativeRoute("blockwise", "keys arrive one part at a time, and parts are merged by their lse", *blocks)
     if declared == "plain":
@@ -81,12 +81,12 @@ def native_route(problem: AttentionProblem, placement: Placement, config: Operat
     if declared == "decode_rows" or (declared is None and _in_place(problem, local, seen, few)):
         few_rows = local.q_heads // local.kv_heads * local.q_len
         why = f"{few_rows} query rows a KV head, at most {_ROWS_A_HEAD}, see {local.batch} x {seen} keys on a CPU"
-        block = _block_of_rows(local, getattr(ours, "block_kv", None))
+        block = _block_of_rows(local, config.block_kv)
         return NativeRoute("decode_rows", "declared" if declared else why, blocks[0], block, *blocks[2:])
     if declared == "decode" or (declared is None and few):
         why = "declared" if declared else f"{rows} query rows over all heads, at most {max_rows}, see {seen} keys"
         piece = max(_DECODE_KEYS, math.ceil(local.kv_len / _PIECES))
-        piece = min(getattr(ours, "block_kv", None) or piece, local.kv_len)
+        piece = min(config.block_kv or piece, local.kv_len)
         return NativeRoute("decode", why, blocks[0], piece, *blocks[2:])
     if declared is None and surely(lambda: _small(problem, local, logits)):
         return NativeRoute("plain", f"the logits take {size}: small enough to build whole")

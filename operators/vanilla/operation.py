@@ -6,11 +6,10 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import jax
 import numpy as np
-from pydantic import PositiveInt
 
 from ...planning import ALL_FEATURES, AttentionProblem, Implementation, OperationConfig, Placement, Rule, declares
 from ...planning.notes import note
@@ -25,37 +24,23 @@ from ..sequence.ring_call import attend_call
 from .kernel.blockwise import PartialBlockwise
 from .kernel.plain import plain_attention
 from .native_route import NativeRoute, native_block_remarks, native_route
+from .vanilla_config import VanillaConfig
 
-__all__ = ["NATIVE", "NativeAttention", "Vanilla", "VanillaConfig"]
+__all__ = ["NATIVE", "NativeAttention", "Vanilla"]
 
 
 _FEW_QUERIES = ("decode", "decode_rows")
 _TRIED = (64, 128, 256, 512, 1024, 2048)  # block sizes that a search tries
 
 
-class VanillaConfig(OperationConfig):
-    """path: 'plain' builds the logits whole, 'blockwise' never does, 'decode' is for few queries, and
-    'decode_rows' for few queries on a CPU; if unset, the plan chooses.
-
-    block_q, block_kv: the most query rows and keys per tile; if unset or None, the plan chooses.
-    """
-
-    feeds: ClassVar = {"blocksize_q": "block_q", "blocksize_k": "block_kv"}
-
-    operation: Literal["vanilla"] = "vanilla"
-    path: Literal["plain", "blockwise", "decode", "decode_rows"] | None = None
-    block_q: PositiveInt | None = None
-    block_kv: PositiveInt | None = None
-
-
-def _path_can(problem: AttentionProblem, config: OperationConfig) -> bool:
-    if not isinstance(config, VanillaConfig) or config.path in (None, "plain"):
+def _path_can(problem: AttentionProblem, config: VanillaConfig) -> bool:
+    if config.path in (None, "plain"):
         return True
     return "return_weights" not in problem.features and problem.softmax_dtype in ("float32", "float64")
 
 
-def _length_can(problem: AttentionProblem, config: OperationConfig) -> bool:
-    if not isinstance(config, VanillaConfig) or config.path in (None, "plain"):
+def _length_can(problem: AttentionProblem, config: VanillaConfig) -> bool:
+    if config.path in (None, "plain"):
         return True
     if config.path in _FEW_QUERIES and is_symbolic(problem.kv_len):
         return False
@@ -108,11 +93,11 @@ class NativeAttention(Implementation[VanillaConfig]):
 
     def works_on_parts(self, config: OperationConfig, strategy: str) -> bool:
         """On a single part with any path; on one part after another with blocks."""
-        return strategy == "split_kv" or not self.reads(config) or self.read(config).path in (None, "blockwise")
+        return strategy == "split_kv" or self.declared(config).path in (None, "blockwise")
 
     def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
         """The blocks of a mask of blocks, and sizes that the route doesn't read."""
-        declared = self.read(config) if self.reads(config) else VanillaConfig()
+        declared = self.declared(config)
         chosen = native_route(problem, placement, declared)
         notes, route = native_block_remarks(problem, placement, chosen), chosen.name
         sizes = {name: size for name in ("block_q", "block_kv") if (size := getattr(declared, name)) is not None}
@@ -124,8 +109,8 @@ class NativeAttention(Implementation[VanillaConfig]):
 
     def tuned_fields(self, problem: AttentionProblem, placement: Placement) -> tuple[str, ...]:
         """The unset block sizes, if the call uses blocks."""
-        config = problem.config
-        if not self.reads(config) or placement.q_axes or problem.symbolic:
+        config = self.declared(problem.config)
+        if not self.reads(problem.config) or placement.q_axes or problem.symbolic:
             return ()
         if native_route(problem, placement, config).name != "blockwise":
             return ()
@@ -136,7 +121,7 @@ class NativeAttention(Implementation[VanillaConfig]):
         free = self.tuned_fields(problem, placement)
         if not free:
             return {}
-        route = native_route(problem, placement, problem.config)
+        route = native_route(problem, placement, self.read(problem.config))
         chosen = {"block_q": route.block_q or 1, "block_kv": route.block_kv or 1}
         local = placement.local
         sizes = [

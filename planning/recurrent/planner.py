@@ -68,7 +68,8 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
 
     def reasons(self, request: Request[TableProblem], method: str, placement: TablePlacement) -> tuple[Reason, ...]:
         operation, problem, policy = request
-        capability = operation.implementation(method, problem.config).capability
+        runs = operation.implementation(method, problem.config)
+        capability = runs.capability
         reasons = [
             Reason(f"operand.{x.name}", x.name, f"does not take {x.name}", f"Leave {x.name} out.")
             for x in problem.operands
@@ -88,7 +89,7 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
             )
             hint = "Pass tokens in plain order and leave ring_order out; a ring of attnops permutes its own keys."
             reasons.append(Reason("recurrent.zigzag", "ring_order", text, hint))
-        failing = (rule.check(problem, problem.config) for rule in capability.rules)
+        failing = (rule.check(problem, runs.declared(problem.config)) for rule in capability.rules)
         return (*reasons, *(reason for reason in failing if reason is not None))
 
     def notes(self, request: Request[TableProblem], method: str, placement: TablePlacement) -> tuple[str, ...]:
