@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from ..errors import ConfigError, InputError, InputTypeError, a_type, nearest, shown
 from ..operators.call.arrays import is_array
 from ..operators.splash import SplashConfig
+from ..planning import OperationConfig
 from ..sharding import PartitionAxis
 
 __all__ = ["max_and_sum", "partition_axis_from_rules", "splash_config_from"]
@@ -112,8 +113,8 @@ def splash_config_from(blocks: Any, *, prefix: str = "", ignore: Collection[str]
     """
     if isinstance(blocks, Mapping):
         block_fields = dict(blocks)
-    elif isinstance(blocks, SplashConfig):
-        return blocks.with_fields(fields)
+    elif isinstance(blocks, OperationConfig):
+        return SplashConfig.coerce(blocks).with_fields(fields)
     else:
         names = getattr(blocks, "__dataclass_fields__", None) or getattr(blocks, "_fields", None) or vars(blocks)
         block_fields = {name: getattr(blocks, name) for name in names if not name.startswith("_")}

@@ -75,7 +75,7 @@ class PagedFunction(Generic[_Params, _Returned]):
         if options := sorted(parsed.declaration.call.model_fields_set | (step.model_fields_set if step else set())):
             raise ConfigError(f"{', '.join(options)}: an argument of each call, not of the declaration; leave it out.")
         operation_class: Any = OperationRegistry.get(operation)
-        if not issubclass(operation_class, PagedOperation):
+        if operation_class.family != "attention" or operation_class.keys_in != "pages":
             raise ConfigError(f"operation={shown(operation)} doesn't attend over pages; wanted 'paged'.")
         return PagedFunction(self._read, self._returned, operation_class(parsed.metadata), kv_head_axis, max_length)
 

@@ -67,6 +67,6 @@ def _strategy_bytes(plan: Plan, machine: Machine, backward: bool) -> int:
         size += keys * item
     if backward and split.strategy:
         size += keys * (4 if split.ring_axes else item)
-    if plan.route is not None and plan.route.name == "plain":
+    if plan.route is not None and plan.route.whole:
         size += local.batch * local.q_heads * local.q_len * local.kv_len * jnp.dtype(problem.softmax_dtype).itemsize
     return size

@@ -46,7 +46,7 @@ def better_blocks(entry: Entry) -> Entry:
     metadata = entry.base_declaration.metadata | {"operation_configs": configs}
     declaration = entry.base_declaration.model_copy(update={"metadata": metadata}).checked()
     problem = replace(plan.problem, config=plan.problem.config.with_fields(sizes))
-    others = {name: value for name, value in sizes.items() if getattr(plan.config, name, None) != value}
+    others = {name: value for name, value in sizes.items() if getattr(plan.config, name) != value}
     sizes_text = ", ".join(f"{name}={value}" for name, value in others.items())
     notes = (*entry.notes, f"{sizes_text}: estimated faster than the default sizes")
     return replace(

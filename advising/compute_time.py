@@ -68,8 +68,7 @@ def rate_of(machine: Machine, plan: Plan, kernel: PassSizes) -> Rate:
         products = min_cycles * (_EXACT_PASSES if exact else 1) / clock
         d, dv = (math.ceil(n / _LANES) * _LANES for n in (d, dv))
         if is_kernel:
-            share = getattr(plan.config, "heads_per_tile", None) or 1
-            moved = _moved(kernel, item, d, dv, 0 if problem.values_in_key else dv, share)
+            moved = _moved(kernel, item, d, dv, 0 if problem.values_in_key else dv, kernel.heads)
             tile = _STEP_CYCLES + (_FILL_CYCLES[kernel.products] if kernel.pipelined else 0)
             return Rate(products, vector, _ROW_WEIGHTS[kernel.products] * vector, tile / clock, *moved)
         return Rate(products, vector, 0.0, 0.0, *_of_xla(plan, kernel, item))

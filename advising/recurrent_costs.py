@@ -69,5 +69,5 @@ def _held(operation: Any, plan: TablePlan, backward: bool) -> int:
         held += devices * sum(x.local_bytes for x in split)
     if backward:
         tokens = problem.size["q_len"] // (devices if placement.strategy == "state" else 1)
-        held += maps.constant * (tokens // (getattr(plan.config, "chunk_size", None) or 1))
+        held += maps.constant * (tokens // operation.chunk_of(plan.config))
     return held

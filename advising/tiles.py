@@ -36,15 +36,8 @@ def kernels_of_pass(plan: Plan, backward: bool) -> tuple[PassSizes, ...]:
     local, route = plan.placement.local, plan.route
     if route is None:
         return () if plan.runs is None else plan.runs.passes(plan.config, backward)
-    sizes = (
-        (getattr(route, "block_q_backward", None), getattr(route, "block_kv_backward", None))
-        if backward
-        else (getattr(route, "block_q", None), getattr(route, "block_kv", None))
-    )
-    is_plain = route.name == "plain"
-    q, kv = (
-        (local.q_len, local.kv_len) if is_plain else (n or length for n, length in zip(sizes, local[1:3], strict=True))
-    )
+    sizes = (None, None) if route.whole else route.tile(backward)
+    q, kv = (n or length for n, length in zip(sizes, local[1:3], strict=True))
     return (PassSizes("backward" if backward else "forward", q, kv),)
 
 
@@ -56,7 +49,7 @@ def visible_blocks(plan: Plan, kernel: PassSizes) -> VisibleBlocks:
     compute_q, compute_kv = kernel.compute_q or kernel.block_q, kernel.compute_kv or kernel.block_kv
     sub_tile = _even(local.q_len, min(compute_q, block_q)), _even(local.kv_len, min(compute_kv, block_kv))
     chunks_q, chunks_kv = problem.q_len // local.q_len, problem.kv_len // local.kv_len
-    if problem.dynamic_query_offset or (plan.route is not None and plan.route.name == "plain"):
+    if problem.dynamic_query_offset or (plan.route is not None and plan.route.whole):
         pairs = np.full((chunks_q, chunks_kv), float(local.q_len * local.kv_len))
     else:
         pairs = _pairs(

@@ -10,12 +10,9 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from ..authoring import Operation
 from ..distribution import VERSION
 from ..errors import ConfigError, UnknownNameError, nearest, shown
-from ..operators.paged import PagedOperation
-from ..operators.recurrent import RecurrentOperation, SlotsOperation
-from ..operators.selection import Indexer, PagedIndexer, SelectedAttention
+from ..planning.operation import PLATFORM_METHODS
 from ..registry import OperationMetadata, OperationRegistry
 from .convention import Convention, built_in_conventions, convention_named
 from .source import Subject
@@ -23,12 +20,6 @@ from .source import Subject
 __all__ = ["rivals", "subject_named", "versions_of"]
 
 _LATENT = "latent"
-# How attnops' operations are called, by what they are; the first that fits.
-_CONVENTIONS: tuple[tuple[type, str], ...] = (
-    (SlotsOperation, "attnops:slots"), (RecurrentOperation, "attnops:recurrence"), (PagedIndexer, "attnops:paged_indexer"),
-    (PagedOperation, "attnops:pages"), (Indexer, "attnops:indexer"), (SelectedAttention, "attnops:selected"),
-    (Operation, "attnops"),
-)  # fmt: skip
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -88,7 +79,7 @@ def _operation(target: str) -> Subject:
             f"{', '.join(rivals())}.{nearest(target, known)}"
         )
     operation: Any = OperationRegistry.get(name)
-    convention = next((own for base, own in _CONVENTIONS if issubclass(operation, base)), None)
+    convention = operation.convention
     if convention is None:
         raise ConfigError(
             f"{target} has no certificate: no convention of attnops says how {operation.__name__} is called."
@@ -119,7 +110,7 @@ def _operation(target: str) -> Subject:
 
 def _with_layout(convention: Convention, operation: Any) -> Convention:
     """The convention of an operation whose name stands for one layout of pages."""
-    layout = getattr(operation, "cache_layout", None)
+    layout = operation.cache_layout
     if layout is None:
         return convention
     if layout == "latent":
@@ -137,7 +128,7 @@ def _with_layout(convention: Convention, operation: Any) -> Convention:
 def _latent(target: str, inside: str) -> Subject:
     """LatentAttention around an operation on query, key and value."""
     inside = inside or "vanilla"
-    whole = [name for name in OperationRegistry.names() if issubclass(OperationRegistry.get(name), Operation)]
+    whole = [name for name in OperationRegistry.names() if _is_call(OperationRegistry.get(name))]
     if inside not in whole:
         raise UnknownNameError(
             f"no operation {shown(inside)} inside latent attention; wanted {', '.join(whole)}; over pages it is a feature of "
@@ -153,15 +144,22 @@ def _latent(target: str, inside: str) -> Subject:
     return Subject(target, convention_named("attnops:latent"), ("import functools, attnops", define))
 
 
+def _is_call(operation: Any) -> bool:
+    """Whether it attends to keys that are arrays."""
+    return operation.family == "attention" and operation.keys_in == "arrays"
+
+
 def _forcing(operation: Any, method: str) -> dict[str, Any]:
     """Fields of the metadata with which a method runs here: a kernel in Pallas' interpreter."""
     config = operation.implementation(method, None).config
-    if config is not None and "interpret" in config.model_fields and method != "forward_native":
+    if method not in PLATFORM_METHODS:
+        return {"backend": "cpu"}
+    if config is not None and "interpret" in config.model_fields:
         name = config.model_fields["operation"].default
         of_kernel = method.removeprefix("forward_")
         chosen = {"kernel": of_kernel} if of_kernel in _kernels(config) else {}
         return {"operation_configs": {name: {"interpret": True} | chosen}}
-    return {"backend": "cpu"} if method == "forward_native" else {}
+    return {}
 
 
 def _kernels(config: Any) -> tuple[str, ...]:

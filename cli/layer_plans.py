@@ -45,19 +45,11 @@ class LayerPlans:
 
 def layer_plans(layer: LayerDeclaration) -> LayerPlans:
     """Plan each declaration of a layer."""
-    attention = _plan(layer.declaration)
-    assert attention is None or isinstance(attention, Plan)  # a model's layers are calls
-    return LayerPlans(layer, attention, *(_of_state(one) for one in (layer.recurrence, layer.convolution)))
+    return LayerPlans(layer, *map(_plan, (layer.declaration, layer.recurrence, layer.convolution)))
 
 
 def _plan(declaration: Declaration | None) -> Any:
     return None if declaration is None else declared(declaration, None, None).plan(plan_metadata(declaration))
-
-
-def _of_state(declaration: Declaration | None) -> TablePlan | None:
-    plan = _plan(declaration)
-    assert plan is None or isinstance(plan, TablePlan)
-    return plan
 
 
 def layer_json(one: LayerPlans) -> dict[str, Any]:

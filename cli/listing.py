@@ -57,10 +57,10 @@ def print_listing(data: dict[str, Any]) -> None:
     sound = {name: entry for name, entry in data["operations"].items() if "error" not in entry}
     runs = table("operation", *METHODS)
     for name, entry in sound.items():
-        methods = entry["platforms"].values()
+        methods = entry["platforms"].items()
         runs.add_row(
             Text(name, style="bold"),
-            *(Text(m.removeprefix("forward_"), style="dim" if m == "forward_native" else "green") for m in methods),
+            *(Text(m.removeprefix("forward_"), style="green" if m in METHODS[p] else "dim") for p, m in methods),
         )
     console.print(Text("Which method runs where (forward_...)", style="bold underline"), runs, "", sep="\n")
     for name, entry in sound.items():

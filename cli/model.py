@@ -33,7 +33,7 @@ from .layer_plans import (
     state_cells,
     state_rows,
 )
-from .plan import print_plan, rejected_rows, runs_row
+from .plan import print_plan, runs_row
 from .target import TargetOptions, targeted
 
 __all__ = ["ModelOptions", "ModelPlans", "model_json", "plan_model", "print_model"]
@@ -244,7 +244,7 @@ def _plan_rows(plans: Sequence[LayerPlans]) -> list[tuple[str, str | Text]]:
         found: list[tuple[str, str]] = []
         if (plan := one.attention) is not None:
             notes = [("note", note) for note in plan.notes if not is_info(note)]
-            found += [*rejected_rows(plan), *placement_rows(plan), *notes]
+            found += [*plan.rejected_rows, *placement_rows(plan), *notes]
         for row in dict.fromkeys((*found, *state_rows(one))):
             kinds.setdefault(row, []).append(one.layer.kind)
     order = ("runs", "not", "dropped", "repeated", "inside", "sends", "note")

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from ..planning import Plan
 from ..planning.cache.cache_plan import CachePlan
-from ..planning.decision import WHY, Decision
-from ..planning.notes import is_info
-from ..planning.plan_text import decision_rows, placement_rows, screen_rows, tensor_rows
-from ..planning.tables.fitted_plan import FittedPlan
+from ..planning.decision import WHY
 from .cache import print_cache
 from .console import Columns, fields, table, text, title
 
 if TYPE_CHECKING:
     from ..verify.report import AnyPlan
 
-__all__ = ["brief_rows", "head_text", "print_plan", "rejected_rows", "runs_row"]
+__all__ = ["brief_rows", "head_text", "print_plan", "runs_row"]
 
 _STYLES = {"platform": "green", "native": "green", "routed": "green", "fallback": "yellow", "refused": "red"}
 
@@ -40,44 +36,20 @@ def print_plan(
     def sourced(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
         return [(label, source if label == "platform" else line) for label, line in rows]
 
-    rows: list[tuple[str, str | Text]] = [runs_row(plan)]
-    if isinstance(plan, FittedPlan):
-        printed = [note for note in (*plan.notes, *notes) if verbose or not is_info(note)]
-        rows += [*rejected_rows(plan), *sourced(plan.rows(verbose)), *[("note", note) for note in printed]]
-        console.print(fields(rows))
-        shows_arrays = verbose or not plan.on_one_device
-        if shows_arrays:
-            console.print("", _fitted_tensors(plan), sep="\n")
-        if (of_step := cache or plan.cache) is not None:
-            console.print()
-            print_cache(of_step, arrays=shows_arrays)
-        if not verbose:
-            asides = len(plan.notes) + len(notes) - len(printed)
-            left_out = [
-                "defaults of the config",
-                *([] if shows_arrays else ["arrays"]),
-                *([f"{asides} notes"] if asides else []),
-            ]
-            console.print("", fields([("more", f"--verbose adds {', '.join(left_out)}")]), sep="\n")
-        return
-    if verbose:
-        rows += rejected_rows(plan)
-        for label, line in sourced(decision_rows(plan)):
-            rows += [(label, config_line) for config_line in (plan.config_lines() if label == "config" else [line])]
-        console.print(fields(rows), "", _tensors(plan), sep="\n")
-        ends = [*placement_rows(plan, brief=False), *[("note", note) for note in (*plan.notes, *notes)]]
-        if ends:
-            console.print("", fields(ends), sep="\n")
-    else:
-        console.print(fields([*rows, *sourced(screen_rows(plan, notes, "--verbose"))]))
-    if cache is not None:
+    screen = plan.screen(notes, verbose)
+    console.print(fields([runs_row(plan), *sourced(screen.rows)]))
+    if screen.tensors:
+        console.print("", _tensors(*screen.tensors), sep="\n")
+    if (of_step := cache or plan.cache) is not None:
         console.print()
-        print_cache(cache)
+        print_cache(of_step, arrays=plan.cache is None or bool(screen.tensors))
+    if screen.ends:
+        console.print("", fields(list(screen.ends)), sep="\n")
 
 
 def brief_rows(plan: AnyPlan) -> list[tuple[str, str | Text]]:
     """The decision in a few rows."""
-    rows: list[tuple[str, str | Text]] = [runs_row(plan), *rejected_rows(plan)]
+    rows: list[tuple[str, str | Text]] = [runs_row(plan), *plan.rejected_rows]
     return [*rows, *plan.brief_rows()]
 
 
@@ -93,27 +65,9 @@ def head_text(described: str) -> Text:
     return Text.assemble((described.partition(" on ")[0], "bold"), f":{sizes}")
 
 
-def rejected_rows(plan: Decision[Any, Any]) -> list[tuple[str, str]]:
-    """Every reason why the others don't run."""
-    rows = []
-    for rejected in plan.rejected:
-        rows += [("not", f"{rejected.implementation}: {reason}") for reason in rejected.reasons]
-    return rows
-
-
-def _tensors(plan: Plan) -> Columns:
-    tensors = table("tensor", "declared", "fitted", "shape", "per device", "bytes")
-    for name, declared, fitted, shape, local, size in tensor_rows(plan):
-        if shape:
-            fitted_text = Text("same", style="dim") if declared == fitted else Text(fitted)
-            tensors.add_row(name, declared, fitted_text, shape, local, size)
-        else:
-            tensors.add_row(name, declared, Text(fitted, style="dim"), style="dim")
-    return tensors
-
-
-def _fitted_tensors(plan: FittedPlan[Any, Any]) -> Columns:
-    tensors = table("tensor", "fitted", "shape", "per device", "bytes")
-    for row in plan.tensor_rows():
-        tensors.add_row(*row)
+def _tensors(head: tuple[str, ...], *rows: tuple[str, ...]) -> Columns:
+    tensors = table(*head)
+    for row in rows:
+        cells = [Text(cell, style="dim") if cell == "same" else cell for cell in row]
+        tensors.add_row(*cells, style=None if row[-1] else "dim")
     return tensors

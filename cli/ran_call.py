@@ -44,21 +44,17 @@ class RunnableOperation(Runnable):
 class RunnableCall(RunnableOperation):
     """Its arrays are drawn, or read from a file."""
 
+    plan: Plan
+
     def read(self, inputs: Path | None, seed: int) -> None:
         self.arrays, self.expected, self.notes = call_arrays(self.declaration, inputs, seed)
         if self.expected is not None:
             self.unchecked = ("expected is in the inputs file; --check compares with it",)
         self.source = "" if inputs is None else inputs.name
 
-    @property
-    def call(self) -> Plan:
-        """The plan."""
-        assert isinstance(self.plan, Plan)
-        return self.plan
-
     def compare(self, output: Any) -> Compared:
-        return compare(self.call, self.placed, output)
+        return compare(self.plan, self.placed, output)
 
     def check(self, output: Any, progress: ReportProgress) -> list[Comparison]:
-        arrays = held_captures(self.declaration.call.score, self.call.problem.q_heads) | self.arrays
-        return check(self.call, output, arrays, self.expected, self.source, progress)
+        arrays = held_captures(self.declaration.call.score, self.plan.problem.q_heads) | self.arrays
+        return check(self.plan, output, arrays, self.expected, self.source, progress)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 from ..planning.paged.page_reads import sequence_reads
-from ..planning.paged.paged_plan import PagedPlan
 from ..planning.tune_cache import load
 from ..verify.report import AnyPlan
 from .cache import plan_cache
@@ -52,14 +51,14 @@ def report(options: ReportOptions) -> list[str]:
     by_target = dict(zip(ordered, verify_targets(verify._replace(targets=ordered)) if ordered else (), strict=True))
     targets = tuple(by_target[target] for target in dict.fromkeys(verify.targets))
     planned = targeted(declaration, TargetOptions(mesh=verify.mesh, fallback=verify.fallback))
-    plan = targets[0].plan if targets else work.plan(plan_metadata(planned))
+    plan: Any = targets[0].plan if targets else work.plan(plan_metadata(planned))
     plans = [(target_report.target, target_report.plan) for target_report in targets] or [("planned", plan)]
     plans += [] if ran is None else [("this machine", ran.plan)]
     searches = [search for name, target_report in plans for search in _searches(name, target_report)]
     notes = (*work.notes, *options.notes)
     stamp = f"{version_text()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     reported = PageData(declaration, plan, targets, tuple(searches), ran, notes, stamp)
-    if isinstance(plan, PagedPlan):
+    if plan.cache is not None:
         # The cache of all layers, on the first target's devices: a compiled step has one layer of it.
         metadata = plan_metadata(planned)
         for target in verify.targets[:1]:

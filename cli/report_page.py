@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from rich.text import Text
 
 from ..drawing.charts import Bar, Point, bars, curve, roofline
 from ..drawing.html import code, document, folded, paragraph, pictures, rows, section, subsection, title
-from ..planning import Plan
 from ..planning.decision import WHY
-from ..planning.paged.paged_plan import PagedPlan
-from ..planning.plan_text import screen_rows
-from ..planning.tables.table_plan import TablePlan
 from ..planning.text import bytes_text, fields_text, seconds_text
 from ..verify.compiled import KernelUse
 from ..verify.gpu.gpu_device import GpuDevice
@@ -22,7 +19,7 @@ from ..verify.work import exact_products
 from .outcomes import WORDS
 from .ran import ran_rows
 from .report_data import PageData, Searched
-from .report_subject import batch, cache, mask, page_rows
+from .report_subject import batch, cache, mask
 from .target_rows import about_target, pass_rows, remark_rows
 
 __all__ = ["report_page"]
@@ -57,19 +54,17 @@ _UNCOMPILED = (
 
 def _subject(report: PageData) -> list[tuple[str, str, list[str]]]:
     """The sections of a call's mask, or of a step's batch and its cache."""
-    if isinstance(report.plan, TablePlan):
-        return []
-    if not isinstance(report.plan, PagedPlan):
-        return [("mask", "Mask", list(mask(report.plan)))]
-    sections = [("batch", "Batch", list(batch(report.plan, report.batch)))]
+    plan: Any = report.plan
+    if plan.cache is None:
+        return [] if plan.problem.declared_mask is None else [("mask", "Mask", list(mask(plan)))]
+    sections = [("batch", "Batch", list(batch(plan, report.batch)))]
     return sections if report.cache is None else [*sections, ("cache", "Cache", list(cache(report.cache)))]
 
 
 def _plan(plan: AnyPlan) -> Iterator[str]:
     """One screen of the plan, the whole plan folded, and where its tensors are."""
     runs = ("runs", f"{plan.implementation or 'nothing'} ({WHY[plan.kind]})")
-    rows_of_plan = [row for row in screen_rows(plan) if row[0] != "more"] if isinstance(plan, Plan) else page_rows(plan)
-    yield rows([runs, *rows_of_plan])
+    yield rows([runs, *plan.page_rows()])
     yield folded("The whole plan", code(plan.explain(verbose=True)))
     if (picture := plan.placement_picture()) is not None:
         yield subsection("Placement")
@@ -159,7 +154,7 @@ def _roofline(report: TargetReport) -> Iterator[str]:
     device, plan = report.device, report.plan
     if device is None or not rated:
         return
-    exact = isinstance(plan, Plan) and exact_products(plan)
+    exact = exact_products(plan)
     arithmetic, traffic = device.roofline(1.0, 1.0, plan.problem.runtime_dtype, exact)
     points = [
         Point(pass_report.name, pass_report.intensity, pass_report.flops / pass_report.roofline_seconds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from ..drawing.charts import Bar, bars
 from ..drawing.html import folded, paragraph, pictures, rows
@@ -14,12 +13,10 @@ from ..planning.cache.cache_plan import CachePlan, array_rows, fact_rows
 from ..planning.paged.page_reads import SequenceReads
 from ..planning.paged.paged_plan import PagedPlan
 from ..planning.selection.index_plan import IndexPlan
-from ..planning.tables.fitted_plan import FittedPlan
 from ..planning.text import bytes_text
 from ..scores.node import GIVEN
-from .plan import rejected_rows
 
-__all__ = ["batch", "cache", "mask", "page_rows"]
+__all__ = ["batch", "cache", "mask"]
 
 _MAX_TILES = 2**20
 
@@ -27,8 +24,7 @@ _MAX_TILES = 2**20
 def mask(plan: Plan | IndexPlan) -> Iterator[str]:
     """The mask's structure, next to it the kernel's tiles if they are known and not too many, and the score."""
     problem = plan.problem
-    sizes = [getattr(plan.route or plan.config, name, None) for name in ("block_q", "block_kv")]
-    q, kv = (size if isinstance(size, int) and size > 0 else None for size in sizes)
+    q, kv = _tile(plan)
     blocks: list[tuple[int, int] | None] = [None]
     if q and kv and (problem.q_len // q + 1) * (problem.kv_len // kv + 1) <= _MAX_TILES:
         blocks.append((q, kv))
@@ -47,6 +43,14 @@ def mask(plan: Plan | IndexPlan) -> Iterator[str]:
     )
     yield paragraph("What the score adds to logits, for the first head.")
     yield pictures([score.svg()])
+
+
+def _tile(plan: Plan | IndexPlan) -> tuple[int | None, int | None]:
+    """Queries and keys of a tile, None if they aren't known."""
+    if plan.route is not None:
+        return plan.route.tile(False)
+    kernels = () if plan.runs is None else plan.runs.passes(plan.config, False)
+    return next(((kernel.block_q, kernel.block_kv) for kernel in kernels if kernel.kernel), (None, None))
 
 
 def batch(plan: PagedPlan, reads: Sequence[SequenceReads]) -> Iterator[str]:
@@ -76,11 +80,3 @@ def cache(plan: CachePlan) -> Iterator[str]:
         yield bars([Bar("page table", plan.page_table_bytes, text, plan.scalar_limit)])
     yield rows(fact_rows(plan))
     yield folded("Arrays", rows([(row[0], ", ".join(row[1:])) for row in array_rows(plan)]))
-
-
-def page_rows(plan: FittedPlan[Any, Any]) -> list[tuple[str, str]]:
-    """One screen of the plan of a step, a selection or a recurrence, after what runs."""
-    rows = [*rejected_rows(plan), *plan.rows(), *(("note", note) for note in plan.notes)]
-    for name, spec, shape, local, size in plan.tensor_rows():
-        rows.append(("tensor", f"{name}: {spec}, {shape} -> {local}, {size}"))
-    return rows

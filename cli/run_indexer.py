@@ -23,12 +23,13 @@ _PIECE = 2**20  # scores of one piece of the reference
 class RunnableIndexer(RunnableOperation):
     """Its arrays are drawn, or read from a file."""
 
+    plan: IndexPlan
+
     def read(self, inputs: Path | None, seed: int) -> None:
         self.arrays, self.notes = index_inputs(self.declaration, inputs, seed)
 
     def check(self, output: Any, progress: ReportProgress) -> list[Comparison]:
         """The selected scores against the float64 reference, a piece of the queries at a time."""
-        assert isinstance(self.plan, IndexPlan)
         problem, arrays = self.plan.problem, self.arrays
         window = causal_window(problem.mask)
         assert window is not None  # otherwise nothing would run it

@@ -21,6 +21,8 @@ __all__ = ["RunnableRecurrence"]
 class RunnableRecurrence(RunnableOperation):
     """Its arrays are drawn."""
 
+    plan: TablePlan
+
     def read(self, inputs: Path | None, seed: int) -> None:
         refuse_inputs(inputs)
         self.arrays = dict(self.declaration.draw(seed))
@@ -29,7 +31,6 @@ class RunnableRecurrence(RunnableOperation):
     def check(self, output: Any, progress: ReportProgress) -> list[Comparison]:
         """Outputs, state and windows against the float64 reference."""
         plan = self.plan
-        assert isinstance(plan, TablePlan)
         progress(0, 1, "calls")
         wanted = recurrent_reference(plan.problem, self.arrays, self.operation, plan.config)
         found = {"output": output.attention_outputs, "state": output.state, **output.windows}

@@ -49,19 +49,25 @@ def state_notes(config: ModelConfig, kinds: Collection[str], notes: list[Note]) 
     f, operation = config.fields, config.rules.recurrence
     if not {LINEAR, HYBRID, CONV} & set(kinds):
         return
-    if operation == "lightning":
-        notes.append(note("model.decay_of_layers", layers=len(kinds)))
-    elif operation is None:
-        notes.append(note("model.gated_convolution"))
-    elif hidden_activation(config) is None:
-        notes.append(note("model.convolution_activation", activation=shown(_activation(config))))
-    if operation == "mamba1":
-        notes.append(note("model.normalised_dt"))
+    notes += _LEFT_TO_THE_MODEL.get(operation, _activation_notes)(config, len(kinds))
     if HYBRID in kinds:
         notes.append(note("model.attention_and_state", operation=operation))
     for key in ("block_size", "mamba_chunk_size"):
         if operation and key in f and not _chunk(config, key):
             notes.append(note("model.chunks", key=key, size=f[key]))
+
+
+def _activation_notes(config: ModelConfig, layers: int) -> list[Note]:
+    if hidden_activation(config) is not None:
+        return []
+    return [note("model.convolution_activation", activation=shown(_activation(config)))]
+
+
+_LEFT_TO_THE_MODEL: dict[str | None, Callable[[ModelConfig, int], list[Note]]] = {
+    None: lambda config, layers: [note("model.gated_convolution")],
+    "lightning": lambda config, layers: [note("model.decay_of_layers", layers=layers)],
+    "mamba1": lambda config, layers: [*_activation_notes(config, layers), note("model.normalised_dt")],
+}
 
 
 def _chunk(config: ModelConfig, key: str) -> tuple[tuple[str, int], ...]:

@@ -12,9 +12,10 @@ from ..sharding import AttnShardingRules
 from ..sharding.mesh import AnyMesh
 from ..symbolic import size_value
 from .call_arrays import CallArray, call_arrays
+from .decision import Screen
 from .named import named_shardings
 from .plan_fields import PlanFields
-from .plan_text import explain, placement_rows
+from .plan_text import decision_rows, explain, placement_rows, screen_rows, tensor_rows
 from .repeated import repeated_work
 from .text import bytes_text, spec_text
 from .traffic import sends
@@ -59,6 +60,22 @@ class Plan(PlanFields):
     def explain(self, verbose: bool = False) -> str:
         """The decision as text: what runs and why, and what needs your attention. With `verbose`, all of it."""
         return explain(self, verbose=verbose)
+
+    def screen(self, notes: tuple[str, ...] = (), verbose: bool = False) -> Screen:
+        """One screen of the plan, or all of it, for a terminal; `notes` come after its own."""
+        if not verbose:
+            return Screen(screen_rows(self, notes, "--verbose"))
+        rows = self.rejected_rows
+        for label, line in decision_rows(self):
+            rows += [(label, text) for text in (self.config_lines() if label == "config" else [line])]
+        head = ("tensor", "declared", "fitted", "shape", "per device", "bytes")
+        same = tuple((x[0], x[1], "same" if x[3] and x[1] == x[2] else x[2], *x[3:]) for x in tensor_rows(self))
+        every_note = [("note", str(note)) for note in (*self.notes, *notes)]
+        return Screen(rows, (head, *same), (*placement_rows(self, brief=False), *every_note))
+
+    def page_rows(self) -> list[tuple[str, str]]:
+        """One screen of it as labelled lines, after what runs, for a page."""
+        return screen_rows(self)[:-1]  # the last one says how to see more
 
     def draw(self, mesh: AnyMesh | None = None) -> DevicePicture:
         """Draw each tensor over the mesh, device by device, with dropped axes, copies, and arrows for what is sent.

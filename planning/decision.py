@@ -23,10 +23,20 @@ if TYPE_CHECKING:
     from ..drawing import DevicePicture
     from .cache.cache_plan import CachePlan
 
-__all__ = ["WHY", "Decision", "Kind", "Rejected"]
+__all__ = ["WHY", "Decision", "Kind", "Rejected", "Screen"]
 
 P = TypeVar("P", bound=Problem)
 L = TypeVar("L")
+
+
+class Screen(NamedTuple):
+    """A plan for a terminal. rows: labelled lines after what runs. tensors: the heading of a table and its rows, without a table
+    only (). ends: labelled lines after it."""
+
+    rows: list[tuple[str, str]]
+    tensors: tuple[tuple[str, ...], ...] = ()
+    ends: tuple[tuple[str, str], ...] = ()
+
 
 Kind = Literal["platform", "native", "routed", "fallback", "refused"]
 WHY = {
@@ -120,6 +130,19 @@ class Decision(Generic[P, L]):
     def config_lines(self) -> list[ConfigLine]:
         """Every field of the config, and where its value comes from."""
         return config_lines(self.config, self.problem.config, {} if self.tuning is None else self.tuning.fields)
+
+    @property
+    def rejected_rows(self) -> list[tuple[str, str]]:
+        """A labelled line for every reason why the others don't run."""
+        return [("not", f"{r.implementation}: {reason}") for r in self.rejected for reason in r.reasons]
+
+    def screen(self, notes: tuple[str, ...] = (), verbose: bool = False) -> Screen:
+        """One screen of the plan, or all of it, for a terminal; `notes` come after its own."""
+        raise NotImplementedError
+
+    def page_rows(self) -> list[tuple[str, str]]:
+        """One screen of it as labelled lines, after what runs, for a page."""
+        raise NotImplementedError
 
     def brief_rows(self) -> list[tuple[str, str]]:
         """What a list of several targets says of the plan besides what runs."""

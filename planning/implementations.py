@@ -41,6 +41,7 @@ class PassSizes(NamedTuple):
     if its schedule can be read there. compute_q, compute_kv: the parts of a tile that it can leave out; None if it can't.
     pipelined: products run ahead of exponentials. loading: warps of a block of threads on a GPU that don't
     compute. programs: how many programs those have that do, where each may go through its tiles more than once; else 0.
+    heads: query heads that share a tile.
     """
 
     products: str
@@ -52,6 +53,7 @@ class PassSizes(NamedTuple):
     pipelined: bool = False
     loading: int = 0
     programs: int = 0
+    heads: int = 1
 
     @property
     def head_dims(self) -> int:
@@ -111,7 +113,8 @@ class Implementation(Generic[C]):
 
     operation: the name of the operation under which it is listed. config: the class of the configs that it reads, None if it
     reads none. exact_products: whether float32 products keep full precision. devices: the only devices of its platform that it
-    was written for, in words; None: all.
+    was written for, in words; None: all. memory_field: the config's field that limits the VMEM that it may take, if there is one.
+    static_clock: of a recurrence or a step over pages, whether the schedules of its kernels can be read from the compiler.
     """
 
     operation: ClassVar[str | None] = None
@@ -119,6 +122,8 @@ class Implementation(Generic[C]):
     capability: Capability
     exact_products: ClassVar[bool] = False
     devices: ClassVar[str | None] = None
+    memory_field: ClassVar[str | None] = None
+    static_clock: ClassVar[bool] = False
 
     def __call__(self, call: Any) -> Any:
         """Run one device's part of a call: a LocalCall, and a LocalOutput is returned."""
@@ -152,7 +157,7 @@ class Implementation(Generic[C]):
 
     def interpreted(self, config: OperationConfig) -> bool:
         """Whether the config asks for the kernel to be interpreted, on any platform."""
-        return self.reads(config) and bool(getattr(config, "interpret", False))
+        return self.reads(config) and "interpret" in type(config).model_fields and bool(self.read(config).interpret)  # type: ignore[attr-defined]
 
     def reasons(self, problem: Any) -> tuple[Reason, ...]:
         """Reasons against a problem besides features and rules. Default: none."""

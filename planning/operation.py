@@ -14,7 +14,7 @@ from .operation_config import OperationConfig
 from .planner import Planner
 from .problem import Problem
 
-__all__ = ["METHODS", "PlannedOperation"]
+__all__ = ["METHODS", "PLATFORM_METHODS", "PlannedOperation"]
 
 # A platform's own methods, best first; forward_native is the last choice on all of them.
 METHODS: dict[str, tuple[str, ...]] = {
@@ -25,8 +25,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "cpu": ("forward_cpu",),
 }
 _OPTIONS = ("mask", *CALL_OPTIONS)
-_OF_PLATFORMS = tuple(dict.fromkeys(m for methods in METHODS.values() for m in methods))
-_ALL = (*_OF_PLATFORMS, "forward_native")
+PLATFORM_METHODS = tuple(dict.fromkeys(m for methods in METHODS.values() for m in methods))
+_ALL = (*PLATFORM_METHODS, "forward_native")
 
 
 class PlannedOperation:
@@ -38,8 +38,12 @@ class PlannedOperation:
     operands: ClassVar[OperandTable] = ATTENTION
     # Where a call's keys are: in arrays of the call, or in a cache's pages.
     keys_in: ClassVar[Literal["arrays", "pages"]] = "arrays"
+    # The page layout that other libraries' names for it stand for.
+    cache_layout: ClassVar[str | None] = None
     # What a call does: attends to keys, selects them, or carries a state along the tokens.
     family: ClassVar[Literal["attention", "selection", "recurrence"]] = "attention"
+    # How `attnops certify` calls it, a convention's name; base classes set it.
+    convention: ClassVar[str | None] = None
     # How its calls are planned; base classes set it.
     planner: ClassVar[Planner[Any, Any]]
     # The operation's only strategy for a split sequence; None: as the policy says.
@@ -93,7 +97,7 @@ class PlannedOperation:
         declared = getattr(cls, method, None)
         if isinstance(declared, Implementation):
             return declared if config is None else declared.variant(config)
-        reads = method in _OF_PLATFORMS or not any(map(cls.implements, _OF_PLATFORMS))
+        reads = method in PLATFORM_METHODS or not any(map(cls.implements, PLATFORM_METHODS))
         return MethodImplementation(cls.capability(method), cls.config if reads else None)
 
     @classmethod

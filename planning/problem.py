@@ -53,6 +53,11 @@ class Problem:
         return self.device_kind or f"{self.platform} of unknown kind"
 
     @property
+    def declared_mask(self) -> Mask | None:
+        """The mask; None of a call that has no keys to mask."""
+        return None
+
+    @property
     def devices(self) -> int:
         return math.prod(axis.size for axis in self.mesh)
 
@@ -95,6 +100,10 @@ class KeyedProblem(Problem):
     def own_operands(self) -> tuple[str, ...]:
         """The names of the operation's own arrays: neither attention's nor the score's."""
         return tuple(x.name for x in self.operands if x.name not in ATTENTION and x.operand.feature != "score")
+
+    @property
+    def declared_mask(self) -> Mask | None:
+        return self.mask
 
     @property
     def contiguous_positions(self) -> bool:

@@ -16,6 +16,15 @@ class Route:
     name: str
     why: str
 
+    @property
+    def whole(self) -> bool:
+        """Whether it builds all logits of a device."""
+        return False
+
+    def tile(self, backward: bool) -> tuple[int | None, int | None]:
+        """The queries and keys that it works on together; None: all."""
+        return None, None
+
     def describe(self) -> str:
         """`blockwise, block_q=512, block_kv=512: the logits would take 512.0 MiB`."""
         sizes = [f"{n}={v}" for n, v in self.to_dict().items() if n not in ("name", "why") and v is not None]

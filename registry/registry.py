@@ -178,13 +178,13 @@ def _where(entry: importlib.metadata.EntryPoint) -> str:
     return entry.value + (f" of {entry.dist.name}" if entry.dist else "")
 
 
-def _check(operation: Any) -> str:
-    name = getattr(operation, "name", None)
-    if not inspect.isclass(operation) or not isinstance(name, str) or not name.replace("_", "").isalnum():
+def _check(given: Any) -> str:
+    name = getattr(given, "name", None)
+    if not inspect.isclass(given) or not isinstance(name, str) or not name.replace("_", "").isalnum():
         raise ConfigError(
-            f"{shown(operation)} is not an operation class; wanted one with a `name` of letters, digits and _."
+            f"{shown(given)} is not an operation class; wanted one with a `name` of letters, digits and _."
         )
-    operation_class: Any = operation
+    operation_class: Any = given
     for attribute in ("config", "forward_native", "declared_methods"):
         if not hasattr(operation_class, attribute):
             raise ConfigError(

@@ -39,10 +39,11 @@ def advice(lowered: Callable[[OperationConfig], Any], plan: Plan, out_of_memory:
         text = program_text(program)
         return max((kernel.vmem_used or 0 for kernel in kernels(text or "")), default=0)
 
-    if out_of_memory.memory == "vmem" and "vmem_limit_bytes" in type(plan.config).model_fields:
-        limit = min_limit(lambda limit: compiled({"vmem_limit_bytes": limit}), out_of_memory, max_vmem)
+    field = None if plan.runs is None else plan.runs.memory_field
+    if out_of_memory.memory == "vmem" and field is not None:
+        limit = min_limit(lambda limit: compiled({field: limit}), out_of_memory, max_vmem)
         if limit is not None:
-            return f"compiles with vmem_limit_bytes={limit} ({bytes_text(limit)})"
+            return f"compiles with {field}={limit} ({bytes_text(limit)})"
     for changes in _stages(plan.config) if out_of_memory.memory == "shared" else _smaller(plan.config, _OF_TPU):
         if any(getattr(plan.config, n) != v for n, v in changes.items()) and not isinstance(compiled(changes), Failure):
             return "compiles with " + ", ".join(f"{n}={v}" for n, v in changes.items())

@@ -111,7 +111,8 @@ def target_reports(
     tpu = problem.platform == "tpu"
     device = device_limits(problem.platform, problem.device_kind, devices_cores(planned.mesh))
     default, max_vmem = vmem_of(problem.device_kind)[:2] if tpu else (0, 0)
-    limit = getattr(plan.config, "vmem_limit_bytes", None) if tpu and names else None
+    field = None if plan.runs is None else plan.runs.memory_field
+    limit = getattr(plan.config, field) if field and tpu and names else None
     warnings: tuple[str, ...] = ()
     if device is not None and limit is not None and limit > max_vmem:
         warnings = (

@@ -68,11 +68,11 @@ class PlannedRecurrence(Planned):
         return recurrence_traffic(type(self.operation), problem, placement, "backward" in name)
 
     def scheduled(self, name: str) -> Scheduled:
-        problem, method, config = self.call.problem, self.call.method, self.call.config
-        if method is None or not hasattr(self.call.runs, "grid_steps"):
+        problem, method, runs = self.call.problem, self.call.method, self.call.runs
+        if method is None or runs is None or not runs.static_clock:
             return super().scheduled(name)
         # A forward pass alone has another kernel than one that keeps what a gradient reads, and the same chunks.
         if problem.mode == "__train__" and "backward" not in name:
             problem = replace(problem, mode="__prefill__")
-        fields = {"chunk_size": config.chunk_size} if hasattr(config, "chunk_size") else {}
+        fields = {"chunk_size": self.operation.chunk_of(self.call.config)}
         return scheduled_recurrence(type(self.operation), method, problem, self.call.placement, fields)

@@ -122,7 +122,7 @@ def _reference(arrays: dict[str, np.ndarray], operation: Any, config: Any, optio
         decay = reference_decays(operation.name.removeprefix("ragged_"), value.shape[2])
     decay = np.broadcast_to(decay, value.shape[:3]) if decay.ndim == 1 else decay
     decay = decay[..., None] if decay.ndim == 3 else decay
-    if getattr(config, "gate", "log_decay") == "raw":
+    if "A_log" in arrays:  # the model's own projection
         bias = arrays.get("dt_bias", np.zeros(value.shape[2]))
         bias = bias[:, None] if bias.ndim == 1 else bias
         decay = -np.exp(arrays["A_log"])[:, None] * _softplus(decay + bias)
@@ -139,10 +139,9 @@ def _mamba(arrays: dict[str, np.ndarray], config: Any, rest: Mapping[str, Any]) 
     x, dt, rate = arrays["x"], arrays["dt"], arrays["A"]
     dt = dt + arrays.get("dt_bias", 0.0)
     dt = _softplus(dt) if config.dt_softplus else dt
-    least, most = getattr(config, "dt_min", None), getattr(config, "dt_max", None)
-    if least is not None or most is not None:
-        dt = np.clip(dt, least, most)
     heads = x.ndim == 4
+    if heads and (config.dt_min, config.dt_max) != (None, None):
+        dt = np.clip(dt, config.dt_min, config.dt_max)
     if heads:
         decay = (dt * rate)[..., None]
         found = reference_linear(arrays["C"], arrays["B"], dt[..., None] * x, decay, None, **rest, scale=1.0)

@@ -26,9 +26,8 @@ class Recurrence(NamedTuple):
 def reference_decays(name: str, heads: int) -> np.ndarray:
     """The log decay of each head that a family has of its own: of 'retention' and 'lightning'; 0 for any other name."""
     places = np.arange(heads)
-    if name == "retention":
-        return np.log(1 - 2.0 ** (-5 - places))
-    return -(2.0 ** (-8 * (places + 1) / heads)) if name == "lightning" else np.zeros(heads)
+    own = {"retention": np.log(1 - 2.0 ** (-5 - places)), "lightning": -(2.0 ** (-8 * (places + 1) / heads))}
+    return own.get(name, np.zeros(heads))
 
 
 def _starts(segment_ids: np.ndarray | None, batch: int, tokens: int) -> np.ndarray:

@@ -171,7 +171,7 @@ class TargetReport:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values. A step has one pass, whose values are the report's own."""
         data: dict[str, Any] = {"passes": [report.to_dict() for report in self.passes]}
-        if isinstance(self.plan, PagedPlan):
+        if self.plan.cache is not None:
             data = (*self.passes, PassReport("step", False, None))[0].to_dict()
             data["page_bytes"] = data.pop("bytes_moved")
         return data | {

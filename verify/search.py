@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -74,7 +74,10 @@ class Scheduled(NamedTuple):
 
 
 class Search(ABC):
-    """What is searched: a method of a call or a step, for one device. key: what a measurement depends on."""
+    """What is searched: a method of a call or a step, for one device. key: what a measurement depends on. reads_gpu_code: whether
+    its kernels' stalls can be counted from the code for a GPU."""
+
+    reads_gpu_code: ClassVar[bool] = False
 
     def __init__(self, operation: type[PlannedOperation], method: str, problem: Any, placement: Any) -> None:
         self.kind, self.method, self.problem, self.placement = operation, method, problem, placement

@@ -110,18 +110,17 @@ def _estimated(
     return tuple(round(float(body.computed * factors[0] + body.masked * max(factors[1], 0.0))) for body in bodies)
 
 
-def key_parts(config: OperationConfig, kv_len: int) -> int:
+def key_parts(config: Any, kv_len: int) -> int:
     """How many parts a resolved config's fused backward pass splits the keys into."""
-    sums = getattr(config, "block_kv_dkv_sums", None)
+    sums = config.block_kv_dkv_sums
     return math.ceil(kv_len / sums) if sums else 1
 
 
-def key_turns(config: OperationConfig, kv_len: int) -> int:
+def key_turns(config: Any, kv_len: int) -> int:
     """How often the loops of a fused backward pass go round that clear and write the gradients of a kv head's keys."""
     from ..operators.splash.kernel.key_sums import leaving_rows
 
-    sizes: Any = config
-    block, part = sizes.block_kv_dkv, getattr(config, "block_kv_dkv_sums", None) or kv_len
+    block, part = config.block_kv_dkv, config.block_kv_dkv_sums or kv_len
     lengths = ((start, math.ceil(min(part, kv_len - start) / block) * block) for start in range(0, kv_len, part))
     return sum(rows // leaving_rows(rows, start) for start, rows in lengths)
 

@@ -14,7 +14,7 @@ from ..distribution import with_extras
 from ..errors import ConfigError, RefusedError, shown
 from ..operators.call.current_device import current_device
 from ..planning import AttentionProblem, Implementation, OperationConfig, PassSizes, Placement, Plan, PlannedOperation
-from ..planning.paged.paged_problem import PagedProblem
+from ..planning.problem import Problem
 from ..planning.tables.table_plan import TablePlan
 from ..planning.tables.table_problem import TableProblem
 from ..planning.tune_cache import Choice
@@ -27,11 +27,13 @@ from .search import MAX_CANDIDATES, Progress, Scheduled, Search, TuneReport, run
 from .tile_counts import kernel_cycles
 from .tune_recurrence import RecurrenceSearch
 
-__all__ = ["measured_by", "readable_kernels", "scheduled_call", "tune_plan", "tune_problem"]
+__all__ = ["measured_by", "readable_kernels", "scheduled_call", "search_of", "tune_plan", "tune_problem"]
 
 
 class _CallSearch(Search):
     """The passes of a call."""
+
+    reads_gpu_code = True
 
     def __init__(
         self, operation: type[PlannedOperation], method: str, problem: AttentionProblem, placement: Placement
@@ -65,19 +67,21 @@ def tune_problem(
     operation: type[PlannedOperation], method: str, problem: AttentionProblem | TableProblem, placement: Any
 ) -> Choice:
     """Search with the defaults, for a plan with tuning='tune'. Errors: ConfigError if nothing can be measured."""
-    search = _search_of(operation, method, problem, placement)
-    search_result = run_search(search, measured_by(problem, None), MAX_CANDIDATES, None)[1]
+    search = _SEARCHES[operation.family](operation, method, problem, placement)
+    search_result = run_search(search, measured_by(search, None), MAX_CANDIDATES, None)[1]
     if search_result.choice is None:
         raise ConfigError(f"{problem.describe()}: no candidate compiles or runs; `attnops tune` shows why.")
     return search_result.choice
 
 
-def _search_of(
-    operation: type[PlannedOperation], method: str, problem: AttentionProblem | TableProblem, placement: Any
-) -> Search:
-    if isinstance(problem, TableProblem):
-        return RecurrenceSearch(operation, method, problem, placement)
-    return _CallSearch(operation, method, problem, placement)
+_SEARCHES: dict[str, type[Search]] = {"attention": _CallSearch, "recurrence": RecurrenceSearch}
+
+
+def search_of(decided: Plan | TablePlan) -> Search:
+    """What is searched of a planned call. Errors: RefusedError if nothing runs it."""
+    if decided.method is None:
+        raise RefusedError(decided.refusal())
+    return _SEARCHES[decided.operation.family](decided.operation, decided.method, decided.problem, decided.placement)
 
 
 def scheduled_call(decided: Plan, part: str) -> Scheduled:
@@ -103,14 +107,14 @@ def tune_plan(
             f"{decided.implementation} has no sizes to search for this call: they are all declared, or its path has none, or "
             "queries or keys are split over devices."
         )
-    clock = measured_by(problem, how)
-    search = _search_of(decided.operation, decided.method, problem, decided.placement)
+    search = search_of(decided)
+    clock = measured_by(search, how)
     return TuneReport(decided, clock, *run_search(search, clock, most, progress))
 
 
-def measured_by(problem: AttentionProblem | PagedProblem | TableProblem, how: str | None) -> str:
+def measured_by(search: Search, how: str | None) -> str:
     """'device' or 'static', as asked or by what is here. Errors: ConfigError where neither is possible."""
-    device = current_device(())
+    problem, device = search.problem, current_device(())
     kinds = ("", problem.platform, device.device_kind)
     is_planned_device = device.serves(problem.platform) and problem.device_kind in kinds
     if how not in (None, "static", "device"):
@@ -122,7 +126,7 @@ def measured_by(problem: AttentionProblem | PagedProblem | TableProblem, how: st
         )
     if how == "device" or (how is None and is_planned_device):
         return "device"
-    if problem.platform == "cuda" and isinstance(problem, AttentionProblem | PagedProblem):
+    if problem.platform == "cuda" and search.reads_gpu_code:
         _require_gpu_compiler(problem)
         return "static"
     if how is None and problem.platform != "tpu":
@@ -139,7 +143,7 @@ def measured_by(problem: AttentionProblem | PagedProblem | TableProblem, how: st
     return "static"
 
 
-def _require_gpu_compiler(problem: AttentionProblem | PagedProblem) -> None:
+def _require_gpu_compiler(problem: Problem) -> None:
     if spec_of_kind(problem.device_kind) is None:
         kinds = ", ".join(spec.kind for spec in gpu_specs().values())
         raise ConfigError(

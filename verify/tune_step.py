@@ -28,6 +28,8 @@ __all__ = ["tune_step"]
 class _StepSearch(Search):
     """A declared step: its one pass, for the declared batch."""
 
+    reads_gpu_code = True
+
     def __init__(self, operation: StepOperation, step: DeclaredStep, plan: PagedPlan, method: str) -> None:
         super().__init__(plan.operation, method, plan.problem, plan.placement)
         self.operation, self.step, self.runs = operation, step, plan.runs
@@ -84,7 +86,8 @@ def tune_step(
     if plan.method is None or plan.runs is None or plan.cache.refused:
         plan.require()
         raise RefusedError(plan.refusal())
-    clock = measured_by(plan.problem, how)
+    search = _StepSearch(operation, step, plan, plan.method)
+    clock = measured_by(search, how)
     if clock == "static" and not plan.runs.static_clock:
         raise ConfigError(
             f"{plan.implementation} runs this step on {plan.problem.device}, and the static clock knows only the kernels for "
@@ -94,7 +97,6 @@ def tune_step(
         raise ConfigError(
             "the declared batch has no queries, so no cycles can be counted; declare q_lens of 1 or more."
         )
-    search = _StepSearch(operation, step, plan, plan.method)
     if not any(search.candidates(clock).values()):
         raise ConfigError(
             f"{plan.implementation} has no sizes to search for this step: they are all declared, or it only writes."

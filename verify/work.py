@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from ..planning import PassSizes, Plan
+from ..planning.decision import Decision
 from .tile_counts import tiles_of
 
 __all__ = ["attention_flops", "exact_products"]
@@ -30,7 +32,7 @@ def attention_flops(plan: Plan, backward: bool) -> float:
     return total * problem.batch * problem.q_heads / devices
 
 
-def exact_products(plan: Plan) -> bool:
+def exact_products(plan: Decision[Any, Any]) -> bool:
     """Whether float32 products keep full precision: attnops' kernels request that. Elsewhere it isn't assumed."""
     return plan.problem.runtime_dtype == "float32" and plan.runs is not None and plan.runs.exact_products
 

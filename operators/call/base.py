@@ -62,6 +62,7 @@ class Operation(DeclaredOperation):
     """Base class of attention operations. `Operation(metadata)(query, key, value, ...)` runs one."""
 
     planner = CALLS
+    convention = "attnops"
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)

@@ -34,7 +34,6 @@ class PagedImplementation(Implementation[PagedConfig]):
 
     operation = "paged"
     config = PagedConfig
-    static_clock: ClassVar[bool] = False  # whether its schedule can be read from the compiler
 
     def tuned_fields(self, problem: Any, placement: Any) -> tuple[str, ...]:
         """The unset sizes that the step uses."""
@@ -76,6 +75,7 @@ class PagesOnTpu(PagedImplementation):
     )
 
     static_clock = True
+    memory_field = "vmem_limit_bytes"
 
     def interpreted(self, config: OperationConfig) -> bool:
         """Whether the config asks for these kernels to be interpreted."""

@@ -21,6 +21,8 @@ __all__ = ["Paged", "PagedOperation"]
 class PagedOperation(StepOperation):
     """Base class of attention over the pages of a declared KV cache. `Operation(metadata)(query, key, value, ...)` runs one."""
 
+    convention = "attnops:pages"
+
     def __call__(
         self,
         query: CallArray | None,

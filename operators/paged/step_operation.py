@@ -57,8 +57,6 @@ class StepOperation(DeclaredOperation):
     results: ClassVar[tuple[Operand, ...]] = RESULTS_OF_STEPS
     # The names of the arrays by token, of which the last two are written to the pages.
     token_names: ClassVar[tuple[str, str, str]] = ("query", "key", "value")
-    # The page layout that other libraries' names for it stand for.
-    cache_layout: ClassVar[str | None] = None
     # Whether the heads of the query are summed over, so that none of them are split.
     sums_heads: ClassVar[bool] = False
 

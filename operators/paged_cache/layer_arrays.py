@@ -79,6 +79,15 @@ def row_count(layer: LayerArrays) -> int:
 
 def planned_layer(plan: CachePlan | StatePlan, of: Callable[[str], Any]) -> LayerArrays:
     """`of(name)` for each array of a layer of one group."""
-    if isinstance(plan, StatePlan):
-        return LayerStates({name: of(name) for name in plan.states})
+    return _PLANNED[plan.keeps](plan, of)
+
+
+def _pages(plan: Any, of: Callable[[str], Any]) -> LayerArrays:
     return LayerPages(*map(of, (plan.pages_array.name, "value_pages", "key_scale", "value_scale", "rope_pages")))
+
+
+def _states(plan: Any, of: Callable[[str], Any]) -> LayerArrays:
+    return LayerStates({name: of(name) for name in plan.states})
+
+
+_PLANNED = {"pages": _pages, "states": _states}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -66,12 +67,19 @@ def group_specs(plan: CachePlan | StatePlan) -> tuple[LayerArrays, Any]:
         array = plan.get(name)
         return None if array is None else array.fitted.spec
 
-    if isinstance(plan, StatePlan):
-        names = ("cu_q_lens", "kv_lens", "num_seqs", "read_slots", "write_slots")
-        return planned_layer(plan, of), StateBatch(*map(of, names))
+    return planned_layer(plan, of), _BATCHES[plan.keeps](plan, of)
+
+
+def _of_pages(plan: CachePlan | StatePlan, of: Callable[[str], Any]) -> Any:
     group = 0 if plan.group is None else plan.group[0]
-    batch = RaggedBatch(of("cu_q_lens"), of("kv_lens"), of("page_table"), of("num_seqs"), group)
-    return planned_layer(plan, of), batch
+    return RaggedBatch(of("cu_q_lens"), of("kv_lens"), of("page_table"), of("num_seqs"), group)
+
+
+def _of_states(plan: CachePlan | StatePlan, of: Callable[[str], Any]) -> Any:
+    return StateBatch(*map(of, ("cu_q_lens", "kv_lens", "num_seqs", "read_slots", "write_slots")))
+
+
+_BATCHES = {"pages": _of_pages, "states": _of_states}
 
 
 def _is_spec(x: object) -> bool:

@@ -121,6 +121,9 @@ class CausalConv1dConfig(OperationConfig):
     """activation: 'silu' or none, after the convolution. state_dtype: of the tokens that a call returns for the next."""
 
     feeds: ClassVar = {}
+    # A convolution has no chunks, and there is one way to exchange its last tokens.
+    chunk_size: ClassVar[None] = None
+    exchange: ClassVar[None] = None
 
     operation: Literal["causal_conv1d"] = "causal_conv1d"
     activation: Literal["silu"] | None = None

@@ -35,7 +35,8 @@ class RecurrentOnXla(Implementation[OperationConfig]):
     def resolve(self, problem: Any, placement: Any) -> OperationConfig:
         """The config with its chunk size."""
         config: OperationConfig = problem.config
-        if getattr(config, "chunk_size", 0) is None:  # of a config that has it
+        chunks: Any = config
+        if "chunk_size" in type(config).model_fields and chunks.chunk_size is None:
             config = config.with_fields({"chunk_size": self.chunk})
         return config
 

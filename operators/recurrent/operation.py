@@ -45,6 +45,7 @@ class RecurrentOperation(DeclaredOperation):
 
     family = "recurrence"
     planner = RECURRENCES
+    convention = "attnops:recurrence"
     results: ClassVar[tuple[Operand, ...]]
     # The static arguments of a call besides mode and layout, and their types. The config has fields of the same names.
     options: ClassVar[Mapping[str, type]] = {}
@@ -67,6 +68,11 @@ class RecurrentOperation(DeclaredOperation):
         raise NotImplementedError
 
     @classmethod
+    def chunk_of(cls, config: Any) -> int:
+        """Tokens of a chunk, by a resolved config; 1 without chunks."""
+        return config.chunk_size or 1
+
+    @classmethod
     def flops(cls, plan: TablePlan) -> float:
         """Operations of a forward pass on one device, counted from the chunks; twice if states are passed along the sequence."""
         size: dict[str, int] = {}
@@ -74,7 +80,7 @@ class RecurrentOperation(DeclaredOperation):
             size = dict(zip(x.dims, x.local_shape, strict=True)) | size
         split = plan.placement.strategy == "state"
         tokens = size["q_len"] if split or not plan.placement.over else plan.problem.size["q_len"]
-        per_token = cls.token_flops(size, getattr(plan.config, "chunk_size", None) or 1)
+        per_token = cls.token_flops(size, cls.chunk_of(plan.config))
         return (2 if split else 1) * size.get("batch", 1) * tokens * per_token
 
     @classmethod

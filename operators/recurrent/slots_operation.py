@@ -45,6 +45,7 @@ class SlotsOperation(RecurrentOperation):
     results and its implementations follow."""
 
     planner = SLOT_STEPS
+    convention = "attnops:slots"
     unsized: ClassVar[tuple[str, ...]] = ("batch", "bounds")
     static: ClassVar[tuple[str, ...]] = ("mode", "max_q_len", "debug")
 
@@ -53,9 +54,9 @@ class SlotsOperation(RecurrentOperation):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        whole: Any = next((x for x in cls.__bases__ if not issubclass(x, SlotsOperation)), None)
-        if whole is None:  # what several steps have in common, or another name of one
+        if len(cls.__bases__) == 1:  # what several steps have in common, or another name of one
             return
+        whole: Any = cls.__bases__[1]
         cls.backend_operation = whole.name
         cls.operands, cls.results = of_step(whole.operands, whole.results)
         convolved = frozenset(row.name for row in cls.operands if row.name.endswith(CONV_ROWS))
@@ -65,8 +66,8 @@ class SlotsOperation(RecurrentOperation):
                 whole.values | {"conv_activation": ("silu",)},
             )
         cls.forward_native = over_slots(whole.forward_native, convolved)
-        if (kernels := getattr(whole, "forward_tpu", None)) is not None:
-            cls.forward_tpu = StepOnTpu(kernels, convolved)
+        if whole.implements("forward_tpu"):
+            cls.forward_tpu = StepOnTpu(whole.forward_tpu, convolved)
 
     @classmethod
     def flops(cls, plan: TablePlan) -> float:
@@ -76,7 +77,7 @@ class SlotsOperation(RecurrentOperation):
             size = dict(zip(x.dims, x.local_shape, strict=True)) | size
         longest = plan.problem.option["max_q_len"]
         few = longest is not None and longest <= FEW
-        recurrence = cls.token_flops(size, 1 if few else getattr(plan.config, "chunk_size", None) or 1)
+        recurrence = cls.token_flops(size, 1 if few else cls.chunk_of(plan.config))
         weights = (math.prod(x.local_shape) for x in plan.tensors if x.tensor.endswith(CONV_ROWS[0]))
         return size["tokens"] * (recurrence + 2.0 * sum(weights))
 

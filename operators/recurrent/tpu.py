@@ -42,6 +42,7 @@ class RecurrentOnTpu(RecurrentOnXla):
     """
 
     config: ClassVar[type[OperationConfig] | None] = KernelConfig
+    static_clock = True
     chunk: ClassVar[int] = 128  # fewer cycles per token than 64 by the schedules of v5e, v6e and tpu7x
 
     def __init__(

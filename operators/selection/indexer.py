@@ -83,6 +83,7 @@ class Indexer(DeclaredOperation):
     operands = INDEX
     family = "selection"
     planner = SELECTIONS
+    convention = "attnops:indexer"
     forward_native = INDEX_ON_XLA
 
     def __call__(

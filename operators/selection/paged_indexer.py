@@ -74,6 +74,7 @@ class PagedIndexer(StepOperation):
     """
 
     name = "paged_indexer"
+    convention = "attnops:paged_indexer"
     config = PagedIndexerConfig
     operands = INDEX_STEP
     results = RESULTS_OF_INDEX_STEPS

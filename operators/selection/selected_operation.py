@@ -117,6 +117,7 @@ class SelectedAttention(Operation):
     """
 
     name = "selected"
+    convention = "attnops:selected"
     config = SelectedConfig
     operands = ATTENTION.extended(
         Operand("selected", ("batch", "q_len", "selected"), "btd", dtype="integers", gradient=False, indexes="kv_len")

@@ -56,7 +56,7 @@ def splash_passes(config: SplashConfig, backward: bool) -> tuple[PassSizes, ...]
 
 def _pass_sizes(config: SplashConfig, pass_fields: PassFields) -> PassSizes:
     blocks = pass_blocks(config, pass_fields)
-    sizes = PassSizes(pass_fields.products, blocks.block_q, blocks.block_kv)
+    sizes = PassSizes(pass_fields.products, blocks.block_q, blocks.block_kv, heads=config.heads_per_tile or 1)
     if config.kernel != "attnops":
         return sizes
     return sizes._replace(

@@ -86,6 +86,7 @@ class _SplashConfigured(Implementation[SplashConfig]):
 
     operation = "splash"
     config = SplashConfig
+    memory_field = "vmem_limit_bytes"
     capability = declares(
         consumes=_FEATURES,
         rules=_RULES,

@@ -30,6 +30,13 @@ class NativeRoute(Route):
     block_q_backward: int | None = None
     block_kv_backward: int | None = None
 
+    @property
+    def whole(self) -> bool:
+        return self.name == "plain"
+
+    def tile(self, backward: bool) -> tuple[int | None, int | None]:
+        return (self.block_q_backward, self.block_kv_backward) if backward else (self.block_q, self.block_kv)
+
 
 # For the measurements behind these numbers see benchmarks/native-path.md.
 # Logits of a batch row so small that one product over the whole batch beats a loop over it, while those of the batch stay in
@@ -180,7 +187,7 @@ def _blocks(
 def native_block_remarks(problem: AttentionProblem, placement: Placement, route: NativeRoute) -> tuple[str, ...]:
     """What a plan says of a mask of blocks on this route."""
     local = placement.local
-    if route.name == "plain":
+    if route.whole:
         return block_remarks(problem, placement, local.q_len, local.kv_len, 1)
     if route.name in ("decode", "decode_rows"):
         return block_remarks(problem, placement, local.q_len, route.block_kv or local.kv_len, 1)

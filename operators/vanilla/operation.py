@@ -86,10 +86,10 @@ class NativeAttention(Implementation[VanillaConfig]):
     def __call__(self, call: LocalCall) -> LocalOutput:
         """Attend."""
         call = call.dequantised()
-        route = call.route
-        if not isinstance(route, NativeRoute):  # called from another operation's method, which has no route
+        route: Any = call.route
+        if route is None:  # called from another operation's method, which has none
             route = native_route(call.problem, call.placement, VanillaConfig())
-        return _whole(call) if route.name == "plain" else _in_parts(call, route)
+        return _whole(call) if route.whole else _in_parts(call, route)
 
     def works_on_parts(self, config: OperationConfig, strategy: str) -> bool:
         """On a single part with any path; on one part after another with blocks."""

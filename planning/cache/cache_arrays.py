@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from ...sharding import FittedSpec, MeshAxis
 from ..capability import Reason
@@ -41,8 +41,10 @@ class CacheArrays:
     created.
 
     shards: the number of parts into which `pages_axis` splits the arrays and the batch. If the cache has several groups of
-    layers, `group` of a part is (its number, the number of groups).
+    layers, `group` of a part is (its number, the number of groups). keeps: what a layer has of a sequence.
     """
+
+    keeps: ClassVar[Literal["pages", "states"]]
 
     cache: CacheFields
     mesh: tuple[MeshAxis, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 from ...errors import InputError
 from ...sharding import MeshAxis
@@ -30,6 +30,8 @@ class CacheNumbers(CacheArrays):
     cache, and `pages` are those of all groups.
     """
 
+    keeps: ClassVar[Literal["pages", "states"]] = "pages"
+
     pages: int
     sequence_shards: int
     kv_repeat: int
@@ -50,12 +52,12 @@ class CacheNumbers(CacheArrays):
     @property
     def page_groups(self) -> tuple[Self, ...]:
         """The plans of the groups with pages."""
-        return tuple(part for part in self.groups if isinstance(part, type(self)))
+        return tuple(part for part in self.groups if part.keeps == "pages")
 
     @property
     def state_groups(self) -> tuple[StatePlan, ...]:
         """The plans of the groups with states."""
-        return tuple(part for part in self.groups if isinstance(part, StatePlan))
+        return tuple(part for part in self.groups if part.keeps == "states")
 
     def one_group(self, what: str) -> Self:
         """Return self. Errors: InputError for a plan of several groups, as `what` needs one."""

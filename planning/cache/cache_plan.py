@@ -12,7 +12,6 @@ from ..text import bytes_text, spec_text
 from .cache_fields import CacheFields
 from .cache_numbers import CacheNumbers
 from .layer_groups import GEOMETRY, layer_numbers
-from .state_plan import StatePlan
 
 __all__ = ["CachePlan", "array_rows", "fact_rows"]
 
@@ -58,6 +57,28 @@ class CachePlan(CacheNumbers):
 
     def __str__(self) -> str:
         return self.explain()
+
+    def group_text(self, own_geometry: bool) -> str:
+        """The line of one of several groups, after its layers. own_geometry: whether groups differ in what they store."""
+        window = "all tokens" if self.window_tokens is None else f"a window of {self.window_tokens} tokens"
+        geometry = f", {_geometry_text(self.cache)}" if own_geometry else ""
+        size = bytes_text(self.bytes_of(*_PAGES, "key_scale", "value_scale"))
+        return f", {window}{geometry}: {_pages_text(self, ' pages')}: {_fit_text(self)}; {size} per device"
+
+    def group_dict(self, stored_layers: list[int]) -> dict[str, Any]:
+        """The values of one of several groups, besides its layers."""
+        return {
+            "stored_layers": stored_layers,
+            "window_tokens": self.window_tokens,
+            **{name: getattr(self.cache, name) for name in GEOMETRY},
+            "pages": self.pages,
+            "pages_per_shard": self.local_pages,
+            "pages_per_sequence": self.most_pages,
+            "tokens": self.tokens,
+            "sequences": self.sequences,
+            "bytes_of_pages": self.bytes_of(*_PAGES),
+            "bytes_of_scales": self.bytes_of("key_scale", "value_scale"),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """The whole decision as JSON-ready values."""
@@ -212,18 +233,9 @@ def _sequence_text(plan: CachePlan) -> list[str]:
 
 def _group_text(plan: CachePlan, number: int) -> str:
     """The line of one of several groups."""
-    part = plan.groups[number]
     layers = layer_numbers(plan.cache.groups)[number]
-    if isinstance(part, StatePlan):
-        return f"{len(layers)} layer{'' if len(layers) == 1 else 's'} ({_runs(layers)}), {part.describe()}"
-    window = "all tokens" if part.window_tokens is None else f"a window of {part.window_tokens} tokens"
-    own = any(group.geometry for group in plan.cache.groups)
-    geometry = f", {_geometry_text(part.cache)}" if own else ""
-    return (
-        f"{len(layers)} layer{'' if len(layers) == 1 else 's'} ({_runs(layers)}), {window}{geometry}: "
-        f"{_pages_text(part, ' pages')}: "
-        f"{_fit_text(part)}; {bytes_text(part.bytes_of(*_PAGES, 'key_scale', 'value_scale'))} per device"
-    )
+    text: str = plan.groups[number].group_text(any(group.geometry for group in plan.cache.groups))
+    return f"{len(layers)} layer{'' if len(layers) == 1 else 's'} ({_runs(layers)}){text}"
 
 
 def _reads_text(cache: CacheFields) -> list[str]:
@@ -240,42 +252,9 @@ def _reads_text(cache: CacheFields) -> list[str]:
 
 
 def _group_dict(plan: CachePlan, number: int) -> dict[str, Any]:
-    part = plan.groups[number]
-    if isinstance(part, StatePlan):
-        return _states_dict(plan, part, number)
-    return {
-        "layers": list(layer_numbers(plan.cache.groups)[number]),
-        "stored_layers": [n for n in layer_numbers(plan.cache.groups)[number] if plan.cache.layer_read(n) == n],
-        "window_tokens": part.window_tokens,
-        **{name: getattr(part.cache, name) for name in GEOMETRY},
-        "pages": part.pages,
-        "pages_per_shard": part.local_pages,
-        "pages_per_sequence": part.most_pages,
-        "tokens": part.tokens,
-        "sequences": part.sequences,
-        "bytes_of_pages": part.bytes_of(*_PAGES),
-        "bytes_of_scales": part.bytes_of("key_scale", "value_scale"),
-    }
-
-
-def _states_dict(plan: CachePlan, part: StatePlan, number: int) -> dict[str, Any]:
-    return {
-        "layers": list(layer_numbers(plan.cache.groups)[number]),
-        "kind": "state",
-        "states": {
-            one.label: {"shape": list(one.shape), "dtype": one.dtype_in(part.cache.dtype)}
-            for one in part.declared.states or ()
-        },
-        "drafts": part.drafts,
-        "snapshot_tokens": part.snapshot_tokens,
-        "slots": part.slots,
-        "slots_per_shard": part.local_slots,
-        "slots_per_sequence": part.slots_per_sequence,
-        "snapshot_slots": part.snapshot_slots,
-        "sequences": part.sequences,
-        "bytes_of_states": part.bytes_of(*part.states),
-        "bytes_per_sequence": part.sequence_bytes,
-    }
+    layers = layer_numbers(plan.cache.groups)[number]
+    stored = [layer for layer in layers if plan.cache.layer_read(layer) == layer]
+    return {"layers": list(layers), **plan.groups[number].group_dict(stored)}
 
 
 def _runs(numbers: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from ..text import bytes_text
 from .cache_arrays import CacheArrays
@@ -17,6 +18,8 @@ class StatePlan(CacheArrays):
 
     slots: those of the whole cache; ids count from 0 in each shard.
     """
+
+    keeps: ClassVar[Literal["pages", "states"]] = "states"
 
     slots: int
 
@@ -89,3 +92,26 @@ class StatePlan(CacheArrays):
             f"{', '.join(declared)}: {self.slots} slots{per_shard}, {many}{kept}: {self.sequences} sequences; "
             f"{bytes_text(self.bytes_of(*self.states))} per device"
         )
+
+    def group_text(self, own_geometry: bool) -> str:
+        """The line of one of several groups, after its layers."""
+        return f", {self.describe()}"
+
+    def group_dict(self, stored_layers: list[int]) -> dict[str, Any]:
+        """The values of one of several groups, besides its layers."""
+        return {
+            "kind": "state",
+            "states": {
+                one.label: {"shape": list(one.shape), "dtype": one.dtype_in(self.cache.dtype)}
+                for one in self.declared.states or ()
+            },
+            "drafts": self.drafts,
+            "snapshot_tokens": self.snapshot_tokens,
+            "slots": self.slots,
+            "slots_per_shard": self.local_slots,
+            "slots_per_sequence": self.slots_per_sequence,
+            "snapshot_slots": self.snapshot_slots,
+            "sequences": self.sequences,
+            "bytes_of_states": self.bytes_of(*self.states),
+            "bytes_per_sequence": self.sequence_bytes,
+        }

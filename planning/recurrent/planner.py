@@ -100,7 +100,7 @@ class Recurrences(Planner[TableProblem, TablePlacement]):
         notes += self._of_split(request, placement)
         if policy.ring_order is not None and not (placement.manual and policy.ring_order == "zigzag"):
             notes.append(note("recurrent.plain_order", value=policy.ring_order))
-        if not placement.exchange and (named := getattr(problem.config, "exchange", None)) is not None:
+        if not placement.exchange and (named := _declared_exchange(problem.config)) is not None:
             notes.append(note("recurrent.no_exchange", value=named))
         if repeats_keys(placement):
             notes.append(note("recurrent.repeated_keys", axes=list(placement.axes("state", "heads"))))
@@ -154,9 +154,15 @@ def idle_axes(problem: TableProblem, placement: TablePlacement) -> list[str]:
 
 def _exchange(operation: Any, problem: TableProblem, placement: TablePlacement) -> str:
     """How maps are exchanged: as declared, else whichever sends less."""
-    declared: str | None = getattr(problem.config, "exchange", None)
     ways = (ALL_GATHER, LOG_STEP)
-    return declared or min(ways, key=lambda way: passed_bytes(operation, problem, placement, way))
+    return _declared_exchange(problem.config) or min(
+        ways, key=lambda way: passed_bytes(operation, problem, placement, way)
+    )
+
+
+def _declared_exchange(config: Any) -> str | None:
+    named: str | None = config.exchange
+    return named
 
 
 def _part(placement: TablePlacement) -> int:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ...errors import RefusedShardingError
 from ...sharding import FittedSpec
-from ..decision import WHY, Decision
+from ..decision import WHY, Decision, Screen
 from ..notes import is_info
 from ..problem import Problem
 from ..text import bytes_text, spec_text
@@ -72,6 +72,27 @@ class FittedPlan(Decision[P, L]):
             (x.tensor, spec_text(x.spec), shape(x.shape), shape(x.local_shape), bytes_text(x.local_bytes))
             for x in self.tensors
         ]
+
+    def screen(self, notes: tuple[str, ...] = (), verbose: bool = False) -> Screen:
+        """One screen of the plan, or all of it, for a terminal; `notes` come after its own."""
+        every_note = (*self.notes, *notes)
+        shown = [note for note in every_note if verbose or not is_info(note)]
+        rows = [*self.rejected_rows, *self.rows(verbose), *(("note", str(note)) for note in shown)]
+        whole = verbose or not self.on_one_device
+        tensors = (("tensor", "fitted", "shape", "per device", "bytes"), *self.tensor_rows()) if whole else ()
+        if verbose:
+            return Screen(rows, tensors)
+        asides = len(every_note) - len(shown)
+        hidden = ["defaults of the config", *([] if whole else ["arrays"]), *([f"{asides} notes"] if asides else [])]
+        return Screen(rows, tensors, (("more", f"--verbose adds {', '.join(hidden)}"),))
+
+    def page_rows(self) -> list[tuple[str, str]]:
+        """One screen of it as labelled lines, after what runs, for a page."""
+        tensors = [
+            ("tensor", f"{name}: {spec}, {shape} -> {local}, {size}")
+            for name, spec, shape, local, size in self.tensor_rows()
+        ]
+        return [*self.rejected_rows, *self.rows(), *(("note", note) for note in self.notes), *tensors]
 
     def explain(self, verbose: bool = False) -> str:
         """The decision as text: what runs and why, and what needs your attention. With `verbose`, all of it."""

@@ -103,32 +103,3 @@ def test_a_file_is_short_and_says_what_it_is(name: str) -> None:
     text = (ROOT / name).read_text()
     assert text.count("\n") <= 300, f"{name} has {text.count(chr(10))} lines; give what it does to two files"
     assert ast.get_docstring(ast.parse(text)), f"{name} has no first line that says what it is"
-
-
-# Where implementations are written. What is known of one stands there, and nobody else asks for its name or its config's class.
-IMPLEMENTATIONS = (
-    "operators/splash/", "operators/flash/", "operators/mosaic/", "operators/hopper/", "operators/blackwell/", "operators/paged/",
-    "operators/vanilla/", "operators/sdpa/",
-)  # fmt: skip
-
-ASKING = ("operators/", "planning/", "verify/", "advising/", "cli/")
-
-
-def _of_one_implementation(node: ast.AST) -> bool:
-    if isinstance(node, ast.Compare):
-        texts = [one.value for one in (node.left, *node.comparators) if isinstance(one, ast.Constant)]
-        return any(str(text).startswith("forward_") and text != "forward_native" for text in texts)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
-        names = [one.id for one in ast.walk(node.args[1]) if isinstance(one, ast.Name)]
-        return any(name.endswith("Config") and name != "OperationConfig" for name in names)
-    return False
-
-
-@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(ASKING) and not n.startswith(IMPLEMENTATIONS)])
-def test_nobody_asks_which_implementation_it_is(name: str) -> None:
-    lines = [
-        node.lineno
-        for node in ast.walk(ast.parse((ROOT / name).read_text()))
-        if _of_one_implementation(node)  # type: ignore[attr-defined]
-    ]
-    assert not lines, f"{name}, lines {lines}: ask the Implementation"

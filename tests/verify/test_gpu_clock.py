@@ -21,7 +21,7 @@ from attnops.verify import tune as searches
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse, GpuLoop
 from attnops.verify.gpu.sass import TileLoop
 from attnops.verify.gpu_clock import GpuCost, gpu_cost, loop_tiles, same_splits
-from attnops.verify.tune import measured_by
+from attnops.verify.tune import measured_by, search_of
 
 Q_LEN, KV_LEN, HEADS, KV_HEADS, BATCH = 200, 330, 6, 2, 3
 TRITON = {"flash_attn2": {"kernel": "triton"}}
@@ -194,13 +194,13 @@ def test_a_search_needs_a_gpu_that_is_known_and_its_compiler(monkeypatch: pytest
     with pytest.raises(
         ConfigError, match=r"isn't a GPU that can be described: NVIDIA A100.* Run the search on the device"
     ):
-        measured_by(_plan("NVIDIA L4").problem, None)
+        measured_by(search_of(_plan("NVIDIA L4")), None)
     monkeypatch.setattr(searches, "has_cuda_plugin", lambda: False)
     with pytest.raises(ConfigError, match=r"needs jax's CUDA plugin and nvdisasm; pip install 'attnops\[cuda-compile"):
-        measured_by(_plan().problem, None)
+        measured_by(search_of(_plan()), None)
     monkeypatch.setattr(searches, "has_cuda_plugin", lambda: True)
     monkeypatch.setattr(searches, "disassembler", lambda: "nvdisasm")
-    assert measured_by(_plan().problem, None) == measured_by(_plan().problem, "static") == "static"
+    assert measured_by(search_of(_plan()), None) == measured_by(search_of(_plan()), "static") == "static"
 
 
 def test_a_search_measures_compiled_candidates_and_refuses_those_that_fail(
