@@ -38,6 +38,7 @@ from .local import LocalOutput
 from .options import Options, takes_call_arguments
 from .output import AttentionOutput
 from .program import Program, attention
+from .same_arguments import explained
 
 __all__ = ["Operation"]
 
@@ -136,10 +137,7 @@ class Operation(DeclaredOperation):
             decided, _ = self._watched(decided, arrays, unsplit)
         return decided
 
-    @takes_call_arguments
-    def explain(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[CallArguments]) -> str:
-        """Return the plan of the same call as text."""
-        return self.plan(query, key, value, **call).explain()
+    explain = explained(plan)
 
     # -- the steps of a call -----------------------------------------------------------------------------------------
 

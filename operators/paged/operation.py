@@ -7,6 +7,7 @@ from typing import Unpack
 from ...call_arguments import CallArray
 from ...planning.cache.kv_cache import KVCache
 from ...planning.paged.paged_plan import PagedPlan
+from ..call.same_arguments import explained
 from ..paged_cache.batch import RaggedBatch
 from ..paged_cache.state import CacheState
 from .implementations import PAGES_ON_BLACKWELL, PAGES_ON_HOPPER, PAGES_ON_TPU, PAGES_ON_XLA
@@ -65,19 +66,7 @@ class PagedOperation(StepOperation):
         step, step_arrays = step_of(call, self.metadata.causal, query)
         return self._planned(declared, layer, batch, (query, key, value), step, step_arrays)
 
-    def explain(
-        self,
-        query: CallArray | None = None,
-        key: CallArray | None = None,
-        value: CallArray | None = None,
-        *,
-        cache: KVCache | CacheState | None = None,
-        layer: int | None = None,
-        batch: RaggedBatch | None = None,
-        **call: Unpack[StepArguments],
-    ) -> str:
-        """Return the plan of the same step as text."""
-        return self.plan(query, key, value, cache=cache, layer=layer, batch=batch, **call).explain()
+    explain = explained(plan)
 
 
 class Paged(PagedOperation):

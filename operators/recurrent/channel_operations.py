@@ -17,6 +17,7 @@ from ...planning.recurrent.operands import (
 )
 from ...planning.tables.table_plan import TablePlan
 from ...sharding import Operand
+from ..call.same_arguments import explained, planned
 from .arithmetic import convolution, mamba1, mamba2
 from .config import CausalConv1dConfig, Mamba1Config, Mamba2Config, MambaConfig, Ssm1Config, Ssm2Config
 from .implementations import RecurrentOnXla
@@ -58,17 +59,8 @@ class _Mamba(RecurrentOperation):
         """
         return self._run({"x": x, "dt": dt, "A": A, "B": B, "C": C}, call)
 
-    def plan(
-        self, x: CallArray, dt: CallArray, A: CallArray, B: CallArray, C: CallArray, **call: Unpack[MambaArguments]
-    ) -> TablePlan:
-        """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs."""
-        return self._plan({"x": x, "dt": dt, "A": A, "B": B, "C": C}, call)
-
-    def explain(
-        self, x: CallArray, dt: CallArray, A: CallArray, B: CallArray, C: CallArray, **call: Unpack[MambaArguments]
-    ) -> str:
-        """The plan of the same call as text."""
-        return self.plan(x, dt, A, B, C, **call).explain()
+    plan = planned(__call__, TablePlan)
+    explain = explained(plan)
 
 
 class Mamba2(_Mamba):
@@ -169,13 +161,8 @@ class CausalConv1d(RecurrentOperation):
         """
         return self._run({"x": x, "weight": weight}, call)
 
-    def plan(self, x: CallArray, weight: CallArray, **call: Unpack[ConvolutionArguments]) -> TablePlan:
-        """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs."""
-        return self._plan({"x": x, "weight": weight}, call)
-
-    def explain(self, x: CallArray, weight: CallArray, **call: Unpack[ConvolutionArguments]) -> str:
-        """The plan of the same call as text."""
-        return self.plan(x, weight, **call).explain()
+    plan = planned(__call__, TablePlan)
+    explain = explained(plan)
 
     @classmethod
     def map_numbers(cls, size: Mapping[str, int]) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from ...planning.recurrent.operands import (
 )
 from ...planning.tables.table_plan import TablePlan
 from ...sharding import Operand
+from ..call.same_arguments import explained, planned
 from .arithmetic import delta_rule, linear
 from .config import (
     GatedDeltaRuleConfig,
@@ -79,13 +80,8 @@ class _Linear(RecurrentOperation):
         """
         return self._run({"query": query, "key": key, "value": value}, call)
 
-    def plan(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[LinearArguments]) -> TablePlan:
-        """The plan of the same call, from arrays or ShapeDtypeStructs; nothing runs."""
-        return self._plan({"query": query, "key": key, "value": value}, call)
-
-    def explain(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[LinearArguments]) -> str:
-        """The plan of the same call as text."""
-        return self.plan(query, key, value, **call).explain()
+    plan = planned(__call__, TablePlan)
+    explain = explained(plan)
 
     @classmethod
     def map_numbers(cls, size: Mapping[str, int]) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from typing import TypedDict, Unpack
 
 from ...call_arguments import CallArray
 from ...planning.tables.table_plan import TablePlan
+from ..call.same_arguments import explained, planned
 from ..paged_cache.state_batch import StateBatch
 from .channel_operations import CausalConv1d, Mamba1, Mamba2
 from .linear_operations import GatedDeltaRule, Gla, Kda, Lightning, Retention, SimpleGla
@@ -79,15 +80,8 @@ class _LinearStep(SlotsOperation):
         """
         return self._run({"query": query, "key": key, "value": value}, call)
 
-    def plan(
-        self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[LinearStepArguments]
-    ) -> TablePlan:
-        """The plan of the same step, from arrays or ShapeDtypeStructs; nothing runs."""
-        return self._plan({"query": query, "key": key, "value": value}, call)
-
-    def explain(self, query: CallArray, key: CallArray, value: CallArray, **call: Unpack[LinearStepArguments]) -> str:
-        """The plan of the same step as text."""
-        return self.plan(query, key, value, **call).explain()
+    plan = planned(__call__, TablePlan)
+    explain = explained(plan)
 
 
 class MambaStepArguments(TypedDict, total=False):
@@ -130,17 +124,8 @@ class _MambaStep(SlotsOperation):
         """
         return self._run({"x": x, "dt": dt, "A": A, "B": B, "C": C}, call)
 
-    def plan(
-        self, x: CallArray, dt: CallArray, A: CallArray, B: CallArray, C: CallArray, **call: Unpack[MambaStepArguments]
-    ) -> TablePlan:
-        """The plan of the same step, from arrays or ShapeDtypeStructs; nothing runs."""
-        return self._plan({"x": x, "dt": dt, "A": A, "B": B, "C": C}, call)
-
-    def explain(
-        self, x: CallArray, dt: CallArray, A: CallArray, B: CallArray, C: CallArray, **call: Unpack[MambaStepArguments]
-    ) -> str:
-        """The plan of the same step as text."""
-        return self.plan(x, dt, A, B, C, **call).explain()
+    plan = planned(__call__, TablePlan)
+    explain = explained(plan)
 
 
 class ConvolutionStepArguments(TypedDict, total=False):
@@ -173,13 +158,8 @@ class RaggedCausalConv1d(SlotsOperation, CausalConv1d):
         """
         return self._run({"x": x, "weight": weight}, call)
 
-    def plan(self, x: CallArray, weight: CallArray, **call: Unpack[ConvolutionStepArguments]) -> TablePlan:  # type: ignore[override]
-        """The plan of the same step, from arrays or ShapeDtypeStructs; nothing runs."""
-        return self._plan({"x": x, "weight": weight}, call)
-
-    def explain(self, x: CallArray, weight: CallArray, **call: Unpack[ConvolutionStepArguments]) -> str:  # type: ignore[override]
-        """The plan of the same step as text."""
-        return self.plan(x, weight, **call).explain()
+    plan = planned(__call__, TablePlan)  # type: ignore[arg-type]  # the calls differ
+    explain = explained(plan)
 
 
 class RaggedGatedDeltaRuleV2(_LinearStep, GatedDeltaRule):  # type: ignore[misc]  # the calls differ

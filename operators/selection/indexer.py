@@ -32,6 +32,7 @@ from ..call.arrays import is_array, shaped
 from ..call.declared import DeclaredOperation
 from ..call.planned_platform import planned_platform
 from ..call.program import Program, attention
+from ..call.same_arguments import explained
 from ..notes.unread_fields import unread_fields
 from .implementations import INDEX_ON_XLA, IndexCall
 from .index_checks import call_sizes, selected_count, static_options
@@ -117,15 +118,7 @@ class Indexer(DeclaredOperation):
         decided: IndexPlan = plan(type(self), problem, self.metadata.policy)
         return decided
 
-    def explain(
-        self,
-        index_query: CallArray,
-        index_key: CallArray,
-        index_weights: CallArray,
-        **call: Unpack[IndexArguments],
-    ) -> str:
-        """The plan of the same call as text."""
-        return self.plan(index_query, index_key, index_weights, **call).explain()
+    explain = explained(plan)
 
     def run_program(self, program: Program, arrays: dict[str, jax.Array]) -> Selection:
         """Run a planned call; traceable."""

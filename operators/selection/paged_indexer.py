@@ -22,6 +22,7 @@ from ...pytree_export import exported
 from ...registry import OperationMetadata
 from ..call.arrays import shaped
 from ..call.program import Program
+from ..call.same_arguments import explained
 from ..notes.unread_fields import unread_fields
 from ..paged.run_step import StepInputs, written_when
 from ..paged.step_arguments import Step, StepArrays, cache_of, step_of
@@ -133,19 +134,7 @@ class PagedIndexer(StepOperation):
         tokens, step, arrays = self._step(index_query, index_key, index_weights, declared, layer, call)
         return self._planned(declared, layer, batch, tokens, step, arrays)
 
-    def explain(
-        self,
-        index_query: CallArray | None = None,
-        index_key: CallArray | None = None,
-        index_weights: CallArray | None = None,
-        *,
-        cache: KVCache | CacheState | None = None,
-        layer: int | None = None,
-        batch: RaggedBatch | None = None,
-        **call: Unpack[IndexStepArguments],
-    ) -> str:
-        """The plan of the same step as text."""
-        return self.plan(index_query, index_key, index_weights, cache=cache, layer=layer, batch=batch, **call).explain()
+    explain = explained(plan)
 
     def run_program(self, program: Program, inputs: StepInputs) -> Any:
         """Run a planned step; traceable. (positions, counts, the state after)."""
