@@ -67,6 +67,12 @@ def unpublishable() -> list[str]:
         for key, url in address().items()
         if PLACEHOLDER in url
     ]
+    linked = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "docs").rglob("*.ipynb"))]
+    found += [
+        f"{path.relative_to(ROOT)}: links to the placeholder; run tools/source_links.py --write and tools/notebook.py --write"
+        for path in linked
+        if f"://{PLACEHOLDER}" in path.read_text("utf-8") or f"/{PLACEHOLDER}/" in path.read_text("utf-8")
+    ]
     first = next(line for line in (ROOT / "CHANGELOG.md").read_text("utf-8").splitlines() if line.startswith("## "))
     if not re.search(r"\d{4}-\d{2}-\d{2}$", first):
         found.append(f"CHANGELOG.md: {first!r} has no date")

@@ -1,6 +1,6 @@
 """Make docs/notebooks/tour.ipynb of docs/start.md: text, code, and what the code prints.
 
-`python tools/notebook.py --write` writes it; a test checks that it is that of the page, whose code the tests run.
+`python tools/notebook.py --write` writes it. Tests check that it is that of the page, and run its cells.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from source_links import address, badge
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SOURCE, PAGE = DOCS / "start.md", DOCS / "notebooks" / "tour.ipynb"
 _BLOCK = re.compile(r"^```(python|sh|text)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
-_SETUP = """%pip install --quiet attnops
+_ELSEWHERE = re.compile(r"<!-- begin: .*?<!-- end: [^>]*>\n\n", re.DOTALL)  # that there is a notebook
+_SETUP = """%pip install --quiet 'attnops[tpu]'  # libtpu, for the last cell
 import os
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # eight virtual devices on a CPU; before jax is imported
@@ -35,9 +38,10 @@ def main() -> None:
 def notebook() -> str:
     """The notebook as JSON."""
     cells: list[dict[str, Any]] = []
-    page, end = SOURCE.read_text(encoding="utf-8"), 0
+    page, end = _ELSEWHERE.sub("", SOURCE.read_text(encoding="utf-8")), 0
     for block in _BLOCK.finditer(page):
         text = re.sub(r"<!--.*?-->", "", page[end : block.start()]).strip()
+        text = text if cells else f"{badge(address())}\n\n{text}"
         end = block.end()
         if text:
             cells.append(_markdown(text))

@@ -172,6 +172,16 @@ def test_the_notebook_is_that_of_the_start_page(monkeypatch: pytest.MonkeyPatch)
     assert tool.PAGE.read_text(encoding="utf-8") == tool.notebook(), "run `python tools/notebook.py --write`"
 
 
+def test_links_to_the_source_are_of_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = _tool("source_links", monkeypatch)
+    for page in tool.PAGES:
+        assert page.path.read_text(encoding="utf-8") == page.updated(), "run `python tools/source_links.py --write`"
+    where = {"repository": "https://github.com/a/b", "branch": "main"}
+    assert tool.colab(where) == "https://colab.research.google.com/github/a/b/blob/main/docs/notebooks/tour.ipynb"
+    assert "placeholder" in tool.source(where | {"repository": "https://example.invalid/b"})
+    assert "placeholder" not in tool.source(where)
+
+
 def _tool(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(pages.ROOT / "tools"))
     spec = importlib.util.spec_from_file_location(name, pages.ROOT / "tools" / f"{name}.py")

@@ -7,6 +7,7 @@ import runpy
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,20 +47,42 @@ def test_the_project_urls() -> None:
     assert "urls" not in tomllib.loads(text)["project"]  # they come from packaging/address.toml alone
 
 
-def test_a_placeholder_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+def _release_check(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.syspath_prepend(str(ROOT / "packaging"))
     monkeypatch.delitem(sys.modules, "distributions", raising=False)
-    check = runpy.run_path(str(ROOT / "packaging" / "release_check.py"))
-    told = check["unpublishable"]()
-    placeholders = [key for key, url in BUILD["address"]().items() if BUILD["PLACEHOLDER"] in url]
-    assert len([one for one in told if "address.toml" in one]) == len(placeholders)
-    monkeypatch.delitem(sys.modules, "distributions", raising=False)
+    return runpy.run_path(str(ROOT / "packaging" / "release_check.py"))
+
+
+def test_a_placeholder_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpublishable = _release_check(monkeypatch)["unpublishable"]
+    with monkeypatch.context() as patch:
+        patch.setitem(unpublishable.__globals__, "address", lambda: WHERE | {"repository": "https://example.invalid/x"})
+        assert any(one.startswith("packaging/address.toml: repository is the placeholder") for one in unpublishable())
+    monkeypatch.setitem(unpublishable.__globals__, "address", lambda: WHERE)
+    told = unpublishable()
+    assert not any("address.toml" in one for one in told)
+    pages = [one.partition(":")[0] for one in told if "links to the placeholder" in one]
+    placeholder = BUILD["PLACEHOLDER"] in BUILD["address"]()["repository"]
+    assert pages == (["docs/index.md", "docs/start.md", "docs/notebooks/tour.ipynb"] if placeholder else [])
+
+
+@pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--publish"], 1)])
+def test_what_is_not_to_be_published_ends_the_check(
+    arguments: list[str], status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With all that it builds and tries left out."""
+    main = _release_check(monkeypatch)["main"]
+    (tmp_path / "dist").mkdir()
+    changed = {"ROOT": tmp_path, "_run": lambda *command: (tmp_path / "dist").mkdir(exist_ok=True)}
+    changed |= {"unpublishable": lambda: ["a placeholder"], "_try": lambda python, file: None}
+    for name, value in changed.items():
+        monkeypatch.setitem(main.__globals__, name, value)
+    monkeypatch.setattr(sys, "argv", ["release_check.py", "--python", sys.executable, *arguments])
+    assert main() == status
 
 
 def test_an_interpreter_is_one_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
-    monkeypatch.delitem(sys.modules, "distributions", raising=False)
-    interpreter = runpy.run_path(str(ROOT / "packaging" / "release_check.py"))["interpreter"]
+    interpreter = _release_check(monkeypatch)["interpreter"]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     shim, pyenv = tmp_path / "shims" / f"python{version}", tmp_path / "versions" / f"{version}.1" / "bin" / "python"
     for path, text in ((shim, "#!/bin/sh\nexit 127\n"), (pyenv, f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')):
@@ -72,7 +95,6 @@ def test_an_interpreter_is_one_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     assert interpreter(version) == str(pyenv)
     assert interpreter("2.0") is None
-    monkeypatch.delitem(sys.modules, "distributions", raising=False)
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
