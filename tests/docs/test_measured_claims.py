@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import statistics
 from typing import Any
 
@@ -27,15 +29,28 @@ def _rows(name: str) -> Any:
     return json.loads((RESULTS / name).read_text())["rows"]
 
 
-def _native(rival: str) -> list[float]:
+def _native_cells(rival: str) -> list[tuple[float, dict[str, Any]]]:
     """attnops' time divided by the rival's, or by what the rival had taken when it was stopped, in every cell that has both."""
     found = []
     for row in _rows("native.json"):
         other = row["results"].get(rival, {})
         seconds = other.get("seconds", other.get("stopped"))
         if seconds:
-            found.append(row["results"]["attnops"]["seconds"] / seconds)
+            found.append((row["results"]["attnops"]["seconds"] / seconds, row["cell"]))
     return found
+
+
+def _native(rival: str) -> list[float]:
+    return [ratio for ratio, _ in _native_cells(rival)]
+
+
+def _worst(rival: str) -> str:
+    _, cell = max(_native_cells(rival), key=lambda one: one[0])
+    heads = (
+        f"{cell['heads']} heads" if cell["heads"] == cell["kv_heads"] else f"{cell['heads']}/{cell['kv_heads']} heads"
+    )
+    passes = "forward+backward" if cell["backward"] else "forward"
+    return f"{cell['mask']}, {cell['kv_len']:,} keys, {heads} of {cell['dim']}, {cell['dtype']}, {passes}"
 
 
 def _summary(ratios: list[float]) -> str:
@@ -47,12 +62,24 @@ def _text(path: Any) -> str:
     return " ".join(path.read_text(encoding="utf-8").split())
 
 
+def test_every_cell_of_the_comparison_leads_to_what_shows_it() -> None:
+    lines = iter(README.read_text(encoding="utf-8").splitlines())
+    head = next(line for line in lines if line.startswith("| | attnops | `jax.nn` |"))
+    rows = [re.split(r"(?<!\\)\|", row)[2:-1] for row in itertools.takewhile(lambda line: line.startswith("|"), lines)][
+        1:
+    ]
+    assert len(rows) >= 6
+    for cells in rows:
+        assert len(cells) == head.count("|") - 2
+        assert all(re.search(r"\]\(docs/", cell) for cell in cells), cells
+
+
 def test_the_native_path_in_the_readme() -> None:
     """Every rival of the benchmark stands there, with its own number of cells and its worst one."""
     table = [
-        "| Against | Cells that it can run | attnops is faster in | Geometric mean | Worst cell |",
-        "|---|---|---|---|---|",
-        *(f"| {name} | {_summary(_native(rival))} |" for rival, name in RIVALS.items()),
+        "| Against | Cells that it can run | attnops is faster in | Geometric mean | Worst cell | Which |",
+        "|---|---|---|---|---|---|",
+        *(f"| {name} | {_summary(_native(rival))} | {_worst(rival)} |" for rival, name in RIVALS.items()),
     ]
     lines = README.read_text(encoding="utf-8").splitlines()
     start = lines.index("<!-- native: summary -->") + 2
