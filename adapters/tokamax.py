@@ -37,7 +37,7 @@ def dot_product_attention(
     query: Float[Array, "*batch q heads dim"],
     key: Float[Array, "*batch kv kv_heads dim"] | Any,
     value: Float[Array, "*batch kv kv_heads value_dim"] | Any,
-    bias: Float[Array, ...] | None = None,
+    bias: Float[Array, "*bias_shape"] | None = None,
     mask: Any = None,
     *,
     scale: float | None = None,

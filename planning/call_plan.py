@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..lazy import LazyModule
 from ..sharding import AttnShardingRules
 from ..sharding.mesh import AnyMesh
 from ..symbolic import size_value
@@ -21,7 +22,9 @@ from .text import bytes_text, spec_text
 from .traffic import sends
 
 if TYPE_CHECKING:
-    from ..drawing import DevicePicture
+    from .. import drawing
+else:
+    drawing = LazyModule("attnops.drawing")  # with the first picture
 
 __all__ = ["Plan"]
 
@@ -77,7 +80,7 @@ class Plan(PlanFields):
         """One screen of it as labelled lines, after what runs, for a page."""
         return screen_rows(self)[:-1]  # the last one says how to see more
 
-    def draw(self, mesh: AnyMesh | None = None) -> DevicePicture:
+    def draw(self, mesh: AnyMesh | None = None) -> drawing.DevicePicture:
         """Draw each tensor over the mesh, device by device, with dropped axes, copies, and arrows for what is sent.
 
         `mesh` names the devices; default: the plan's mesh, else devices are numbered. Errors: ShardingError for another mesh.
@@ -86,7 +89,7 @@ class Plan(PlanFields):
 
         return draw_plan(self, mesh)
 
-    def placement_picture(self) -> DevicePicture | None:
+    def placement_picture(self) -> drawing.DevicePicture | None:
         """What `draw` draws."""
         return self.draw()
 

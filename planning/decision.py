@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, S
 from jax.sharding import PartitionSpec
 
 from ..errors import RefusedError
+from ..lazy import LazyModule
 from ..sharding.mesh import AnyMesh
 from .capability import Reason
 from .config_lines import ConfigLine, config_lines
@@ -20,8 +21,10 @@ from .route import Route
 from .tuning import Tuning
 
 if TYPE_CHECKING:
-    from ..drawing import DevicePicture
+    from .. import drawing
     from .cache.cache_plan import CachePlan
+else:
+    drawing = LazyModule("attnops.drawing")  # with the first picture
 
 __all__ = ["WHY", "Decision", "Kind", "Rejected", "Screen"]
 
@@ -148,7 +151,7 @@ class Decision(Generic[P, L]):
         """What a list of several targets says of the plan besides what runs."""
         return []
 
-    def placement_picture(self) -> DevicePicture | None:
+    def placement_picture(self) -> drawing.DevicePicture | None:
         """A picture of the tensors over the mesh, where there is more to see than one device. Default: none."""
         return None
 

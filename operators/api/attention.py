@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ...planning import Plan
     from ...planning.cache.kv_cache import KVCache
     from ...planning.paged.paged_plan import PagedPlan
-    from ...registry.declaration import Declaration
+    from ...registry import declaration
     from ..call.output import AttentionOutput
     from ..paged.step_arguments import StepArguments
     from ..paged.step_output import StepOutput
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from . import attention_parts as parts
     from .attention_types import ArrayOperation, AttentionKeywords
 else:
+    declaration = LazyModule("attnops.registry.declaration")
     parts = LazyModule("attnops.operators.api.attention_parts")  # with the first Attention, not by its import
 
 __all__ = ["Attention"]
@@ -58,9 +59,9 @@ class Attention:
     def __init__(self, declared: ArrayOperation, **keywords: Unpack[AttentionKeywords]) -> None: ...
 
     @overload
-    def __init__(self, declared: Declaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None: ...
+    def __init__(self, declared: declaration.Declaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None: ...
 
-    def __init__(self, declared: Declaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None:
+    def __init__(self, declared: declaration.Declaration | Mapping[str, Any] | str | Path, **keywords: Any) -> None:
         self.declaration, metadata, self._stated = parts.parse_attention(declared, keywords)
         if self.declaration.latent is not None:
             raise ConfigError("the declaration has latent; use attnops.LatentAttention, whose arrays are latents.")
@@ -230,7 +231,7 @@ class Attention:
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def declared(self) -> Declaration:
+    def declared(self) -> declaration.Declaration:
         """The declaration with what the program specified in its place; an Attention of it equals this one."""
         unsaid = parts.OperationMetadata().to_dict()
         metadata = {

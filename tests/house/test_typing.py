@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import runpy
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from attnops import Attention
+from attnops import Attention, Plan, dot_product_attention
 from attnops.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS, CallArguments, PlainArguments
 from attnops.operators.api.attention_types import ArrayOperation, AttentionKeywords
 from attnops.registry import OperationRegistry
@@ -34,6 +34,19 @@ def test_the_keywords_are_those_that_are_accepted() -> None:
 def test_plain_arguments_lack_only_what_says_what_is_returned() -> None:
     assert {*CallArguments.__annotations__} - {*PlainArguments.__annotations__} == {"return_weights", "return_lse"}
     assert {*CALL_ARGUMENTS} == {"query", "key", "value", *CallArguments.__annotations__}
+
+
+PUBLIC = [
+    *(getattr(Attention, name) for name in ("__init__", "__call__", "plan", "explain", "declared")),
+    *(getattr(Plan, name) for name in ("draw", "placement_picture", "explain", "to_dict")),
+    dot_product_attention,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", PUBLIC, ids=lambda function: function.__qualname__)
+def test_annotations_can_be_read_in_a_running_program(function: Any) -> None:
+    assert "return" in get_type_hints(function)
+    assert not [x for x in get_type_hints(function).values() if isinstance(x, str)]
 
 
 @pytest.mark.slow
