@@ -98,11 +98,15 @@ def plan_model(options: ModelOptions) -> ModelPlans:
         read = ModelDeclaration.from_config(options.model, **reading)
         first = read.distinct[0].declaration
         if first is None or first.call.q_len is None:  # an image's layers have their own
+            tokens = min(read.positions or _LONGEST, _LONGEST)
             if kv_len is None:
-                kv_len = min(read.positions or _LONGEST, _LONGEST)
+                kv_len = read.key_positions or tokens
                 of = "" if read.positions is None else f", of max_position_embeddings={read.positions}"
-                notes.append(f"{kv_len} tokens{of}; --q-len and --kv-len override it")
-            q_len = 1 if cached else kv_len
+                keys = "" if read.key_positions is None else f", {kv_len} keys, of max_source_positions"
+                notes.append(f"{tokens} tokens{of}{keys}; --q-len and --kv-len override it")
+            else:
+                tokens = kv_len
+            q_len = 1 if cached else tokens
     model = ModelDeclaration.from_config(
         options.model,
         operation=options.operation,

@@ -32,7 +32,11 @@ def is_noted(key: str, fields: Mapping[str, Any]) -> bool:
         return False
     if "index_topk_blocks" in fields and key.startswith("index_") and INDEXED not in (fields["layer_types"] or ()):
         return False
-    return key not in ("max_position_embeddings", *_SILENT) and fields[key] not in (None, False, 0)
+    return key not in ("max_position_embeddings", "max_source_positions", *_SILENT) and fields[key] not in (
+        None,
+        False,
+        0,
+    )
 
 
 def has_dims(fields: Mapping[str, Any]) -> bool:

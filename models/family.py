@@ -99,12 +99,15 @@ def parts(
             "attention_dropout": dropout,
             "is_encoder_decoder": True,
         }
+        if part == "cross" and source[0] != target[0]:  # its keys have lengths of their own
+            defaults[source[0]] = source[1]
         names = {f"{whose}_layers": "num_hidden_layers", f"{whose}_attention_heads": "num_attention_heads"}
+        unread = (source[0],) if part == "decoder" and source[0] != target[0] else ()
         names |= {"d_model": "hidden_size", positions: "max_position_embeddings"}
         families[f"{name} {part}"] = Family(
             defaults,
             names=names,
-            skips=() if part == "encoder" else ("num_hidden_layers", "num_attention_heads"),
+            skips=() if part == "encoder" else ("num_hidden_layers", "num_attention_heads", *unread),
             causal=part == "decoder",
             cross=part == "cross",
         )

@@ -126,6 +126,7 @@ ATTENTION: dict[str, str] = {
     "dtype": "`metadata.runtime_dtype` and `call.dtype`",
     "output_attentions": "`call.return_weights`",
     "max_position_embeddings": "the length that `attnops plan --model` takes if none is given",
+    "max_source_positions": "the number of keys that it takes for Whisper's cross attention",
     "is_encoder_decoder": "whether you have to give a `part`",
     "text_config": "the language model of a multimodal model: read instead of the whole config",
 }
@@ -220,7 +221,7 @@ OTHER: dict[str, tuple[str, ...]] = {
     ),
     "the other parts of an encoder-decoder": (
         "encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim",
-        "decoder_ffn_dim", "encoder_layerdrop", "decoder_layerdrop", "max_source_positions", "max_target_positions",
+        "decoder_ffn_dim", "encoder_layerdrop", "decoder_layerdrop", "max_target_positions",
         "scale_embedding", "d_model", "num_mel_bins", "use_weighted_layer_sum", "classifier_proj_size",
         "median_filter_width", "apply_spec_augment", "mask_time_prob", "mask_time_length", "mask_time_min_masks",
         "mask_feature_prob", "mask_feature_length", "mask_feature_min_masks", "decoder_vocab_size",

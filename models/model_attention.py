@@ -24,7 +24,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 @dataclass(frozen=True)
 class ModelAttention:
     """All layers: what they share, and one LayerAttention each. A `softmax_scale` of None means 1/sqrt(head_dim). A model without
-    attention has 0 heads. positions: None if the config has no longest length.
+    attention has 0 heads. positions: None if the config has no longest length; key_positions: of the keys, if it isn't that.
 
     latent: the sizes of latent attention, in the names of LatentDims; empty without it. indexer: the sizes of what picks keys for
     the layers that are `indexed`: heads and head_dim, and top_k keys, or top_blocks of block_size keys with the last local_blocks
@@ -49,6 +49,7 @@ class ModelAttention:
     notes: tuple[Note, ...]
     latent: tuple[tuple[str, int | str], ...] = ()
     indexer: tuple[tuple[str, int], ...] = ()
+    key_positions: int | None = None
 
 
 def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
@@ -90,6 +91,7 @@ def model_attention(config: ModelConfig, dtype: Any = None) -> ModelAttention:
         notes=tuple(notes),
         latent=_latent(config, q_heads, value_dim),
         indexer=indexer_of(config) if any(layer.indexed for layer in layers) else (),
+        key_positions=whole(config, "max_source_positions") if "max_source_positions" in f else None,
     )
 
 

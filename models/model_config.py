@@ -125,8 +125,8 @@ def _family(
     known = sorted({*PARTS, *ALIASES, *(known for known in FAMILIES if " " not in known)})
     if kind is None or kind == "":
         raise ConfigError(
-            f"{name}: no model_type, so this isn't a model's config as saved by transformers; wanted one of "
-            f"{', '.join(known)}, or family=."
+            f"{name}: no model_type, so this isn't a model's config as saved by transformers; wanted one of the "
+            f"{len({*known, *COMPOSITES})} in 'Model types' in the manual, or family=."
         )
     if kind in COMPOSITES and family is None:  # with a text: the others were read before
         raise ConfigError(
@@ -134,17 +134,20 @@ def _family(
             f"these are those keys, give family={COMPOSITES[kind].text!r}."
         )
     if assume is not None and assume not in known:
-        raise ConfigError(f"{name}: assume={shown(assume)}; wanted one of {', '.join(known)}." + nearest(assume, known))
+        raise ConfigError(
+            f"{name}: assume={shown(assume)}; wanted a model_type that attnops reads, such as llama."
+            + nearest(assume, known)
+        )
     if kind not in known and assume is not None and family is None:
         notes.append(note("model.assumed", kind=kind, family=assume))
         kind = assume
     if kind not in known:
-        why = None if family else PLAIN["unread"].get(kind)
+        why, count = None if family else PLAIN["unread"].get(kind), len({*known, *COMPOSITES})
         hint = "" if family else " If its attention is that of one of them, such as llama, give assume='llama'."
         raise ConfigError(
             f"{name}: {'family' if family else 'model_type'} {shown(kind)} is not one that attnops can read"
-            f"{'' if why is None else f' ({why})'}; 'Model types' in the manual has the {len(known)} names that it reads."
-            + (nearest(kind, known) or hint)
+            f"{'' if why is None else f' ({why})'}; 'Model types' in the manual has the {count} that it reads."
+            + ((nearest(kind, known) if why is None else "") or hint)
         )
     if kind in ALIASES:
         notes.append(note("model.alias", kind=kind, family=ALIASES[kind]))

@@ -70,13 +70,15 @@ class LayerDeclaration:
 class ModelDeclaration:
     """A model's layers. `distinct` has each distinct kind of layer once, with the numbers of its layers.
 
-    family: the model_type. positions: max_position_embeddings, None if the model has none. notes: what was decided or left out.
+    family: the model_type. positions: max_position_embeddings, None if the model has none; key_positions: of keys that
+    have their own. notes: what was decided or left out.
     """
 
     family: str
     positions: int | None
     distinct: tuple[LayerDeclaration, ...]
     notes: tuple[str, ...]
+    key_positions: int | None = None
 
     @classmethod
     def from_config(
@@ -137,7 +139,7 @@ class ModelDeclaration:
             indexer = attention.indexer if layer.indexed else ()
             its_own = (layer.kind, name, declaration, latent, indexer, layer.reads_layer, recurrence, convolution)
             distinct.append(LayerDeclaration(tuple(numbers), *its_own))
-        return cls(read.family, attention.positions, tuple(distinct), attention.notes)
+        return cls(read.family, attention.positions, tuple(distinct), attention.notes, attention.key_positions)
 
     @property
     def layers(self) -> tuple[LayerDeclaration, ...]:

@@ -131,6 +131,9 @@ def _fitted(
         ]
         row["defaults"] |= {key: defaults[key] for key in counted}
         row["extra_tokens"] -= sum(base.get(key, defaults[key]) for key in counted)
+    elif "num_patches" in defaults and "max_position_embeddings" not in kept:  # an image is cut into at most so many
+        row["defaults"] |= {"max_position_embeddings": defaults["num_patches"]}
+        row["names"] |= {"num_patches": "max_position_embeddings"}
     row["skips"] = sorted(_others(model_type, config, row, base, first))
     PLAIN_FAMILIES[model_type] = plain_family(row)
     families.FAMILIES[model_type] = PLAIN_FAMILIES[model_type]

@@ -152,9 +152,9 @@ def test_written_files_serve_the_other_commands(attnops: Callable[..., Any], tmp
         assert "pass" in ran.out
 
 
-def test_lengths_that_are_not_given(attnops: Callable[..., Any]) -> None:
-    def problem(*arguments: object) -> dict[str, Any]:
-        data = json.loads(attnops("plan", "--model", MODELS / "llama-3.1-8b.json", "--json", *arguments).out)
+def test_lengths_that_are_not_given(attnops: Callable[..., Any], tmp_path: Path) -> None:
+    def problem(*arguments: object, model: Path = MODELS / "llama-3.1-8b.json") -> dict[str, Any]:
+        data = json.loads(attnops("plan", "--model", model, "--json", *arguments).out)
         tensors = data["layers"][0]["plan"]["tensors"]
         shapes = {name: tensors[name]["shape"] for name in ("query", "key")}
         return {"q_len": shapes["query"][1], "kv_len": shapes["key"][1], "notes": " ".join(data["notes"])}
@@ -164,6 +164,13 @@ def test_lengths_that_are_not_given(attnops: Callable[..., Any]) -> None:
     assert "max_position_embeddings=131072" in whole["notes"]
     decode = problem("--mode", "decode", "--kv-len", 512)
     assert (decode["q_len"], decode["kv_len"], decode["notes"]) == (1, 512, "")
+    whisper = tmp_path / "whisper.json"
+    sizes = {"d_model": 384, "decoder_layers": 4, "decoder_attention_heads": 6, "max_source_positions": 1200}
+    whisper.write_text(json.dumps({"model_type": "whisper", "max_target_positions": 448} | sizes))
+    cross = problem("--part", "cross", model=whisper)
+    assert (cross["q_len"], cross["kv_len"]) == (448, 1200)  # the tokens of the text, and the frames of the sound
+    cross = problem("--part", "cross", "--mode", "decode", model=whisper)
+    assert (cross["q_len"], cross["kv_len"]) == (1, 1200)
     long = attnops("plan", "--model", MODELS / "llama-4-scout.json", "--target", "tpu")  # promises ten million
     assert "131072 tokens, of max_position_embeddings=10485760" in " ".join(long.out.split())
 
