@@ -55,7 +55,7 @@ class MosaicPages:
     def step_shape(self, problem: PagedProblem) -> StepShape:
         """What the kernel's sizes depend on, of one device."""
         dims, latent = (problem.head_dim, problem.value_dim), LAYOUTS[problem.layout].values_in_keys
-        writes = self.sizing.writes and problem.update == "fused" and not self.written_first(problem)
+        writes = problem.update == "fused" and not self.written_first(problem)
         rows = tuple(numbers for _, numbers in _own_columns(problem)) if writes else ()
         return StepShape(
             problem.local_tokens, *problem.local_heads, dims, problem.page_size, latent, is_quantised(problem), rows

@@ -16,6 +16,7 @@ from forward_mutations import mutations as of_roles
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from mosaic_pages_runs import run
 from paged_batches import PagedCase
+from writing_mistakes import right_written, writing
 
 from attnops.operators.blackwell.kernel import forward
 from attnops.operators.kernels.pages.mosaic import blackwell_pages, page_block
@@ -29,6 +30,7 @@ KEYS = 330  # four tiles that all rows see, two that the mask or the sequence's 
 CASES = {
     "few": (PagedCase("speculate", (2, 1), dtype="bfloat16", page=32, tree=3), ((3, KEYS),)),
     "chunks": (PagedCase("prefill", (8, 1), dtype="bfloat16", page=32, tree=32), ((32, KEYS),)),
+    "write": (PagedCase("decode", (2, 2), dtype="bfloat16", page=32), ()),
 }
 
 
@@ -81,7 +83,10 @@ def _cleaned_before_they_come() -> None:
 
 def mutations(case: str) -> dict[str, Callable[[], None]]:
     """The mistakes in a case, by name."""
-    del case
+    if case == "write":
+        waits = ("key_own_full", "value_own_full")
+        made = {f"no wait for {name}": lambda name=name: PLANTED.without("barrier_wait", name) for name in waits}
+        return made | writing(BlackwellPages, PLANTED) | {"none": lambda: None}
     return of_roles(BlackwellPages) | {
         "hidden values not cleaned": lambda: _method("zero_hidden", lambda plain: lambda *given: None),
         "values of another tile cleaned": lambda: _method("clean", _whole_first_tile),
@@ -99,6 +104,9 @@ def main(which: str, name: str, times: str = "1") -> None:
     LAST[0] = str(STEP.chunks.row_groups - 1 if which == "chunks" else 0)
     PLANTED.into(BlackwellPages, (block, forward, page_block, blackwell_pages))
     mutations(which)[name]()
+    if which == "write":
+        right_written(case, STEP, "blackwell", int(times))
+        return
     arrays = batches.make(case, sequences, spare=0)
     for _ in range(int(times)):
         try:

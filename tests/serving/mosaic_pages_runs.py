@@ -84,14 +84,20 @@ def expect_scored(score: Any, case: PagedCase, arrays: dict[str, Any]) -> PagedR
 
 
 def written(
-    case: PagedCase, whole: dict[str, Any], layout: str = "split", step: PageStep = SIZES["hopper"], **changes: Any
+    case: PagedCase,
+    whole: dict[str, Any],
+    layout: str = "split",
+    step: PageStep | None = None,
+    *,
+    generation: str = "hopper",
+    **changes: Any,
 ) -> tuple[tuple[np.ndarray, np.ndarray], PageRows]:
     """((output, lse), the pages after) of a call that writes rows of one token, which pages hold junk for. changes: of arrays."""
     static: dict[str, Any] = {
         "max_q_len": MOST.get(case.kind),
         "interpret": True,
-        "step": step,
-        "generation": "hopper",
+        "step": step or SIZES[generation],
+        "generation": generation,
     } | case.call
     if case.latent or layout in ("packed", "joined"):
         static["value_dim"] = case.dims[1]

@@ -251,28 +251,23 @@ def test_every_name_of_the_operation_has_it(name: str) -> None:
     for generation, kind in DEVICES.items():
         plan = _plan(kind, operation=name, **(latents[generation] if layout == "latent" else {"layout": layout}))
         assert (plan.kind, plan.method) == ("platform", f"forward_{generation}")
-        assert operation.capability(plan.method).writes_pages == (generation == "hopper")
+        assert operation.capability(plan.method).writes_pages
 
 
 @pytest.mark.usefixtures("new_jax")
-def test_a_fused_update_writes_before_on_blackwell() -> None:
-    plan = _plan(B200, config={"update": "fused"})
-    assert [n.code for n in plan.notes] == ["paged.fused_unsupported"]
-
-
-@pytest.mark.usefixtures("new_jax")
-@pytest.mark.parametrize(("name", "code"), WRITTEN.items())
-def test_which_rows_a_fused_update_writes_first(name: str, code: str | None) -> None:
-    """What the kernel writes takes shared memory; the rest is noted."""
-    plan = _plan(**RUNS[name] | {"config": {"update": "fused"}})
+@pytest.mark.parametrize(("generation", "name", "code"), [
+    *(("hopper", *of) for of in WRITTEN.items()),
+    *(("blackwell", *of) for of in (WRITTEN | {"latents": None}).items() if of[0] in BLACKWELL_RUNS),
+])  # fmt: skip
+def test_which_rows_a_fused_update_writes_first(generation: str, name: str, code: str | None) -> None:
+    """What the kernel writes takes shared memory; the rest is noted. 128 heads of latents are two blocks' on Hopper."""
+    given = RUNS[name] if generation == "hopper" else {"kind": B200} | BLACKWELL_RUNS[name]
+    plan, of = _plan(**given | {"config": {"update": "fused"}}), PAGES[generation]
     found = [n.code for n in plan.notes if n.code.startswith("paged.fused")]
-    assert (plan.method, found) == ("forward_hopper", [] if code is None else [code])
-    shape = HOPPER_PAGES.step_shape(plan.problem)
-    assert (
-        bool(shape.rows)
-        == bool(HOPPER_SIZING.shared_bytes(shape, PageTiles(64, 2))["rows"])
-        == (code != "paged.fused_spans")
-    )
+    assert (plan.method, found) == (f"forward_{generation}", [] if code is None else [code])
+    shape = of.step_shape(plan.problem)
+    taken = of.sizing.shared_bytes(shape, of.step_tiles(plan.problem, plan.config).decode)["own"]
+    assert bool(shape.rows) == bool(taken) == (code != "paged.fused_spans")
 
 
 @pytest.mark.usefixtures("new_jax")
@@ -332,7 +327,7 @@ def test_shared_memory_by_hand() -> None:
     counted = HOPPER_SIZING.shared_bytes(StepShape(32, 32, 8, (128, 128), 16, False), PageTiles(64, 2))
     assert (counted["query"], counted["key"], counted["value"], counted["output"]) == (16384, 32768, 32768, 0)
     writes = HOPPER_SIZING.shared_bytes(StepShape(32, 32, 8, (128, 320), 16, False, rows=(128, 320)), PageTiles(64, 2))
-    assert (writes["rows"], counted["rows"]) == (512 + 1024, 0)  # in units of 512 bytes
+    assert (writes["own"], counted["own"]) == (512 + 1024, 0)  # in units of 512 bytes
     latent = HOPPER_SIZING.shared_bytes(StepShape(32, 128, 1, (576, 512), 64, True), PageTiles(64, 2, 1, 2))
     wide = HOPPER_SIZING.shared_bytes(StepShape(32, 16, 8, (256, 256), 16, False), PageTiles(64, 3))
     assert sum(wide.values()) == 232608  # as Mosaic says, which refuses it

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import pytest
-from pages_compile import FEATURES, MODELS, declared, kernels
+from pages_compile import FEATURES, MODELS, check_written_in_place, declared, kernels
 
 from attnops.operators.kernels.pages.mosaic.page_sizes import BLACKWELL_SIZING
 from attnops.operators.kernels.pages.mosaic.page_tiles import PageTiles
@@ -79,6 +79,20 @@ def test_features(step: dict[str, Any]) -> None:
     found, sizes = kernels("llama-3-8b", "b200", q_lens=MIXED, step=step, **dtype)
     _check(found[DECODE], sizes.decode, spilled, of_each)
     _check(found[CHUNKS], sizes.chunks, spilled, of_each)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "cache", "q_lens"),
+    [
+        ("llama-3-8b", {}, 1),
+        ("llama-3-8b", {"layout": "packed"}, MIXED),
+        ("gpt-oss-20b", {"layout": "joined"}, MIXED),
+        ("latents of 288", {}, MIXED),
+    ],
+)
+def test_pages_are_written_in_place(model: str, cache: dict[str, Any], q_lens: Any) -> None:
+    check_written_in_place("b200", model, cache, q_lens, 8)
 
 
 @pytest.mark.skipif(disassembler() is None, reason="pip install 'attnops[cuda-sass]'")

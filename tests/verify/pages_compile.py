@@ -7,7 +7,7 @@ from typing import Any
 from attnops import OperationMetadata, OperationRegistry
 from attnops.operators.kernels.pages.mosaic.page_tiles import PageStep
 from attnops.operators.paged.declared_step import declared_step
-from attnops.operators.paged.mosaic_kernel import BLACKWELL_PAGES, HOPPER_PAGES
+from attnops.operators.paged.mosaic_kernel import BLACKWELL_PAGES, HOPPER_PAGES, MosaicPages
 from attnops.registry.declaration import Declaration
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse
 from attnops.verify.paged_step import PlannedStep
@@ -69,6 +69,10 @@ def declared(
     return operation, declared_step(file, file.cache.plan(mesh).require(), update)
 
 
+def _of(target: str) -> MosaicPages:
+    return BLACKWELL_PAGES if target.startswith("b200") else HOPPER_PAGES
+
+
 def kernels(
     model: str, target: str = "h100", *, q_lens: Any = 1, step: dict[str, Any] | None = None, **cache: Any
 ) -> tuple[dict[str, GpuKernelUse], PageStep]:
@@ -76,7 +80,25 @@ def kernels(
     planned = PlannedStep(*declared(model, target, q_lens=q_lens, cache=cache, **(step or {})))
     *_, report = target_reports(planned, target)
     assert [one.failure for one in report.passes] == [None]
-    of = BLACKWELL_PAGES if target.startswith("b200") else HOPPER_PAGES
+    of = _of(target)
     assert report.plan.implementation == f"paged.forward_{of.name}"
     found = {k.name: k for k in report.passes[0].kernels or () if isinstance(k, GpuKernelUse)}
     return found, of.step_tiles(planned.paged.problem, planned.paged.config)
+
+
+def check_written_in_place(target: str, model: str, cache: dict[str, Any], q_lens: Any, spilled: int) -> None:
+    """The pages after a step with a fused update take the place of those before, and there is no room for a copy."""
+    planned = PlannedStep(*declared(model, target, q_lens=q_lens, cache=cache, update="fused"))
+    *_, report = target_reports(planned, target)
+    (one,) = report.passes
+    assert one.failure is None
+    assert report.plan.implementation == f"paged.forward_{_of(target).name}"
+    assert not {n.code for n in report.plan.notes} & {"paged.fused_unsupported", "paged.fused_spans"}
+    pages = planned.paged.cache.pages_array.fitted.local_bytes
+    assert one.alias_bytes is not None
+    assert one.temp_bytes is not None
+    assert one.temp_bytes < pages <= one.alias_bytes
+    for kernel in one.kernels or ():
+        assert isinstance(kernel, GpuKernelUse)
+        assert kernel.stack_bytes is not None
+        assert kernel.stack_bytes <= spilled

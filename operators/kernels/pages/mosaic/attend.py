@@ -176,9 +176,9 @@ def _check_rows(operands: PagedOperands, rows: PageRows, layout: str, stride: in
     columns = own_columns(form, operands.query.shape[2], _row_sizes(operands))
     size = operands.key_pages.dtype.itemsize
     several = head_tiles(operands.query.shape[1] // kv_heads, kernel.sizing.lines) > 1
-    if stride > 1 or several or not kernel.sizing.writes or not writable(columns, size):
+    if stride > 1 or several or not writable(columns, size):
         raise InputError(
-            "rows are given, which the kernel doesn't write on Blackwell, beside page_stride, for more than "
+            "rows are given, which the kernel doesn't write beside page_stride, for more than "
             f"{kernel.sizing.lines} query heads of a kv head, or of these sizes: {columns}; write them before."
         )
 

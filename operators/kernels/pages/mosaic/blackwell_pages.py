@@ -80,6 +80,10 @@ class BlackwellPages(PagesBlock, BlackwellRoles):
             some = jnp.bool_(True) if masked else number >= work.unit.whole
             pl.when(some)(lambda: self.zero_hidden(refs, work.unit, tile, slot))
 
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """See BlockOfThreads."""
+        return super().scratch(dtype) | self.own_places(dtype)
+
     def store(self, refs: dict[str, Any], work: Work, group: int, name: str, held: Any) -> None:
         """See BlackwellRoles."""
         target = refs[name].at[work.number, work.head, pl.ds(group * ROWS, self.rows)]

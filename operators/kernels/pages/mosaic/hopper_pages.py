@@ -22,7 +22,7 @@ from ....mosaic.kernel.block import WARPGROUPS, along_rows
 from ...lse import LN2, LOG2E
 from .page_block import PagesBlock, Unit, Work
 from .page_sizes import HOPPER_SIZING
-from .page_tiles import PageSizing, row_copies
+from .page_tiles import PageSizing
 
 __all__ = ["HopperPages"]
 
@@ -278,12 +278,7 @@ class HopperPages(PagesBlock):
             if by_token:
                 made[f"{stream}_scale_rows"] = plgpu.SMEM(shape, jnp.float32)
                 made[f"{stream}_factors"] = plgpu.SMEM((sizes.stages, sizes.block_kv), jnp.float32)
-        for stream, (_, numbers) in zip(self.streams, self.own, strict=False):
-            stored = jnp.dtype(dtype if self.stored is None else self.stored)
-            copies = row_copies(numbers, stored.itemsize)
-            assert copies is not None  # otherwise rows are refused
-            made[f"{stream}_own"] = plgpu.SMEM((copies, numbers // copies), stored)
-            made[f"{stream}_own_full"] = plgpu.Barrier(num_arrivals=copies)
+        made |= self.own_places(dtype)
         if not self.quantised:
             last = self.streams[-1]
             made[f"{last}_raw"] = plgpu.Barrier(num_arrivals=self.copies, num_barriers=sizes.stages)

@@ -28,7 +28,7 @@ from ...lse import LOG2E
 from ...tile_mask import TileLogits
 from ..paged_mask import BITS
 from .page_tile import PageTile, score_rows
-from .page_tiles import PageSizing, PageTiles
+from .page_tiles import PageSizing, PageTiles, row_copies
 from .page_units import FIELDS
 
 __all__ = ["PagesBlock", "Unit", "Work"]
@@ -276,6 +276,16 @@ class PagesBlock(BlockOfThreads):
                 copy(array.at[place], held.at[n], refs[f"{name}_own_full"])
             else:
                 copy(held.at[n], array.at[place])
+
+    def own_places(self, dtype: Any) -> dict[str, Any]:
+        """Places for what a unit has of its own, with their barriers."""
+        made, stored = dict[str, Any](), jnp.dtype(dtype if self.stored is None else self.stored)
+        for stream, (_, numbers) in zip(self.streams, self.own, strict=False):
+            copies = row_copies(numbers, stored.itemsize)
+            assert copies is not None  # otherwise rows are refused
+            made[f"{stream}_own"] = plgpu.SMEM((copies, numbers // copies), stored)
+            made[f"{stream}_own_full"] = plgpu.Barrier(num_arrivals=copies)
+        return made
 
     def zero_hidden(self, refs: dict[str, Any], unit: Unit, tile: Any, slot: Any) -> None:
         """Zeros for values that no row sees."""

@@ -28,7 +28,6 @@ class HopperPageSizing(PageSizing):
     lines: ClassVar[int] = hopper_sizes.ROWS
     most: ClassVar[tuple[int, int]] = (576, 512)
     held: ClassVar[str] = "shared memory and registers"
-    writes: ClassVar[bool] = True
 
     def decode(self, shape: StepShape, keys: int | None) -> PageTiles:
         """See PageSizing."""
@@ -61,7 +60,7 @@ class HopperPageSizing(PageSizing):
             "stored": stored * (dim + (0 if shape.latent else value_dim)),
             "scales": streams * (_unit(FLOAT * stored) + _unit(FLOAT * tiles.stages * tiles.block_kv) * (stored > 0)),
             "lse": _unit(FLOAT * self.lines * tiles.consumers),
-            "rows": sum(_unit((1 if shape.quantised else 2) * numbers) for numbers in shape.rows),
+            "own": _own_bytes(shape),
             "barriers": BARRIER * (tiles.row_groups + 1 + len(shape.rows) + barriers),
             "alignment": _ALIGNMENT,
         }
@@ -111,6 +110,7 @@ class BlackwellPageSizing(PageSizing):
     def shared_bytes(self, shape: StepShape, tiles: PageTiles) -> dict[str, int]:
         """Those of a kernel over dense arrays."""
         counted = blackwell_sizes.shared_bytes(_dense(tiles), *shape.dims)
+        counted |= {"own": _own_bytes(shape) + BARRIER * len(shape.rows)}
         return counted | ({"value": 0} if shape.latent else {})
 
     def _fitted(self, shape: StepShape, keys: int | None, groups: int) -> PageTiles:
@@ -134,6 +134,11 @@ def _tensor_columns(shape: StepShape, tiles: PageTiles) -> int:
 def _unit(size: int) -> int:
     """The bytes that a small array takes."""
     return math.ceil(size / _UNIT) * _UNIT
+
+
+def _own_bytes(shape: StepShape) -> int:
+    """The bytes that a token's key and value take, where the kernel writes them."""
+    return sum(_unit((1 if shape.quantised else 2) * numbers) for numbers in shape.rows)
 
 
 def _columns_in_parts(shape: StepShape) -> int:

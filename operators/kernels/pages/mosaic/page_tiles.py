@@ -92,15 +92,13 @@ class PageStep(NamedTuple):
 
 class PageSizing:
     """How a generation's sizes are chosen. generation: as in the names of its kernels; target: a GPU of it; lines: rows of a
-    warpgroup; most: the largest dims of a key and of a value, and where what bounds them is held; writes: whether the kernel
-    can write keys of rows of one token while it attends."""
+    warpgroup; most: the largest dims of a key and of a value, and where what bounds them is held."""
 
     generation: ClassVar[str]
     target: ClassVar[str]
     lines: ClassVar[int]
     most: ClassVar[tuple[int, int]]
     held: ClassVar[str]
-    writes: ClassVar[bool] = False
 
     def step(
         self,
