@@ -75,13 +75,13 @@ def spec_of_kind(kind: str) -> GpuSpec | None:
 
 @functools.cache
 def gpu_variants() -> Mapping[str, GpuVariant]:
-    """The GPUs for which sizes are known, by the first words of jax's device kind."""
+    """The GPUs for which sizes are known, those that can be described and others, by the first words of jax's device kind."""
     program = {name: groups["program"] for name, groups in _table()["architecture"].items()}
+    described = {gpu["kind"]: (gpu["architecture"], gpu["runtime"]["cores"]) for gpu in _table()["gpu"].values()}
+    others = {prefix: (row["architecture"], row["cores"]) for prefix, row in _table()["variant"].items()}
     return {
-        prefix: GpuVariant(
-            prefix, row["architecture"], row["cores"], program[row["architecture"]]["shared_bytes_a_block"]
-        )
-        for prefix, row in _table()["variant"].items()
+        prefix: GpuVariant(prefix, architecture, cores, program[architecture]["shared_bytes_a_block"])
+        for prefix, (architecture, cores) in (described | others).items()
     }
 
 
