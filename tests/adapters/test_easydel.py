@@ -241,7 +241,8 @@ def test_shardings_are_the_same_in_training(layout: str) -> None:
 
 def test_block_sizes_of_a_config() -> None:
     first, second = _row("`operation_configs={")
-    names = {"BlockSparseAttentionConfig": easydel.BlockSparseAttentionConfig, "FwdParams": FwdParams}
+    names: dict[str, Any] = {"BlockSparseAttentionConfig": easydel.BlockSparseAttentionConfig, "FwdParams": FwdParams}
+    names["config"] = eval(re.findall(r"`config = ([^`]+)`", first)[0], names)
     theirs = eval(re.findall(r"`operation_configs=([^`]+)`", first)[0], names)
     assert (theirs["blocksparse"].fwd_params.q_blocksize, theirs["blocksparse"].fwd_params.kv_blocksize) == (256, 512)
     ours = attnops.OperationMetadata(operation_configs=eval(re.findall(r"`operation_configs=([^`]+)`", second)[0]))

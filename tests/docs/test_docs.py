@@ -141,6 +141,35 @@ def test_links_lead_somewhere(page: Path) -> None:
                 assert anchor in pages.anchors(file), f"{page.name}:{number}: {target}: no such heading"
 
 
+SITE = [page for page in pages.PAGES if page.is_relative_to(DOCS)]
+_WIDTH = 945  # pixels that a table may have in a window of 1400; measured with the letters below
+_LETTER, _CELL, _CODE = 6.6, 20, 8
+
+
+@pytest.mark.parametrize("page", SITE, ids=[page.relative_to(DOCS).as_posix() for page in SITE])
+def test_no_table_is_wider_than_a_page(page: Path) -> None:
+    """As manual.css has it: a cell that is one piece of code isn't broken, other text only between words."""
+    tables: list[list[str]] = []
+    for _, line in pages.prose(page):
+        if not line.startswith("|"):
+            tables.append([])
+        elif tables:
+            tables[-1].append(line)
+    for lines in filter(None, tables):
+        rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+        width = sum(max(_least(cell) for cell in column) for column in zip(*rows, strict=True))
+        assert width <= _WIDTH, f"{page.name}: {lines[0]} is {width:.0f} pixels wide"
+
+
+def _least(cell: str) -> float:
+    """Pixels below which a cell is cut."""
+    alone = cell.count("`") == 2 and not re.search(r"\]\(|\*\*|<br>", cell)  # the cell's only element
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell)
+    whole = re.findall(r"`[^`]*`", text) if alone else []
+    words = [*whole, *re.split(r"<br>|[\s/-]", text.replace(whole[0], "") if whole else text)]
+    return _CELL + max((_LETTER * len(word.strip("`*")) + _CODE * ("`" in word) for word in words), default=0.0)
+
+
 def test_every_page_is_in_the_navigation() -> None:
     nav = (pages.ROOT / "mkdocs.yml").read_text()
     names = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
