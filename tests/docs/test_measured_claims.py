@@ -150,3 +150,21 @@ def _split(ours: str, rival: str) -> list[float]:
         if "seconds" in first and seconds:
             found.append(first["seconds"] / seconds)
     return found
+
+
+def test_the_gpu_in_the_readme() -> None:
+    ratios: dict[str, list[float]] = {}
+    for row in _rows("gpu.json").values():
+        for rival, milliseconds in row["ms"].items():
+            ratios.setdefault(rival, []).append(row["ms"]["attnops"] / milliseconds)
+    text = _text(README)
+    for rival, claim in (
+        ("jax pallas", "{least:.2f} to {worst:.2f} of the time of JAX's own GPU kernel in {count} cells"),
+        ("tokamax triton", "{least:.2f} to {worst:.2f} of that of tokamax's Triton kernel in {count}."),
+        ("cudnn", "cuDNN in {slower} of {count} (attnops takes {worst:.2f} times its time at worst; {least:.2f} at best"),
+        ("tokamax mosaic", "tokamax's Mosaic kernel in {slower} of {count} ({worst:.2f} at worst)"),
+        ("torch cudnn", "torch's cuDNN in {slower} of {count} ({worst:.2f} at worst)"),
+    ):
+        every = ratios[rival]
+        slower = sum(ratio >= 1 for ratio in every)
+        assert claim.format(least=min(every), worst=max(every), count=len(every), slower=slower) in text
