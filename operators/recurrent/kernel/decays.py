@@ -18,6 +18,9 @@ from jax import lax
 __all__ = ["Kept", "decayed_products", "from_start", "kept_of", "log_ratios", "to_end"]
 
 
+_FORGOTTEN = -1e4  # exp of it is 0 in float32, and so is that of any sum with it
+
+
 class Kept(NamedTuple):
     """A decay as a sum: itself and 0, or if it is near 1, that and what it takes away, which so keeps its digits: rounded beside
     the 1, a decay that is the same for every chunk would err in the same direction each time."""
@@ -65,14 +68,14 @@ def to_end(log_decay: jax.Array, axis: int) -> jax.Array:
 
 def log_ratios(log_decay: jax.Array) -> jax.Array:
     """[n, tokens], one log decay per head -> [n, tokens, tokens], from each key's token to each query's: 0 on the diagonal, -inf
-    above it. The number of tokens is a power of two."""
-    count, size = log_decay.shape
-    if size == 1:
-        return jnp.zeros((count, 1, 1), log_decay.dtype)
-    half = size // 2
-    inner = log_ratios(log_decay.reshape(2 * count, half))
-    later = from_start(log_decay[:, half:], 1)[:, :, None] + to_end(log_decay[:, :half], 1)[:, None, :]
-    return _joined(inner, later, -np.inf)
+    above it. Each is a sum of its own, as a product with ones."""
+    size = log_decay.shape[1]
+    until, after = np.tri(size, dtype=bool), np.tri(size, k=-1, dtype=np.float32)
+    # 0 times -inf would be NaN.
+    known = jnp.maximum(log_decay, np.float32(_FORGOTTEN))
+    terms = jnp.where(until[None], known[:, None, :], 0)
+    sums = jnp.einsum("nit,tj->nij", terms, after, precision=lax.Precision.HIGHEST)
+    return jnp.where(until[None], sums, -np.inf)
 
 
 def decayed_products(

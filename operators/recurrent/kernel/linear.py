@@ -29,9 +29,9 @@ _KEPT = "attnops_recurrent_chunk"  # what the backward pass doesn't compute agai
 
 
 class _Chunk(NamedTuple):
-    """The tokens of a chunk, in float32. query, key [batch, key_heads, 1, tokens, dim]; value and log_decay [batch, key_heads,
-    group, tokens, ...]; beta [batch, key_heads, group, tokens] or None; document [batch, tokens] or None: which one a token is
-    of, counted from that of the initial state, 0."""
+    """The tokens of a chunk, as arrays [batch * tokens, heads * ...]: a chunk's heads are moved before its tokens in a cache, as
+    those of all tokens would not be. query, key of key_heads; value, log_decay and beta of heads, beta None without the delta
+    rule; document [batch, tokens] or None: which one a token is of, counted from that of the initial state, 0."""
 
     query: jax.Array
     key: jax.Array
@@ -67,22 +67,21 @@ def chunked(
     size = min(chunk_size, 1 << max(tokens - 1, 0).bit_length())
     chunks = -(-tokens // size)
 
-    def split(x: jax.Array, heads: int) -> jax.Array:
-        """[batch, heads, tokens, ...] -> [chunks, batch, key_heads, heads of each, size, ...]; what is added changes nothing."""
+    def split(x: jax.Array) -> jax.Array:
+        """[batch, heads, tokens, ...] -> [chunks, batch * size, heads * ...]; what is added changes nothing."""
         padded = jnp.pad(x, [(0, 0), (0, 0), (0, chunks * size - tokens), *[(0, 0)] * (x.ndim - 3)])
-        shape = (batch, key_heads, heads // key_heads, chunks, size, *x.shape[3:])
-        return jnp.moveaxis(padded.reshape(shape), 3, 0)
+        return _exchanged(jnp.moveaxis(padded, 1, 2).reshape(batch, chunks, size, -1)).reshape(chunks, batch * size, -1)
 
     documents = None
     if document is not None:
         padded = jnp.pad(document, [(0, 0), (0, chunks * size - tokens)], mode="edge")
         documents = jnp.moveaxis(padded.reshape(batch, chunks, size), 1, 0)
     blocks = _Chunk(
-        split(query, key_heads),
-        split(key, key_heads),
-        split(value, heads),
-        split(log_decay, heads),
-        None if beta is None else split(beta, heads),
+        split(query),
+        split(key),
+        split(value),
+        split(log_decay),
+        None if beta is None else split(beta),
         documents,
     )
     state = jnp.zeros((batch, heads, dim, value_dim), jnp.float32)
@@ -94,8 +93,13 @@ def chunked(
     first = None if documents is None else jnp.zeros((batch,), documents.dtype)
     state, first, blocks = alike((state, first, blocks))
     (state, _), outputs = lax.scan(jax.checkpoint(step, policy=policy, prevent_cse=False), (state, first), blocks)
-    outputs = jnp.moveaxis(outputs, 0, 3).reshape(batch, heads, chunks * size, value_dim)
-    return outputs[:, :, :tokens], state.reshape(batch, heads, dim, value_dim)
+    outputs = _exchanged(outputs.reshape(chunks, batch, size, -1)).reshape(batch, chunks * size, heads, value_dim)
+    return jnp.moveaxis(outputs[:, :tokens], 2, 1), state.reshape(batch, heads, dim, value_dim)
+
+
+def _exchanged(x: jax.Array) -> jax.Array:
+    """With the first two axes exchanged: as a reshape where one has size 1, as XLA for CPUs copies to transpose."""
+    return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]) if 1 in x.shape[:2] else jnp.swapaxes(x, 0, 1)
 
 
 def _one_token(
@@ -139,7 +143,15 @@ def _chunk(
     carry: tuple[jax.Array, Any], blocks: _Chunk, *, scale: float, precision: lax.Precision, out_dtype: Any
 ) -> tuple[tuple[jax.Array, Any], jax.Array]:
     state, before = carry
-    query, key, value, log_decay = (x.astype(jnp.float32) for x in blocks[:4])
+    batch, key_heads, group = state.shape[:3]
+
+    def of_heads(x: jax.Array, group: int) -> jax.Array:
+        """[batch * tokens, heads * ...] -> [batch, key_heads, heads of each, tokens, ...] in float32."""
+        by_token = x.reshape(batch, -1, key_heads, group, x.shape[1] // (key_heads * group))
+        return jnp.moveaxis(by_token, 1, 3).astype(jnp.float32)
+
+    query, key = of_heads(blocks.query, 1), of_heads(blocks.key, 1)
+    value, log_decay = of_heads(blocks.value, group), of_heads(blocks.log_decay, group)
     product = functools.partial(jnp.einsum, precision=precision)
     document, same = blocks.document, None
     started, ended = jnp.exp(from_start(log_decay, -2)), jnp.exp(to_end(log_decay, -2))
@@ -155,12 +167,13 @@ def _chunk(
     rows = (query,) if blocks.beta is None else (query, key)  # products with the same factor are made at once
     weights = decayed_products(rows, key, log_decay, precision)
     weights = weights if same is None else [jnp.where(same, x, 0) for x in weights]
-    read = jnp.split(
-        product("...ik,...kv->...iv", jnp.concatenate([x * started for x in rows], -2), state), len(rows), -2
-    )
+    # A decay for a head multiplies what is read, which takes no array of its own.
+    channels = log_decay.shape[-1] > 1
+    read = product("...ik,...kv->...iv", jnp.concatenate([x * started for x in rows] if channels else rows, -2), state)
+    read = [x if channels else x * started for x in jnp.split(read, len(rows), -2)]
     update = value
     if blocks.beta is not None:
-        beta = blocks.beta.astype(jnp.float32)[..., None]
+        beta = of_heads(blocks.beta, group)
         strict = np.tri(key.shape[-2], k=-1, dtype=np.float32)
         inverse = checkpoint_name(
             unit_inverse(beta * (weights[1] * jnp.expand_dims(strict, range(weights[1].ndim - 2)))), _KEPT
@@ -168,4 +181,5 @@ def _chunk(
         update = checkpoint_name(product("...ij,...jv->...iv", inverse, beta * (value - read[1])), _KEPT)
     outputs = scale * (read[0] + product("...ij,...jv->...iv", weights[0], update))
     state = kept.of(state, product("...ik,...iv->...kv", key * ended, update))
-    return (state, None if document is None else document[:, -1]), outputs.astype(out_dtype)
+    outputs = jnp.moveaxis(outputs, 3, 1).reshape(blocks.value.shape).astype(out_dtype)
+    return (state, None if document is None else document[:, -1]), outputs

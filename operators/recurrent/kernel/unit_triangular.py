@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 __all__ = ["unit_inverse"]
+
+_FEW = 4  # products of smaller matrices are sums, which XLA makes in one loop
 
 
 @jax.custom_vjp
@@ -38,6 +42,8 @@ def _inverse(strict: jax.Array) -> jax.Array:
 
 
 def _times(a: jax.Array, b: jax.Array) -> jax.Array:
+    if (size := a.shape[-1]) <= _FEW:
+        return functools.reduce(jnp.add, (a[..., m : m + 1] * b[..., m : m + 1, :] for m in range(size)))
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
