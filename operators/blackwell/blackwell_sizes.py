@@ -29,6 +29,7 @@ class BlackwellSizing(Sizing):
     powers of two: the warp that issues products has few registers, and another remainder takes some."""
 
     device: ClassVar[str] = "b200"
+    lines: ClassVar[int] = ROWS
     least: ClassVar[Mapping[str, int]] = {which: keys[0] for which, keys in _KEYS.items()}
     tiles: ClassVar[Mapping[str, tuple[MosaicSizes, ...]]] = {
         "forward": (
@@ -44,9 +45,8 @@ class BlackwellSizing(Sizing):
         return sizes.block_q if q_len > _ROWS[which][0] else _ROWS[which][0]
 
     def passed_over(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:
-        """None."""
-        del which, problem, sizes
-        return False
+        """See Sizing. Beside a warpgroup that widens keys and values, two for softmaxes have registers for fewer keys."""
+        return which == "forward" and bool(problem.quantised) and sizes.block_q > ROWS and sizes.block_kv > KEYS[0]
 
     def fits(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:
         """See Sizing."""
@@ -55,7 +55,9 @@ class BlackwellSizing(Sizing):
     def shared_of(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> dict[str, int]:
         """See Sizing."""
         dims = problem.head_dim, problem.value_dim
-        return shared_bytes(sizes, *dims) if which == "forward" else gradient_bytes(which, sizes, *dims)
+        if which == "forward":
+            return shared_bytes(sizes, *dims, stored=tuple(problem.quantised))
+        return gradient_bytes(which, sizes, *dims)
 
     def check(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> None:
         """Errors: ConfigError for sizes whose tiles take more tensor memory than there is."""

@@ -31,7 +31,7 @@ class HopperKernels(MosaicKernels):
     interpreted_as: ClassVar[str] = "mosaic"
     sizing: ClassVar[Sizing] = HopperSizing()
     capability = declares(
-        consumes=MOSAIC_FEATURES | {"quantized_kv"},
+        consumes=MOSAIC_FEATURES,
         rules=HOPPER_RULES,
         # In the interpreter on CPU.
         tolerance={"bfloat16": (2e-2, 4e-2), "float16": (3e-3, 6e-3)},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...scores.steps import Lookup, Product
 from ..mosaic.mosaic_rules import Generation, mosaic_rules
 from .kernel.hopper_sizes import KEYS, ROWS
 
@@ -12,14 +11,10 @@ _BLOCKS = (ROWS, 2 * ROWS)  # a warpgroup has 64 rows, and one or two of them co
 HOPPER_RULES = mosaic_rules(
     Generation(
         "hopper",
-        ROWS,
-        2 * ROWS,
         dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq", "block_kv_dkv"), _BLOCKS)
         # A product with keys goes through 64 of them at once, and one for logits has at most 256 columns.
         | dict.fromkeys(("block_kv", "block_kv_dq"), KEYS),
         "registers",
-        divides=True,
         latent=(576, 512),
-        gathered=frozenset({Lookup.name, Product.name}),
     )
 )

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from ...errors import ConfigError
-from ...planning import AttentionProblem, Placement
-from ..flash.flash_sizes import splits_of
+from ...planning import AttentionProblem
 from ..mosaic.kernel.mosaic_sizes import MosaicSizes
 from ..mosaic.mosaic_sizes import MOSAIC_FIELDS, Sizing, columns
 from .kernel.hopper_sizes import KEYS, ROWS, column_parts, conversions, divided, shared_bytes
@@ -31,6 +30,7 @@ class HopperSizing(Sizing):
     """What doesn't fit into shared memory or registers is passed over."""
 
     device: ClassVar[str] = "h100"
+    lines: ClassVar[int] = ROWS
     least: ClassVar[Mapping[str, int]] = dict.fromkeys(MOSAIC_FIELDS, ROWS)
     # One stage is loaded while another is read; two more tiles fit at 64, where a tile takes half the time. The rest of a
     # division by another number than a power of two takes a twentieth of a turn.
@@ -44,15 +44,6 @@ class HopperSizing(Sizing):
         ),
         "dq": tuple(MosaicSizes(2 * ROWS, *rest) for rest in ((128, 2), (64, 4), (64, 2), (64, 1))),
     }
-
-    def folds(self, problem: AttentionProblem, placement: Placement) -> bool:
-        """See Sizing. A warpgroup's rows have room for several heads' queries."""
-        local = placement.local
-        return local.q_heads > local.kv_heads and local.q_len <= ROWS
-
-    def splits(self, problem: AttentionProblem, placement: Placement, programs: int) -> int:
-        """See Sizing."""
-        return splits_of(problem, placement, programs)
 
     def tiles_for(self, which: str, problem: AttentionProblem, rows: int) -> tuple[MosaicSizes, ...]:
         """See Sizing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ import jax
 
 from ...devices import gpu_variant
 from ...planning import STATIC_MASKS, AttentionProblem, Rule
-from ...scores.steps import Diagonal, Lookup, Product
+from ...scores.steps import Lookup, Product
 from ..choices.dtype_rules import float32_softmax
 from ..choices.function_rules import MOSAIC_GPU, function_rules
 from ..flash.flash_config import FlashAttention2Config
@@ -23,31 +22,24 @@ __all__ = ["JAX_NEEDED", "MOSAIC_FEATURES", "Generation", "is_architecture", "mo
 JAX_NEEDED = (0, 12)
 MOSAIC_FEATURES = STATIC_MASKS | {
     "blocks", "chosen_blocks", "segment_ids", "kv_lengths", "positions", "dense_mask", "dynamic_or", "dynamic_query_offset",
-    "bias", "logits_soft_cap", "score", "sinks", "dropout", "return_lse", "gqa", "value_dim",
+    "bias", "logits_soft_cap", "score", "sinks", "dropout", "return_lse", "gqa", "value_dim", "quantized_kv",
 }  # fmt: skip
 _MAX_DIM = 256
-_FOLDED_ROWS = 64  # queries of a kv head that the kernel in Triton makes one tile of
-_SPLIT_KEYS = 512  # the fewest keys that it divides
+_GATHERED = frozenset({Lookup.name, Product.name})  # steps of a score
 _PADDED = 4 / 3  # columns computed for each of a head's
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The kernels of a generation. name: in codes. rows: of a warpgroup; block: of a block of threads, by default. fields: the
-    sizes that can be declared, by field. sums: where a tile's sums are held. warps: fields of warps that aren't read. divides:
-    whether the kernels fold query heads into rows, and divide keys. latent: the most dims of key and value where values are the
-    first numbers of their keys; None if that isn't done. gathered: steps of a score that they don't take. vma: whether they are
-    traced in a shard_map with check_vma=True."""
+    """The kernels of a generation. name: in codes. fields: the sizes that can be declared, by field. sums: where a tile's sums
+    are held. warps: fields of warps that aren't read. latent: the most dims of key and value where values are the first numbers
+    of their keys; None if that isn't done. vma: whether they are traced in a shard_map with check_vma=True."""
 
     name: str
-    rows: int
-    block: int
     fields: Mapping[str, tuple[int, ...]]
     sums: str
     warps: tuple[str, ...] = WARPS
-    divides: bool = False
     latent: tuple[int, int] | None = None
-    gathered: frozenset[str] = frozenset({Diagonal.name, Lookup.name, Product.name})
     vma: bool = True
 
 
@@ -62,26 +54,15 @@ def _asked(config: FlashAttention2Config) -> bool:
     return config.kernel not in (None, "triton", "tokamax")
 
 
-def _programs(problem: AttentionProblem, block: int) -> int:
-    """Blocks of threads of a device."""
-    return math.ceil(problem.batch * problem.q_heads * math.ceil(problem.q_len / block) / problem.devices)
-
-
-def _fills(problem: AttentionProblem, block: int) -> bool:
-    """Whether the queries alone fill the device, or there are too few keys to divide."""
-    gpu = gpu_variant(problem.device_kind)
-    return gpu is None or 2 * _programs(problem, block) > gpu.cores or problem.kv_len < _SPLIT_KEYS
-
-
 def _widened(problem: AttentionProblem) -> float:
     dims = problem.head_dim, problem.value_dim
     return sum(map(padded_dim, dims)) / sum(dims)
 
 
-def _gathered(problem: AttentionProblem, gathered: frozenset[str]) -> list[str]:
+def _gathered(problem: AttentionProblem) -> list[str]:
     """The score's steps that read a number for each pair from a place that follows from both."""
     names = frozenset() if problem.score is None else problem.score.step_names(problem.contiguous_positions)
-    return sorted(names & gathered)
+    return sorted(names & _GATHERED)
 
 
 def _size_rule(of: Generation, name: str) -> Rule:
@@ -167,15 +148,14 @@ def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
             ),
             "Nothing to change: the kernel in Triton computes fewer columns. kernel='mosaic' runs this one.",
         ),
-        *(() if of.divides else _undivided(of)),
         *(_size_rule(of, name) for name in of.fields),
         *(_warps_rule(of, name) for name in of.warps),
         Rule(
             f"{of.name}.score_gathered",
             "score",
-            lambda p, c: not _gathered(p, of.gathered),
+            lambda p, c: not _gathered(p),
             lambda p, c: (
-                f"the score {p.score} adds numbers by {', '.join(_gathered(p, of.gathered))}: Mosaic GPU loads tiles, not a "
+                f"the score {p.score} adds numbers by {', '.join(_gathered(p))}: Mosaic GPU loads tiles, not a "
                 "number for each pair of a query and a key"
             ),
             "Nothing to change: the kernel in Triton gathers them.",
@@ -216,45 +196,5 @@ def _latent_rules(of: Generation) -> tuple[Rule, ...]:
             "mode 'train', and values are the first {p.value_columns} numbers of their keys: no warpgroup's registers hold the "
             "sums of such a gradient",
             "Nothing to change: the kernel in Triton runs both passes. Pass mode='prefill' where there is no gradient.",
-        ),
-    )
-
-
-def _undivided(of: Generation) -> tuple[Rule, ...]:
-    """What kernels ask of a call that don't fold query heads and divide keys."""
-    return (
-        Rule(
-            f"{of.name}.few_queries",
-            "q_len",
-            lambda p, c: _asked(c) or p.q_len * (p.q_heads // p.kv_heads) > _FOLDED_ROWS,
-            lambda p, c: (
-                f"q_len={p.q_len}, {p.q_heads // p.kv_heads} query heads a kv head: the kernel in Triton makes them one tile, "
-                f"this one pads each head's to {of.rows} rows"
-            ),
-            "Nothing to change. kernel='mosaic' runs this one.",
-        ),
-        Rule(
-            f"{of.name}.few_blocks",
-            "q_len",
-            lambda p, c: _asked(c) or _fills(p, of.block),
-            lambda p, c: (
-                f"{_programs(p, of.block)} blocks of {of.block} queries on a device with "
-                f"{gpu_variant(p.device_kind).cores} multiprocessors: the kernel in Triton divides the keys too"  # type: ignore[union-attr]
-            ),
-            "Nothing to change. kernel='mosaic' runs this one.",
-        ),
-        Rule(
-            f"{of.name}.fold",
-            "fold",
-            lambda p, c: not c.fold,
-            "fold=True is declared: the kernel's tiles have the rows of one query head",
-            "Leave fold out.",
-        ),
-        Rule(
-            f"{of.name}.kv_splits",
-            "kv_splits",
-            lambda p, c: c.kv_splits in (None, 1),
-            "kv_splits={c.kv_splits} is declared: the kernel doesn't divide the keys",
-            "Leave kv_splits out.",
         ),
     )

@@ -11,6 +11,7 @@ from ...errors import ConfigError
 from ...planning import AttentionProblem, Placement
 from ..choices.mask_blocks import fitted_block
 from ..flash.flash_config import FlashAttention2Config
+from ..flash.flash_sizes import splits_of
 from ..flash.pass_fields import FIELDS
 from .kernel.mosaic_sizes import MosaicSizes, MosaicTiles, latent_columns, padded_dim
 
@@ -22,20 +23,19 @@ MOSAIC_FIELDS = {which: tuple(name for name in names if name not in WARPS) for w
 
 
 class Sizing:
-    """How a generation's sizes are chosen. device: the GPU whose limits are taken where none is known, in the interpreter. least:
-    the fewest keys of a tile. tiles: by pass, best first."""
+    """How a generation's sizes are chosen. device: the GPU whose limits are taken where none is known, in the interpreter. lines:
+    rows of a warpgroup. least: the fewest keys of a tile. tiles: by pass, best first."""
 
     device: ClassVar[str]
+    lines: ClassVar[int]
     least: ClassVar[Mapping[str, int]]
     tiles: ClassVar[Mapping[str, tuple[MosaicSizes, ...]]]
 
     def folds(self, problem: AttentionProblem, placement: Placement) -> bool:
-        """Whether the query heads of a kv head are rows of the same tiles of the forward pass."""
-        return False
-
-    def splits(self, problem: AttentionProblem, placement: Placement, programs: int) -> int:
-        """Parts of the keys, for so many blocks of threads that have all keys."""
-        return 1
+        """Whether the query heads of a kv head are rows of the same tiles of the forward pass: where a warpgroup's rows have room
+        for several heads' queries."""
+        local = placement.local
+        return local.q_heads > local.kv_heads and local.q_len <= self.lines
 
     def tiles_for(self, which: str, problem: AttentionProblem, rows: int) -> tuple[MosaicSizes, ...]:
         """Those for a head of so many rows."""
@@ -78,7 +78,7 @@ class Sizing:
             self._check_shared(which, problem, sizes)
             fields |= fields_of(which, sizes)
         programs = local.batch * (local.kv_heads if fold else local.q_heads) * math.ceil(rows / fields["block_q"])
-        fields["kv_splits"] = config.kv_splits or self.splits(problem, placement, programs)
+        fields["kv_splits"] = config.kv_splits or splits_of(problem, placement, programs)
         return config.with_fields(fields)
 
     def fits_shared(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:

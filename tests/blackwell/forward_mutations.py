@@ -30,13 +30,16 @@ STAGES = 2
 
 
 class Kernel(NamedTuple):
-    """A kernel under test. offset: of the queries' positions."""
+    """A kernel under test. offset: of the queries' positions. more: of the kernel. widened: whether keys and values are int8."""
 
     sizes: MosaicSizes
     dim: int
     q_len: int
     kv_len: int
     offset: int
+    heads: int = 1
+    more: dict[str, Any] = {}  # noqa: RUF012
+    widened: bool = False
 
 
 KERNELS = {
@@ -44,6 +47,10 @@ KERNELS = {
     "apart": Kernel(MosaicSizes(256, 64, STAGES), 64, 256, 256, 0),
     "in_place": Kernel(MosaicSizes(256, 128, STAGES), 128, 256, 384, 128),
     "alone": Kernel(MosaicSizes(128, 64, STAGES), 64, 128, 256, 128),
+    # The rows of four query heads, and keys in parts of three and four tiles.
+    "few": Kernel(MosaicSizes(128, 64, STAGES), 64, 24, 448, 424, 4, {"fold": True, "kv_splits": 2}),
+    # int8 keys and values.
+    "widened": Kernel(MosaicSizes(256, 64, STAGES), 64, 256, 256, 0, widened=True),
 }
 PLANTED = Planted(STAGES)
 
@@ -142,18 +149,56 @@ def mutations(kernel: type[Any] = forward.BlackwellForward) -> dict[str, Callabl
     return made
 
 
+def widening() -> dict[str, Callable[[], None]]:
+    """The mistakes of a warpgroup that widens tiles, and of what loads them, by name."""
+    waits = [f"{name}_raw_{barrier}" for name in ("key", "value") for barrier in ("full", "free")]
+    made: dict[str, Callable[[], None]] = {
+        f"no wait for {name}": lambda name=name: PLANTED.without("barrier_wait", name) for name in waits
+    }
+    return made | {
+        "keys released before they are widened": lambda: _arrive_with("key_raw_free", "key_raw_full"),
+        "keys said to be there before they are widened": lambda: _arrive_with("key_full", "key_raw_full"),
+        "values in the next place": lambda: PLANTED.copy_to_next("value_raw_tiles"),
+    }
+
+
+def _arrive_with(name: str, start: str) -> None:
+    """A barrier's arrival comes at the end of the wait for another."""
+
+    def wait(barrier: Any) -> None:
+        plgpu.barrier_wait(barrier)
+        if PLANTED.name(barrier) == start:
+            plgpu.barrier_arrive(PLANTED.here(name, barrier))
+
+    PLANTED.changed["barrier_wait"] = wait
+    PLANTED.without("barrier_arrive", name)
+
+
+def mistakes(which: str) -> dict[str, Callable[[], None]]:
+    """Those of one of these kernels, by name."""
+    if not KERNELS[which].widened:
+        return mutations()
+    return widening() | {name: made for name, made in mutations().items() if "next place" not in name}
+
+
 def right(kernel: Kernel) -> bool:
     """Whether the kernel's numbers are right."""
     tiles = MosaicTiles(kernel.sizes, kernel.sizes, kernel.sizes)
-    part = blackwell_attention.PartialBlackwell("bthd", kernel.dim**-0.5, None, "cuda", True, None, tiles=tiles)
+    scale = kernel.dim**-0.5
+    part = blackwell_attention.PartialBlackwell("bthd", scale, None, "cuda", True, None, tiles=tiles, **kernel.more)
     rng = np.random.default_rng(0)
-    lengths = kernel.q_len, kernel.kv_len, kernel.kv_len
-    q, k, v = (rng.standard_normal((1, n, 1, kernel.dim)).astype(jnp.bfloat16) for n in lengths)
+    shapes = (kernel.q_len, kernel.heads), (kernel.kv_len, 1), (kernel.kv_len, 1)
+    q, k, v = (rng.standard_normal((1, *shape, kernel.dim)).astype(jnp.bfloat16) for shape in shapes)
+    stored, scales = [k, v], list[jax.Array]()
+    if kernel.widened:
+        stored = [np.round(40 * x.astype(np.float32)).clip(-127, 127).astype(np.int8) for x in stored]
+        scales = [jnp.full((1, 1, kernel.kv_len), 1 / 32, jnp.float32)] * 2
+        k, v = (x.astype(np.float64) / 32 for x in stored)
     static, dynamic = split_static(LocalMask(Causal(), 0, kernel.q_len, kernel.kv_len, kernel.offset), None)
-    output, lse = part.attend(static, Operands(*map(jnp.asarray, (q, k, v)), None, None), dynamic)
+    output, lse = part.attend(static, Operands(*map(jnp.asarray, (q, *stored)), None, None, *scales), dynamic)
     seen = np.arange(kernel.kv_len) <= np.arange(kernel.q_len)[:, None] + kernel.offset
     exact = [x.astype(np.float64) for x in (q, k, v)]
-    want = reference_attention(*exact, scale=kernel.dim**-0.5, mask=seen[None, None])
+    want = reference_attention(*exact, scale=scale, mask=seen[None, None])
     pairs = (output, want.output), (lse, want.lse)
     return max(float(np.abs(np.asarray(x, np.float64) - y).max()) for x, y in pairs) < 2e-2
 
@@ -163,7 +208,7 @@ def main(which: str, name: str, times: str = "1") -> None:
     kernel = KERNELS[which]
     LAST[0] = str(kernel.sizes.block_q // 128 - 1)
     PLANTED.into(forward.BlackwellForward, (block, forward))
-    mutations()[name]()
+    mistakes(which)[name]()
     for _ in range(int(times)):
         print("unnoticed" if right(kernel) else "numbers")
 

@@ -17,6 +17,7 @@ from attnops import (
     MaskFunction,
     OperationMetadata,
     OperationRegistry,
+    Positions,
     RelativeBias,
     register_mask_function,
 )
@@ -58,8 +59,6 @@ REFUSED = {
     "blackwell.softmax_dtype": {"runtime_softmax_dtype": "bfloat16"},
     "blackwell.head_dim": {"dims": (320, 128)},
     "blackwell.padding": {"dims": (20, 20)},
-    "blackwell.few_queries": {"lengths": (16, 100)},
-    "blackwell.few_blocks": {"lengths": (256, 8192), "heads": (8, 4)},
     "blackwell.block_q": {"config": {"block_q": 64}},
     "blackwell.block_kv": {"config": {"block_kv": 256}},
     "blackwell.num_warps": {"config": {"num_warps": 8}},
@@ -68,8 +67,6 @@ REFUSED = {
     "blackwell.block_kv_dkv": {"config": {"block_kv_dkv": 64}},
     "blackwell.block_q_dq": {"config": {"block_q_dq": 64}},
     "blackwell.block_kv_dq": {"config": {"block_kv_dq": 256}},
-    "blackwell.fold": {"config": {"fold": True}},
-    "blackwell.kv_splits": {"config": {"kv_splits": 2}},
     "feature.return_weights": {"call": {"return_weights": True}},
     "blackwell.score_gathered": {"call": {"score": "t5"}},
     "blackwell.mask_function_operation": {"call": {"mask": "sine"}},
@@ -81,10 +78,11 @@ REFUSED = {
 def test_triton_runs_what_it_refuses(code: str) -> None:
     given = dict(REFUSED[code])
     call = dict(given.pop("call", {}))
-    if "score" in call:
-        call["score"] = RelativeBias(buckets=T5())
-        call["table"] = jax.ShapeDtypeStruct((32, 32), "float32")
-    if "mask" in call:
+    if "score" in call:  # by arrays of positions: no number for each distance
+        places = jax.ShapeDtypeStruct((2, 4096), "int32")
+        call = {"score": RelativeBias(buckets=T5()), "table": jax.ShapeDtypeStruct((32, 32), "float32")}
+        call |= {"mask": Positions(places, places), "query_offset": None}
+    if call.get("mask") == "sine":
         register_mask_function("blackwell.sine", override=True)(lambda x, j: jnp.sin(x.astype(jnp.float32)) < j)
         call["mask"] = MaskFunction("blackwell.sine")
     plan = _plan(call=call, **given)
@@ -111,12 +109,39 @@ def test_in_a_callers_shard_map(check_vma: bool) -> None:
 
 
 @pytest.mark.usefixtures("new_jax")
-@pytest.mark.parametrize("code", ["blackwell.padding", "blackwell.few_queries", "blackwell.few_blocks"])
-def test_what_triton_only_does_better_can_be_declared(code: str) -> None:
-    given = dict(REFUSED[code])
-    for kernel in ("mosaic", "blackwell"):
-        plan = _plan(**given, config={"kernel": kernel})
-        assert plan.method == "forward_blackwell"
+@pytest.mark.parametrize("kernel", ["mosaic", "blackwell"])
+def test_what_triton_only_does_better_can_be_declared(kernel: str) -> None:
+    given = dict(REFUSED["blackwell.padding"])
+    assert _plan(**given, config={"kernel": kernel}).method == "forward_blackwell"
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_numbers_by_distance() -> None:
+    call = {"score": RelativeBias(buckets=T5()), "table": jax.ShapeDtypeStruct((32, 32), "float32")}
+    plan = _plan(call=call)
+    assert (plan.method, plan.rejected) == ("forward_blackwell", ())
+
+
+# Two rows of a batch and 148 multiprocessors: parts of the keys fill those that the other blocks leave, of 256 keys at least.
+FEW = {
+    "decoding": ({"lengths": (1, 32768)}, (True, 128, 148 // 16)),
+    "decoding, a kv head each": ({"lengths": (1, 32768), "heads": (8, 8)}, (False, 128, 148 // 16)),
+    "40 queries of 4 heads": ({"lengths": (40, 8192)}, (True, 256, 148 // 16)),
+    "100 queries of 4 heads": ({"lengths": (100, 8192)}, (True, 256, 148 // 32)),
+    "a chunk": ({"lengths": (256, 8192), "heads": (8, 4)}, (False, 256, 148 // 16)),
+    "few keys": ({"lengths": (1, 600)}, (True, 128, 2)),
+    "enough rows": ({"lengths": (2048, 8192)}, (False, 256, 1)),
+    "declared": ({"lengths": (1, 32768), "config": {"fold": False, "kv_splits": 3}}, (False, 128, 3)),
+}
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("name", FEW)
+def test_few_queries_fold_their_heads_and_divide_the_keys(name: str) -> None:
+    given, expected = FEW[name]
+    plan = _plan(**given)
+    assert (plan.method, plan.rejected) == ("forward_blackwell", ())
+    assert (plan.config.fold, plan.config.block_q, plan.config.kv_splits) == expected
 
 
 @pytest.mark.usefixtures("new_jax")
@@ -146,6 +171,24 @@ def test_chosen_sizes_fit(dims: tuple[int, int], lengths: tuple[int, int]) -> No
     assert plan.runs.memory(plan.problem, plan.placement, plan.config) == {"attnops_blackwell_forward": parts}
     assert sum(parts.values()) <= SHARED
     assert tensor_columns(sizes, dims[1]) <= COLUMNS
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("lengths", [(4096, 4096), (1, 4096)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_numbers_of_8_bits_have_places_beside_the_widened_ones(dims: tuple[int, int], lengths: tuple[int, int]) -> None:
+    key, value = (jax.ShapeDtypeStruct((2, lengths[1], 8, dim), "int8") for dim in dims)
+    scale = jax.ShapeDtypeStruct((2, lengths[1], 8, 1), "float32")
+    call = {"key": key, "value": value, "key_scale": scale, "value_scale": scale}
+    plan = _plan(dims=dims, lengths=lengths, call=call)
+    assert (plan.method, plan.rejected) == ("forward_blackwell", ())
+    sizes = tiles_of(plan.config).forward
+    assert sizes.block_q == 128 or sizes.block_kv == 64
+    parts = plan.runs.memory(plan.problem, plan.placement, plan.config)["attnops_blackwell_forward"]
+    assert sum(parts.values()) <= SHARED
+    assert tensor_columns(sizes, dims[1]) <= COLUMNS
+    for name, dim in zip(("key", "value"), dims, strict=True):
+        assert 2 * parts[f"{name}_raw"] == parts[name] == 2 * sizes.stages * sizes.block_kv * dim
 
 
 def test_memory_by_hand() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from mosaic_calls import FEATURES, GATED, MASKS
+from mosaic_calls import FEATURES, FEW, GATED, MASKS
 from mosaic_plans import mosaic_report
 
 from attnops import (
@@ -99,6 +99,38 @@ def test_other_features(call: dict[str, Any]) -> None:
     bounds = {"dropout_prob": 408, "score": 32, "logits_soft_cap": 16}
     spilled = max((size for name, size in bounds.items() if name in call), default=0)
     assert _kernel(_report(**call)).stack_bytes <= spilled  # type: ignore[operator]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("name", FEW)
+def test_few_queries(name: str, dim: int) -> None:
+    """Query heads folded into rows, the keys in parts, whose outputs are float32."""
+    report = _report(dims=(dim, dim), lengths=(5, 8192), heads=(8, 2), query_offset=8187, **FEW[name])
+    config: Any = report.plan.config  # type: ignore[union-attr]
+    assert (config.fold, config.kv_splits) == (True, 32)
+    spilled = {"segments": 16, "dropout": 224} if dim < 256 else {}
+    assert _kernel(report).stack_bytes <= spilled.get(name, 0)  # type: ignore[operator]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(1024, 1024), (1, 8192)], ids=str)
+@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_quantised_keys(dims: tuple[int, int], stored: str, lengths: tuple[int, int]) -> None:
+    """One more warpgroup widens keys and values."""
+    key, value = (jax.ShapeDtypeStruct((1, lengths[1], 2, dim), stored) for dim in dims)
+    scale = jax.ShapeDtypeStruct((1, lengths[1], 2, 1), "float32")
+    call = {"key": key, "value": value, "key_scale": scale, "value_scale": scale}
+    report = _report(dims=dims, lengths=lengths, query_offset=lengths[1] - lengths[0], **call)
+    assert report.passed, [one.failure for one in report.passes]
+    assert report.plan.method == "forward_blackwell"  # type: ignore[union-attr]
+    (kernel,) = (k for k in report.passes[0].kernels or () if isinstance(k, GpuKernelUse))
+    sizes = tiles_of(report.plan.config).forward  # type: ignore[union-attr, arg-type]
+    groups = sizes.block_q // 128
+    assert (kernel.name, kernel.registers, kernel.threads) == (NAME, *{1: (128, 512), 2: (96, 640)}[groups])
+    assert kernel.stack_bytes <= (16 if dims == (256, 256) else 0)
+    assert len(kernel.converting) * groups == len(kernel.loops or ())
 
 
 @pytest.mark.slow

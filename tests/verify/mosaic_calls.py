@@ -1,4 +1,4 @@
-"""Masks and other features of calls whose kernels in Mosaic GPU are compiled, of 1024 tokens."""
+"""Masks and other features of calls whose kernels in Mosaic GPU are compiled: of 1024 tokens, or of 5 queries and 8192 keys."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from attnops import (
+    T5,
     ALiBi,
     Causal,
     Chunked,
@@ -17,6 +18,7 @@ from attnops import (
     Mask,
     Positions,
     Prefix,
+    RelativeBias,
     ScoreFunction,
     SegmentIds,
     SlidingWindow,
@@ -55,6 +57,22 @@ FEATURES: list[dict[str, Any]] = [
     {"bias": jax.ShapeDtypeStruct((1, 1, 1, 1024), "bfloat16")},
     {"score": ALiBi()},
     {"score": GATED},
+    {"score": RelativeBias(buckets=T5()), "table": jax.ShapeDtypeStruct((32, 4), "float32")},
     {"mask": Dense(jax.ShapeDtypeStruct((1, 1, 1024, 1024), "bool"))},
     DROPOUT,
 ]
+FEW: dict[str, dict[str, Any]] = {
+    "decoding": {},
+    "sinks": {"softmax_aux": jax.ShapeDtypeStruct((8,), "float32")},
+    "lengths": {"mask": Causal() & Lengths(jax.ShapeDtypeStruct((1,), "int32"))},
+    "segments": {
+        "mask": Causal() & SegmentIds(jax.ShapeDtypeStruct((1, 5), "int32"), jax.ShapeDtypeStruct((1, 8192), "int32"))
+    },
+    "dense": {"mask": Dense(jax.ShapeDtypeStruct((1, 8, 5, 8192), "bool"))},
+    "bias": {"bias": jax.ShapeDtypeStruct((1, 8, 5, 8192), "float32")},
+    "alibi": {"score": ALiBi()},
+    "score": {"score": GATED},
+    "distance": {"score": RelativeBias(buckets=T5()), "table": jax.ShapeDtypeStruct((32, 8), "float32")},
+    "lse": {"return_lse": True},
+    "dropout": DROPOUT,
+}

@@ -9,18 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from mosaic_calls import DROPOUT, FEATURES, GATED, MASKS
+from mosaic_calls import FEATURES, FEW, MASKS
 from mosaic_plans import mosaic_report
 
-from attnops import (
-    ALiBi,
-    Causal,
-    Dense,
-    Lengths,
-    OperationMetadata,
-    OperationRegistry,
-    SegmentIds,
-)
+from attnops import Causal, OperationMetadata, OperationRegistry
 from attnops.operators.call.key_columns import KeyColumns
 from attnops.operators.hopper.kernel.hopper_sizes import divided
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
@@ -154,28 +146,12 @@ def test_other_features(call: dict[str, Any]) -> None:
     assert dq.stack_bytes == 0
 
 
-FEW = {
-    "decoding": {},
-    "sinks": {"softmax_aux": jax.ShapeDtypeStruct((8,), "float32")},
-    "lengths": {"mask": Causal() & Lengths(jax.ShapeDtypeStruct((1,), "int32"))},
-    "segments": {
-        "mask": Causal() & SegmentIds(jax.ShapeDtypeStruct((1, 5), "int32"), jax.ShapeDtypeStruct((1, 8192), "int32"))
-    },
-    "dense": {"mask": Dense(jax.ShapeDtypeStruct((1, 8, 5, 8192), "bool"))},
-    "bias": {"bias": jax.ShapeDtypeStruct((1, 8, 5, 8192), "float32")},
-    "alibi": {"score": ALiBi()},
-    "score": {"score": GATED},
-    "lse": {"return_lse": True},
-    "dropout": DROPOUT,
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("name", FEW)
 def test_few_queries(name: str, dim: int) -> None:
     """Query heads folded into rows, the keys in parts, whose outputs are float32."""
-    report = _report(dims=(dim, dim), lengths=(5, 8192), heads=(8, 2), **{"query_offset": 8187} | FEW[name])
+    report = _report(dims=(dim, dim), lengths=(5, 8192), heads=(8, 2), query_offset=8187, **FEW[name])
     assert report.passed, [one.failure for one in report.passes]
     config: Any = report.plan.config  # type: ignore[union-attr]
     assert (config.fold, config.kv_splits) == (True, 32)

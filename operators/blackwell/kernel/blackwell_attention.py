@@ -10,6 +10,7 @@ from ...mosaic.kernel.block import MosaicBlock
 from ...mosaic.kernel.mosaic_attention import PartialMosaic
 from .backward_keys import BlackwellKeyGradients
 from .backward_query import BlackwellQueryGradient
+from .blackwell_sizes import ROWS
 from .forward import BlackwellForward
 
 __all__ = ["PartialBlackwell"]
@@ -20,6 +21,7 @@ class PartialBlackwell(PartialMosaic):
     """The Blackwell kernels as a PartialAttention."""
 
     generation: ClassVar[str] = "blackwell"
+    lines: ClassVar[int] = ROWS
     title: ClassVar[str] = "the kernels for Blackwell"
     kernels: ClassVar[Mapping[str, type[MosaicBlock]]] = {
         "forward": BlackwellForward, "dkv": BlackwellKeyGradients, "dq": BlackwellQueryGradient,

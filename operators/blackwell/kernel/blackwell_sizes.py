@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from ...mosaic.kernel.mosaic_sizes import BARRIER, FLOAT, MosaicSizes, padded_dim, placed
 
-__all__ = ["KEYS", "PART", "ROWS", "TENSOR_COLUMNS", "apart", "places", "shared_bytes", "tensor_columns"]
+__all__ = [
+    "KEYS",
+    "PART",
+    "REGISTERS",
+    "ROWS",
+    "TENSOR_COLUMNS",
+    "THREADS",
+    "apart",
+    "places",
+    "shared_bytes",
+    "tensor_columns",
+]
 
 ROWS = 128  # of a product, and of a warpgroup: a thread has a row
 KEYS = (64, 128)  # of a tile
 PART = 32  # keys of which a thread has the logits at once, with those of the tile's other parts
+REGISTERS, THREADS = 65536, 128  # of a multiprocessor, and of a warpgroup
 TENSOR_COLUMNS = 512  # of tensor memory, each 32 bits of 128 rows
 
 
@@ -30,15 +42,16 @@ def tensor_columns(sizes: MosaicSizes, value_dim: int) -> int:
     return sizes.block_q // ROWS * (padded_dim(value_dim) + places(sizes) * of_place)
 
 
-def shared_bytes(sizes: MosaicSizes, dim: int, value_dim: int) -> dict[str, int]:
+def shared_bytes(sizes: MosaicSizes, dim: int, value_dim: int, *, stored: tuple[str, ...] = ()) -> dict[str, int]:
     """Bytes of shared memory of a block of threads in the forward pass, by what they hold. Numbers have 16 bits; the output takes
-    the place of the query."""
+    the place of the query. stored: which of 'key' and 'value' come with 8 bits a number, and are widened."""
     dim, value_dim = padded_dim(dim), padded_dim(value_dim)
     groups = sizes.block_q // ROWS
-    return {
+    held = {
         "query": 2 * sizes.block_q * max(dim, value_dim),
         "key": 2 * sizes.stages * sizes.block_kv * dim,
         "value": 2 * sizes.stages * sizes.block_kv * value_dim,
         "rows": placed(FLOAT * groups * places(sizes) * ROWS) + 2 * placed(FLOAT * groups * ROWS),
-        "barriers": BARRIER * (4 * sizes.stages + groups * (3 + 4 * places(sizes))),
     }
+    barriers = 4 * sizes.stages + groups * (3 + 4 * places(sizes)) + 2 * sizes.stages * len(stored)
+    return held | {f"{name}_raw": held[name] // 2 for name in stored} | {"barriers": BARRIER * barriers}

@@ -1,8 +1,9 @@
 """The forward pass: online softmax over the tiles of keys that a block of rows sees, with logits and sums in tensor memory.
 
 One or two warpgroups compute softmaxes, each of 128 rows of its own, and read the logits' products from tensor memory and write
-the weights there. Another corrects the sums when a row's maximum has grown, and writes the output. Of the last one, a warp loads
-by TMA and another issues the products: the softmax of one tile runs beside the products of another.
+the weights there. Another corrects the sums when a row's maximum has grown, and writes the output. Of the next one, a warp loads
+by TMA and another issues the products: the softmax of one tile runs beside the products of another. Where keys or values have 8
+bits a number, a last one widens them.
 
 Where tensor memory is too small for logits and weights, the weights of a tile lie where its logits were, and the next tile's
 logits are written there once their product has ended.
@@ -25,7 +26,7 @@ from ...flash.kernel.weigh import weigh
 from ...kernels.lse import LN2, LOG2E
 from ...mosaic.kernel.block import WARPGROUPS, BlockOfThreads, MosaicBlock, along_rows
 from ...mosaic.kernel.exponentials import exp2
-from .blackwell_sizes import PART, ROWS, apart, places
+from .blackwell_sizes import PART, REGISTERS, ROWS, THREADS, apart, places
 from .tile import BY_ROW, OUTPUT, TILE, BlackwellTile
 
 __all__ = ["BlackwellForward", "BlackwellRoles"]
@@ -33,7 +34,11 @@ __all__ = ["BlackwellForward", "BlackwellRoles"]
 _LOAD, _MULTIPLY = 0, 1  # warps
 _CHUNK = 32  # columns of sums that are corrected at once
 _BY_PRODUCTS = PART // 4  # of a part's exponentials; with more of them registers are spilled
-_IN_REGISTERS = ("leaf", "words", "bias", "dropout")  # arrays whose numbers take a tile's registers
+_IN_REGISTERS = ("leaf", "words", "bias", "dropout", "key_scale")  # arrays whose numbers take a tile's registers
+# See BlackwellRoles; by the number of warpgroups for softmaxes, and of those that widen.
+_REGISTERS = {
+    (1, 0): (240, 184, 80), (2, 0): (192, 88, 40), (1, 1): (208, 136, 64, 104), (2, 1): (136, 88, 40, 80),
+}  # fmt: skip
 
 
 class BlackwellRoles(BlockOfThreads):
@@ -42,10 +47,10 @@ class BlackwellRoles(BlockOfThreads):
     chunk: ClassVar[int] = _CHUNK
 
     @property
-    def registers(self) -> tuple[int, int, int]:
-        """Per thread of warpgroups for softmaxes, for the sums, and for loads and products. A block begins with an equal share of
-        the multiprocessor's registers in units of 8; what some give up is all that others can take."""
-        return (240, 184, 80) if self.groups == 1 else (192, 88, 40)
+    def registers(self) -> tuple[int, ...]:
+        """Per thread of warpgroups for softmaxes, for the sums, for loads and products, and for what is widened. A block begins
+        with an equal share of the multiprocessor's registers in units of 8; what some give up is all that others can take."""
+        return _REGISTERS[self.groups, len(self.wideners)]
 
     @property
     def groups(self) -> int:
@@ -53,9 +58,14 @@ class BlackwellRoles(BlockOfThreads):
         return self.sizes.block_q // ROWS
 
     @property
+    def wideners(self) -> tuple[tuple[str, ...], ...]:
+        """What each of further warpgroups widens, of keys and values with 8 bits a number."""
+        return ()
+
+    @property
     def warpgroups(self) -> int:
         """See MosaicBlock."""
-        return self.groups + 2
+        return self.groups + 2 + len(self.wideners)
 
     @property
     def places(self) -> int:
@@ -69,27 +79,39 @@ class BlackwellRoles(BlockOfThreads):
 
     def __call__(self, refs: dict[str, Any]) -> None:
         warpgroup, work = lax.axis_index(WARPGROUPS), self.work(refs)
-        soft, corrects, helps = self.registers
+        soft, corrects, helps, *widens = self.registers
         for group in range(self.groups):
 
             @pl.when(warpgroup == group)
             def _softmax(group: int = group) -> None:
-                plgpu.set_max_registers(soft, action="increase")
+                self.take_registers(soft)
                 self.used(work, lambda: self.softmax(refs, work, group))
 
         @pl.when(warpgroup == self.groups)
         def _correct() -> None:
-            plgpu.set_max_registers(corrects, action="decrease" if self.groups > 1 else "increase")
+            self.take_registers(corrects)
             self.used(work, lambda: self.correct(refs, work))
 
         @pl.when(warpgroup == self.groups + 1)
         def _help() -> None:
-            plgpu.set_max_registers(helps, action="decrease")
+            self.take_registers(helps)
 
             @plgpu.warp_map
             def _warps(warp: Any) -> None:
                 pl.when(warp == _LOAD)(lambda: self.used(work, lambda: self.load(refs, work)))
                 pl.when(warp == _MULTIPLY)(lambda: self.used(work, lambda: self.multiply(refs, self.count(refs, work))))
+
+        for number, names in enumerate(self.wideners):
+
+            @pl.when(warpgroup == self.groups + 2 + number)
+            def _widen(names: tuple[str, ...] = names) -> None:
+                self.take_registers(*widens)
+                self.used(work, lambda: self.widen_tiles(refs, work, names))
+
+    def take_registers(self, number: int) -> None:
+        """So many for each thread of a warpgroup, instead of an equal share."""
+        share = REGISTERS // (THREADS * self.warpgroups) // 8 * 8
+        plgpu.set_max_registers(number, action="increase" if number > share else "decrease")
 
     # -- what a block works on ---------------------------------------------------------------------------------------
 
@@ -104,6 +126,10 @@ class BlackwellRoles(BlockOfThreads):
 
     def load(self, refs: dict[str, Any], work: Any) -> None:
         """The queries, and the tiles of keys and values."""
+        raise NotImplementedError
+
+    def widen_tiles(self, refs: dict[str, Any], work: Any, names: tuple[str, ...]) -> None:
+        """What a warpgroup does that widens numbers of 8 bits."""
         raise NotImplementedError
 
     def count(self, refs: dict[str, Any], work: Any) -> Any:
@@ -139,6 +165,10 @@ class BlackwellRoles(BlockOfThreads):
     def store(self, refs: dict[str, Any], work: Any, group: int, name: str, held: Any) -> None:
         """Copy a group's output or lse from shared memory."""
         raise NotImplementedError
+
+    def unrounded(self, refs: dict[str, Any], work: Any, group: int) -> Any:
+        """Where a group's output goes in float32, which shared memory has no place for. Default: nowhere."""
+        del refs, work, group
 
     # -- the warps that load and multiply ----------------------------------------------------------------------------
 
@@ -334,15 +364,20 @@ class BlackwellRoles(BlockOfThreads):
             share = jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)
             pl.when(count > 0)(functools.partial(plgpu.barrier_wait, refs["sums_full"].at[group]))
             step = self.chunk if self.dims[1] % (2 * self.chunk) else 2 * self.chunk
-            output = refs.get("output_tile", refs["query_tile"]).at[group]
+            output, unrounded = refs.get("output_tile", refs["query_tile"]).at[group], self.unrounded(refs, work, group)
             for first in range(0, self.dims[1], step):
                 columns = pl.ds(first, step)
                 sums = plgpu.async_load_tmem(refs[f"sums{group}"].at[:, columns], layout=OUTPUT)
                 shares = along_rows(share, sums.shape)
-                output.at[:, columns][...] = jnp.where(shares > 0, sums * shares, 0.0).astype(output.dtype)
+                made = jnp.where(shares > 0, sums * shares, 0.0)
+                if unrounded is None:
+                    output.at[:, columns][...] = made.astype(output.dtype)
+                else:
+                    plgpu.store(unrounded.at[:, columns], made, optimized=False)  # type: ignore[attr-defined] # of jax 0.10
             plgpu.wait_load_tmem()
-            plgpu.commit_smem()
-            self.store(refs, work, group, "output", output)
+            if unrounded is None:
+                plgpu.commit_smem()
+                self.store(refs, work, group, "output", output)
         plgpu.wait_smem_to_gmem(0)
 
     # -- places and barriers -----------------------------------------------------------------------------------------
@@ -380,7 +415,7 @@ class BlackwellRoles(BlockOfThreads):
 
 @dataclass(frozen=True)
 class BlackwellForward(BlackwellRoles, MosaicBlock):
-    """`block_q` rows of a query head."""
+    """`block_q` rows of a query head, or of the query heads of a kv head, against one part of the keys or all."""
 
     def work(self, refs: dict[str, Any]) -> tuple[Any, Any, Any]:
         """(batch row, head, block of rows)."""
@@ -395,9 +430,22 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
             plgpu.copy_gmem_to_smem(rows, refs["query_tile"].at[group], refs["query_full"].at[group])
         self.load_keys(refs, work)
 
+    @property
+    def wideners(self) -> tuple[tuple[str, ...], ...]:
+        """See BlackwellRoles. One: a second one would leave fewer registers to those that compute."""
+        return (tuple(name for name, _ in self.stored),) if self.stored else ()
+
+    def widen_tiles(self, refs: dict[str, Any], work: tuple[Any, Any, Any], names: tuple[str, ...]) -> None:
+        """See BlackwellRoles."""
+        self.widen(refs, work, names)
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """See MosaicBlock."""
+        return super().scratch(dtype) | self.raw_places()
+
     def count(self, refs: dict[str, Any], work: tuple[Any, Any, Any]) -> Any:
         """See BlackwellRoles."""
-        return self.table.count(refs["schedule"], *work)
+        return self.count_tiles(refs, work)
 
     def visit_tiles(
         self, refs: dict[str, Any], work: tuple[Any, Any, Any], visit: Callable[[Any, Any, bool], Any], carry: Any
@@ -417,17 +465,34 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         del group, masked
         first_key = tile * self.sizes.block_kv
         return [
-            BlackwellTile(self.logits, refs, work[:2], of_rows, first_key + first, self.sizes, None, keys=PART)
+            BlackwellTile(
+                self.logits,
+                refs,
+                work[:2],
+                of_rows,
+                first_key + first,
+                self.sizes,
+                None,
+                keys=PART,
+                period=self.period,
+                group=self.group,
+            )
             for first in range(0, self.sizes.block_kv, PART)
         ]
 
     def start(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: int) -> tuple[jax.Array, jax.Array]:
         """See BlackwellRoles."""
-        del group
         if "sinks" not in refs:
             return _filled(-jnp.inf), _filled(0.0)
-        sink = refs["sinks"][work[1]] * LOG2E
-        return _filled(sink), _filled(jnp.where(sink == -jnp.inf, 0.0, 1.0))
+        if self.period is None:
+            sinks = _filled(refs["sinks"][work[1]])
+        else:
+            of_rows = refs["sinks"].at[work[1], pl.ds(self._first_row(work, group), ROWS)]
+            sinks = plgpu.load(of_rows, layout=BY_ROW, optimized=False)  # type: ignore[call-arg] # of jax 0.10
+        sinks = sinks * LOG2E
+        if self.splits > 1:  # seen once
+            sinks = sinks + jnp.where(self.split() == 0, 0.0, -jnp.inf)
+        return sinks, jnp.where(sinks == -jnp.inf, 0.0, 1.0)
 
     def by_products(self, refs: dict[str, Any]) -> int:
         """Some where nothing else takes the registers that they need."""
@@ -439,10 +504,17 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         """See BlackwellRoles."""
         (batch, head, _), first_row = work, self._first_row(work, group)
         if name == "lse":
-            target = refs["lse"].at[batch, head, pl.ds(first_row, ROWS)]
+            target = refs["lse"].at[self.of_split(batch, refs["lse"]), head, pl.ds(first_row, ROWS)]
         else:
             target = self.rows(refs[name], batch, head, first_row, ROWS)
         plgpu.copy_smem_to_gmem(held, target)
+
+    def unrounded(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: int) -> Any:
+        """See BlackwellRoles. A part's, to be merged with the others'."""
+        if self.splits == 1:
+            return None
+        rows = pl.ds(self._first_row(work, group), ROWS)
+        return refs["output"].at[self.of_split(work[0], refs["output"]), work[1], rows]
 
     def _first_row(self, work: tuple[Any, Any, Any], group: int) -> Any:
         return work[2] * self.sizes.block_q + group * ROWS

@@ -67,10 +67,11 @@ class TileSchedule:
                 carry = masked_tiles.fold_tiles(middle, end, instead[1], carry, True)
         return carry
 
-    def count(self, ref: Any, batch: Any, head: Any, block: Any) -> Any:
-        """The number of a row's tiles."""
+    def count(self, ref: Any, batch: Any, head: Any, block: Any, part: Any, parts: int) -> Any:
+        """The number of tiles in the `part`-th of `parts` shares of a row's."""
         row = (batch if self.table.shape[0] > 1 else 0, head if self.table.shape[1] > 1 else 0, block)
-        return self._tiles(lambda i: ref[(*row, i)])[1]
+        total = self._tiles(lambda i: ref[(*row, i)])[1]
+        return total if parts == 1 else total * (part + 1) // parts - total * part // parts
 
     def _tiles(self, entry: Callable[[Any], Any]) -> tuple[Any, Any, _Run, _Run]:
         """(number of partial tiles, number of all, the partial ones, the full ones) of a row with these entries."""

@@ -53,7 +53,7 @@ class HopperBlock(MosaicBlock):
 
         def convert(names: tuple[str, ...]) -> None:
             plgpu.set_max_registers(*converts, action="decrease")
-            self.convert(refs, self.place(), names)
+            self.widen(refs, self.place(), names)
 
         for number, names in enumerate(self.conversions):
             pl.when(warpgroup == self.consumers + 1 + number)(functools.partial(convert, names))
@@ -81,10 +81,6 @@ class HopperBlock(MosaicBlock):
 
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """What the warpgroup does that loads."""
-        raise NotImplementedError
-
-    def convert(self, refs: dict[str, Any], place: tuple[Any, Any, Any], names: tuple[str, ...]) -> None:
-        """What a warpgroup does that converts: of keys and values those named."""
         raise NotImplementedError
 
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], warpgroup: Any) -> None:

@@ -19,11 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...flash.kernel.weigh import weigh
 from ...kernels.lse import LN2, LOG2E
 from ...mosaic.kernel.block import along_rows
-from ...mosaic.kernel.mosaic_sizes import swizzled_columns
 from .block import HopperBlock, filled, zeros
 from .hopper_sizes import ROWS, column_parts
 from .tensor_cores import tensor_cores
-from .tile import BY_ROW, TILE, HopperTile
+from .tile import BY_ROW, HopperTile
 
 __all__ = ["HopperForward"]
 
@@ -61,52 +60,6 @@ class HopperForward(HopperBlock):
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """See HopperBlock."""
         self.load_keys(refs, place)
-
-    def convert(self, refs: dict[str, Any], place: tuple[Any, Any, Any], names: tuple[str, ...]) -> None:
-        """Every tile of 8-bit numbers to the query's dtype, exactly; values times their scales, rounded once.
-
-        wgmma takes both factors in one dtype, and keys and values from shared memory.
-        """
-        batch, head, block = place
-        stages = self.sizes.stages
-        scales = {"value": refs["value_scale"].at[batch, self.kv_head(head)]} if "value_scale" in refs else {}
-
-        def visit(tile: Any, count: Any, masked: bool) -> Any:
-            del masked
-            slot = lax.rem(count, stages)
-            for name in names:
-
-                @pl.when(count >= stages)
-                def _wait(name: str = name) -> None:
-                    plgpu.barrier_wait(refs[f"{name}_free"].at[slot])
-
-                plgpu.barrier_wait(refs[f"{name}_raw_full"].at[slot])
-                raw, converted = (refs[f"{of}_tiles"].at[slot] for of in (f"{name}_raw", name))
-                self._convert_tile(raw, converted, scales.get(name), tile * self.sizes.block_kv)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(refs[f"{name}_raw_free"].at[slot])
-                plgpu.barrier_arrive(refs[f"{name}_full"].at[slot])
-            return count + 1
-
-        self.drain(refs, self.fold_tiles(refs, (batch, head, block), visit, jnp.int32(0)), names)
-
-    def _convert_tile(self, raw: Any, converted: Any, scales: Any, first_key: Any) -> None:
-        """From and to places of [keys, columns]. scales: of a head's keys, or None."""
-        keys, columns = converted.shape
-        step = swizzled_columns(columns)
-        for row in range(0, keys, ROWS):
-            scale = None
-            if scales is not None:
-                of_rows = scales.at[pl.ds(first_key + row, ROWS)]
-                scale = along_rows(plgpu.load(of_rows, layout=BY_ROW, optimized=False), (ROWS, step))  # type: ignore[call-arg] # of jax 0.10
-            for column in range(0, columns, step):
-                at = pl.ds(row, ROWS), pl.ds(column, step)
-                x = plgpu.load(raw.at[at], layout=TILE, optimized=False)  # type: ignore[call-arg] # of jax 0.10
-                if jnp.issubdtype(x.dtype, jnp.floating):  # the one conversion of fp8 that Hopper has
-                    x = x.astype(jnp.float16).astype(jnp.float32)
-                if scale is not None:
-                    x = x.astype(jnp.float32) * scale
-                converted.at[at][...] = x.astype(converted.dtype)
 
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], warpgroup: Any) -> None:
         """See HopperBlock."""
@@ -157,8 +110,8 @@ class HopperForward(HopperBlock):
         lse = jnp.where(visible, (peak + jnp.log(safe) * LOG2E) * LN2, -jnp.inf)
         sums, rows = sums * along_rows(1.0 / safe, sums.shape), pl.ds(first_row, ROWS)
         columns_of_part = pl.ds(part * width, width)
+        batch = self.of_split(batch, refs["lse"])
         if self.splits > 1:  # float32, which shared memory has no place for
-            batch = self.split() * (refs["lse"].shape[0] // self.splits) + batch
             target = refs["output"].at[batch, head, rows, columns_of_part]
             plgpu.store(target, sums, optimized=False)  # type: ignore[attr-defined] # of jax 0.10
             output = None
@@ -185,7 +138,7 @@ class HopperForward(HopperBlock):
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See HopperBlock."""
         sizes, (dim, value_dim) = self.sizes, self.dims
-        groups, stored = self.consumers // self.column_parts, dict(self.stored)
+        groups = self.consumers // self.column_parts
         query = self.tiles(dtype, groups, ROWS, dim)
         made: dict[str, Any] = {"query_tile": query}
         if value_dim != dim and self.splits == 1:
@@ -193,14 +146,12 @@ class HopperForward(HopperBlock):
             made = {"rows": plgpu.RefUnion(query, output), "query_free": plgpu.Barrier(num_arrivals=self.consumers)}
         for name, columns in zip(self.streams, self.dims, strict=False):
             made[f"{name}_tiles"] = self.tiles(dtype, sizes.stages, sizes.block_kv, columns)
-            if name in stored:
-                made[f"{name}_raw_tiles"] = self.tiles(stored[name], sizes.stages, sizes.block_kv, columns)
         return made | {
             "columns": plgpu.SMEM((self.consumers, sizes.block_kv), jnp.int32),
             "lse_rows": plgpu.SMEM((self.consumers, ROWS), jnp.float32),
             "query_full": plgpu.Barrier(num_barriers=groups),
             **self.barriers(dict.fromkeys(self.streams, 1), self.consumers),
-            **self.barriers({f"{name}_raw": 1 for name, _ in self.stored}, 1),
+            **self.raw_places(),
         }
 
     def _start(self, refs: dict[str, Any], head: Any, first_row: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

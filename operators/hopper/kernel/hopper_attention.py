@@ -10,6 +10,7 @@ from ...mosaic.kernel.block import MosaicBlock
 from ...mosaic.kernel.mosaic_attention import PartialMosaic
 from .backward import HopperKeyGradients, HopperQueryGradient
 from .forward import HopperForward
+from .hopper_sizes import ROWS
 
 __all__ = ["PartialHopper"]
 
@@ -19,6 +20,7 @@ class PartialHopper(PartialMosaic):
     """The Hopper kernels as a PartialAttention."""
 
     generation: ClassVar[str] = "hopper"
+    lines: ClassVar[int] = ROWS
     title: ClassVar[str] = "the kernels for Hopper"
     kernels: ClassVar[Mapping[str, type[MosaicBlock]]] = {
         "forward": HopperForward, "dkv": HopperKeyGradients, "dq": HopperQueryGradient,

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...flash.kernel.tile_schedule import TileSchedule
 from ...kernels.tile_mask import TileLogits
 from .mosaic_sizes import MosaicSizes, swizzled_columns
+from .widen import widen_tile
 
 __all__ = ["BLOCKS", "WARPGROUPS", "BlockOfThreads", "Copies", "MosaicBlock", "along_columns", "along_rows"]
 
@@ -134,9 +135,61 @@ class MosaicBlock(BlockOfThreads):
 
     def fold_tiles(self, refs: dict[str, Any], row: tuple[Any, Any, Any], visit: Any, carry: Any) -> Any:
         """visit(tile, carry, masked) for the tiles of a (batch row, head, block) that this block of threads goes through."""
+        return self.table.fold_tiles(refs["schedule"], *self._row(row), self.split(), self.splits, visit, carry)
+
+    def count_tiles(self, refs: dict[str, Any], row: tuple[Any, Any, Any]) -> Any:
+        """How many these are."""
+        return self.table.count(refs["schedule"], *self._row(row), self.split(), self.splits)
+
+    def _row(self, row: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        """Of the table."""
         batch, head, block = row
-        block = block if self.period is None else 0  # to the mask all rows are one block, whatever their head
-        return self.table.fold_tiles(refs["schedule"], batch, head, block, self.split(), self.splits, visit, carry)
+        return (
+            batch,
+            head,
+            block if self.period is None else 0,
+        )  # to the mask all rows are one block, whatever their head
+
+    def of_split(self, batch: Any, results: Any) -> Any:
+        """The place of a batch row among results of all parts of the keys."""
+        return batch if self.splits == 1 else self.split() * (results.shape[0] // self.splits) + batch
+
+    # -- who widens --------------------------------------------------------------------------------------------------
+
+    def widen(self, refs: dict[str, Any], row: tuple[Any, Any, Any], names: tuple[str, ...]) -> None:
+        """Every tile of numbers of 8 bits in the query's dtype, exactly; values times their scales, rounded once. names: of keys
+        and values."""
+        batch, head, _ = row
+        stages, size = self.sizes.stages, self.sizes.block_kv
+        scales = {"value": refs["value_scale"].at[batch, self.kv_head(head)]} if "value_scale" in refs else {}
+
+        def visit(tile: Any, count: Any, masked: bool) -> Any:
+            del masked
+            slot = lax.rem(count, stages)
+            for name in names:
+
+                @pl.when(count >= stages)
+                def _wait(name: str = name) -> None:
+                    plgpu.barrier_wait(refs[f"{name}_free"].at[slot])
+
+                plgpu.barrier_wait(refs[f"{name}_raw_full"].at[slot])
+                stored, wide = (refs[f"{of}_tiles"].at[slot] for of in (f"{name}_raw", name))
+                widen_tile(stored, wide, scales[name].at[pl.ds(tile * size, size)] if name in scales else None)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(refs[f"{name}_raw_free"].at[slot])
+                plgpu.barrier_arrive(refs[f"{name}_full"].at[slot])
+            return count + 1
+
+        self.drain(refs, self.fold_tiles(refs, row, visit, jnp.int32(0)), names)
+
+    def raw_places(self) -> dict[str, Any]:
+        """Places for tiles of numbers of 8 bits, and their barriers."""
+        sizes, columns = self.sizes, dict(zip(self.streams, self.dims, strict=False))
+        tiles = {
+            f"{name}_raw_tiles": self.tiles(dtype, sizes.stages, sizes.block_kv, columns[name])
+            for name, dtype in self.stored
+        }
+        return tiles | self.barriers({f"{name}_raw": 1 for name, _ in self.stored}, 1)
 
     # -- who loads ---------------------------------------------------------------------------------------------------
 

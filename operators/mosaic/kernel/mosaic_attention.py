@@ -43,7 +43,7 @@ class PartialMosaic(PartialGpu):
     fold: bool = field(default=False, kw_only=True)
     kv_splits: int = field(default=1, kw_only=True)
     generation: ClassVar[str]  # as in the names of its kernels
-    lines: ClassVar[int] = 64  # rows, or keys, of a warpgroup's tile
+    lines: ClassVar[int]  # rows, or keys, of a warpgroup's tile
     title: ClassVar[str]
     kernels: ClassVar[Mapping[str, type[MosaicBlock]]]  # by pass
 

@@ -148,8 +148,8 @@ class MosaicTile(TileMask):
             return self.dense(name)
         ref, (first, second) = self.refs[name], ("kv", "q") if self.axis["q"] else ("q", "kv")
         place = tuple(at if n > 1 else 0 for at, n in zip((self.batch, self.head), ref.shape[:2], strict=True))
-        # Place 0 of the second axis has as many numbers after it as the tiles are long.
-        start = self.first[second] - self.first[first] + (ref.shape[3] - self._padded(second))
+        # Place 0 of the second axis has as many numbers before it as the tiles are long along the first.
+        start = self.first[second] - self.first[first] + self._padded(first)
         cut = ref.at[(*place, slice(None), pl.ds(start, self.shape[1]))]
         numbers: jax.Array = plgpu.load(cut, layout=self.in_registers, optimized=False)  # type: ignore[call-arg] # of jax 0.10
         return numbers

@@ -34,7 +34,7 @@ class BlackwellPages(PagesBlock, BlackwellRoles):
     sizing: ClassVar[PageSizing] = BLACKWELL_SIZING
 
     @property
-    def registers(self) -> tuple[int, int, int]:
+    def registers(self) -> tuple[int, ...]:
         """See BlackwellRoles. Zeros over the values of many keys take more registers."""
         many = self.groups == 1 and self.sizes.block_kv > _ROWS_OF_ZEROS
         return (240, 200, 64) if many else super().registers

@@ -19,6 +19,7 @@ from ....hopper.kernel.hopper_sizes import ROWS
 from ....hopper.kernel.tensor_cores import tensor_cores
 from ....hopper.kernel.tile import BY_COLUMN, TILE
 from ....mosaic.kernel.block import WARPGROUPS, along_rows
+from ....mosaic.kernel.widen import WIDENED, widen_part
 from ...lse import LN2, LOG2E
 from .page_block import PagesBlock, Unit, Work
 from .page_sizes import HOPPER_SIZING
@@ -32,7 +33,6 @@ _REGISTERS = {(1, 2): (56, 224), (2, 1): (120, 240), (2, 2): (56, 200)}
 _REGISTERS_OF_LATENTS = (56, 224)  # quantised ones
 _REGISTERS_OF_PARTS = (40, 232)  # where two that compute have half of a row's columns each
 _AT_ONCE = 128  # columns up to which numbers are widened without a loop: more would take registers that aren't there
-_WIDENED = plgpu.Layout.WGMMA_UPCAST_2X  # how a warpgroup holds numbers while it widens them
 
 
 @dataclass(frozen=True)
@@ -135,14 +135,13 @@ class HopperPages(PagesBlock):
             if f"{name}_scales" in refs:
                 refs[f"{name}_factors"].at[slot, rows][...] = self.by_row(refs[f"{name}_scale_rows"].at[place, rows])
             if masked and name == self.streams[-1]:
-                local = plgpu.broadcasted_iota(jnp.int32, (ROWS, step), 0, layout=_WIDENED) + row
+                local = plgpu.broadcasted_iota(jnp.int32, (ROWS, step), 0, layout=WIDENED) + row
                 seen = self.seen(unit, local, first, bits)
 
             def part(column: Any, rows: Any = rows, seen: Any = seen, numbers: Any = numbers) -> None:
                 columns = pl.ds(column, step)
-                x = plgpu.load(numbers.at[rows, columns], layout=_WIDENED)  # type: ignore[call-arg] # of jax 0.10
-                x = widened(x, wide.dtype)
-                wide[rows, columns] = x if seen is None else jnp.where(seen, x, jnp.zeros((), x.dtype))
+                clean = None if seen is None else lambda x: jnp.where(seen, x, jnp.zeros((), x.dtype))
+                widen_part(numbers, wide, (rows, columns), clean)
 
             dim = self.dims[name == "value"]
             if dim <= _AT_ONCE:
@@ -284,10 +283,3 @@ class HopperPages(PagesBlock):
             made[f"{last}_raw"] = plgpu.Barrier(num_arrivals=self.copies, num_barriers=sizes.stages)
             made[f"{last}_clean"] = plgpu.Barrier(num_barriers=sizes.stages)
         return made
-
-
-def widened(x: jax.Array, dtype: Any) -> jax.Array:
-    """Numbers of 8 bits in a dtype of 16, which is exact. GPUs convert int8 to bfloat16 and fp8 to float16 with few instructions;
-    others go through float32."""
-    exact = x.astype(jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16)
-    return exact if exact.dtype == dtype else exact.astype(jnp.float32).astype(dtype)

@@ -1,4 +1,4 @@
-"""Few queries in the Hopper kernel: heads folded into rows, the keys in parts. In the interpreter, which looks for races."""
+"""Few queries in Mosaic GPU: heads folded into rows, the keys in parts. In the interpreter, which looks for races."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ BUILT = {
     n: cases.build(n, "bthd", FEW) for n in cases.names() if n != "mask_function"
 }  # its function counts from the row's index
 NAMES = [
-    n
+    (generation, n)
+    for generation, kernel in harness.MOSAIC.items()
     for n, c in BUILT.items()
-    if c.q_len in (*range(6), FEW.length) and c.features <= harness.HOPPER.capability.consumes
+    if c.q_len in (*range(6), FEW.length) and c.features <= kernel.capability.consumes
 ]
+GENERATIONS = pytest.mark.parametrize("generation", harness.MOSAIC)
 LAYOUTS = ("bthd", "bhtd")
 
 
@@ -46,48 +48,62 @@ def _few(name: str, layout: str, rows: int = 5) -> cases.Case:
     return case if case.q_len <= rows else cases.last_rows(case, rows)
 
 
+def _make(generation: str, config: dict[str, Any], dtype: str) -> Any:
+    kernel = harness.MOSAIC[generation]
+    asked = {name: x for name, x in (kernel.config or {}).items() if name in ("interpret", "kernel")}
+    return kernel._replace(config={**asked, **config}).make(dtype)
+
+
 def _check(
-    config: dict[str, Any], case: cases.Case, dtype: str = "bfloat16", layout: str = "bthd", dim: int = 32
+    generation: str,
+    config: dict[str, Any],
+    case: cases.Case,
+    dtype: str = "bfloat16",
+    layout: str = "bthd",
+    dim: int = 32,
 ) -> Any:
-    attend = harness.HOPPER._replace(config={"interpret": True, "kernel": "mosaic", **config}).make(dtype)
+    attend = _make(generation, config, dtype)
     tensors = harness.draw(case, dtype, dim)
     plan = attend.plan(*harness.handed_over(case, tensors, dtype, layout), layout=layout, **case.call)
-    assert plan.method == "forward_hopper", plan.rejected
+    assert plan.method == f"forward_{generation}", plan.rejected
     assert {n: getattr(plan.config, n) for n in config} == config
     got = harness.run(attend, case, tensors, dtype, layout)
-    published = harness.HOPPER.capability.tolerance[dtype]
+    published = harness.MOSAIC[generation].capability.tolerance[dtype]
     harness.agree(got, harness.expect(case, tensors, dim), published.forward, published.backward)
     return plan.config
 
 
 @SLOW
 @pytest.mark.parametrize(
-    ("name", "way", "layout"),
-    [(name, list(WAYS)[number % len(WAYS)], LAYOUTS[number // 2 % 2]) for number, name in enumerate(NAMES)],
+    ("generation", "name", "way", "layout"),
+    [(*which, list(WAYS)[number % len(WAYS)], LAYOUTS[number // 2 % 2]) for number, which in enumerate(NAMES)],
 )
-def test_few_queries(name: str, way: str, layout: str) -> None:
-    _check(WAYS[way], _few(name, layout), layout=layout)
+def test_few_queries(generation: str, name: str, way: str, layout: str) -> None:
+    _check(generation, WAYS[way], _few(name, layout), layout=layout)
 
 
 @SLOW
 @pytest.mark.parametrize("name", ["causal_window", "sinks", "bias", "dense_mask", "forgetting"])
-def test_folded_rows_of_several_blocks(name: str) -> None:
-    """40 queries of four heads are 160 rows, in blocks of 128: a warpgroup's rows are of two heads."""
+@pytest.mark.parametrize(("generation", "block_q"), [("hopper", 128), ("blackwell", 128), ("blackwell", 256)])
+def test_folded_rows_of_several_warpgroups(generation: str, block_q: int, name: str) -> None:
+    """40 queries of four heads are 160 rows: a warpgroup's are of several heads."""
     case = replace(_few(name, "bthd", 40), kv_heads=1)
-    _check({"fold": True, "kv_splits": 2, "block_q": 128, "block_kv": 64, "num_stages": 2}, case)
+    _check(generation, {"fold": True, "kv_splits": 2, "block_q": block_q, "block_kv": 64, "num_stages": 2}, case)
 
 
 @SLOW
+@GENERATIONS
 @pytest.mark.parametrize("config", [{}, {"kv_splits": 2}])
-def test_one_query_with_every_default(config: dict[str, Any]) -> None:
+def test_one_query_with_every_default(generation: str, config: dict[str, Any]) -> None:
     """Decoding: the key's length is that of the row."""
-    chosen = _check(config, _few("kv_lengths", "bthd", 1), "float16", dim=64)
+    chosen = _check(generation, config, _few("kv_lengths", "bthd", 1), "float16", dim=64)
     assert chosen.fold
-    assert (chosen.block_q, chosen.block_kv) == (64, 64)
+    assert (chosen.block_q, chosen.block_kv) == {"hopper": (64, 64), "blackwell": (128, 128)}[generation]
 
 
 @SLOW
-def test_dropout_is_the_same_everywhere() -> None:
+@GENERATIONS
+def test_dropout_is_the_same_everywhere(generation: str) -> None:
     """A weight that another path keeps, or drops, changes its row by far more than the tolerance."""
     case, probability = _few("causal_window", "bthd", 6), 0.3
     key = jax.random.key(3)
@@ -95,21 +111,20 @@ def test_dropout_is_the_same_everywhere() -> None:
     keep = np.asarray(of_all.keep_all(case.batch, case.heads, case.q_len, slice(0, case.kv_len)))
     case.call |= {"dropout_prob": probability, "deterministic": False, "dropout_rng": key}
     case.reference |= {"keep": keep, "keep_probability": 1 - probability}
-    _check(WAYS["folded_split"], case)
+    _check(generation, WAYS["folded_split"], case)
 
 
 @SLOW
-def test_hidden_keys_may_hold_anything() -> None:
+@GENERATIONS
+def test_hidden_keys_may_hold_anything(generation: str) -> None:
     case = replace(cases.build("causal", "bthd", FEW), kv_heads=2)
     seen = case.mask[..., 100:105, :]
     case = replace(case, call={"mask": Causal(), "query_offset": 100}, mask=seen, q_len=5)
-    attend = harness.HOPPER._replace(config={"interpret": True, "kernel": "mosaic", **WAYS["folded_split"]}).make(
-        "bfloat16"
-    )
+    attend = _make(generation, WAYS["folded_split"], "bfloat16")
     tensors = harness.draw(case, "bfloat16", 32)
     want = harness.expect(case, tensors, 32)
     key, value = tensors.key.copy(), tensors.value.copy()
     key[:, 105:], value[:, 105:] = np.nan, np.inf
     got = harness.run(attend, case, tensors._replace(key=key, value=value), "bfloat16", "bthd")
-    published = harness.HOPPER.capability.tolerance["bfloat16"]
+    published = harness.MOSAIC[generation].capability.tolerance["bfloat16"]
     harness.agree(got, want, published.forward, published.backward)

@@ -1,0 +1,51 @@
+"""Numbers of 8 bits as numbers of 16: on tensor cores both factors have one dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .mosaic_sizes import swizzled_columns
+
+__all__ = ["ROWS", "WIDENED", "widen_part", "widen_tile", "widened"]
+
+ROWS = 64  # that a warpgroup widens at once
+WIDENED = plgpu.Layout.WGMMA_UPCAST_2X  # how it holds them meanwhile
+
+
+def widened(x: jax.Array, dtype: Any) -> jax.Array:
+    """Numbers of 8 bits in a dtype of 16, which is exact. GPUs convert int8 to bfloat16 and fp8 to float16 with few instructions;
+    others go through float32."""
+    exact = x.astype(jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16)
+    return exact if exact.dtype == dtype else exact.astype(jnp.float32).astype(dtype)
+
+
+def widen_part(
+    stored: Any, wide: Any, at: tuple[Any, Any], change: Callable[[jax.Array], jax.Array] | None = None
+) -> None:
+    """Rows and columns of a place in shared memory to those of another, changed on the way."""
+    x = widened(plgpu.load(stored.at[at], layout=WIDENED), wide.dtype)  # type: ignore[call-arg] # of jax 0.10
+    wide[at] = x if change is None else change(x)
+
+
+def widen_tile(stored: Any, wide: Any, factors: Any) -> None:
+    """A whole tile [keys, columns]. factors: of its keys, with which its numbers are multiplied and rounded once, or None."""
+    keys, columns = wide.shape
+    step = swizzled_columns(columns)
+    for row in range(0, keys, ROWS):
+        change = None
+        if factors is not None:
+            of_rows = plgpu.load(factors.at[pl.ds(row, ROWS)], layout=WIDENED.reduce(1), optimized=False)  # type: ignore[call-arg]
+            along = lax.broadcast_in_dim(of_rows, (ROWS, step), (0,))
+
+            def change(x: jax.Array, along: jax.Array = along) -> jax.Array:
+                return (x.astype(jnp.float32) * along).astype(x.dtype)
+
+        for column in range(0, columns, step):
+            widen_part(stored, wide, (pl.ds(row, ROWS), pl.ds(column, step)), change)
