@@ -161,7 +161,10 @@ def test_the_gpu_in_the_readme() -> None:
     for rival, claim in (
         ("jax pallas", "{least:.2f} to {worst:.2f} of the time of JAX's own GPU kernel in {count} cells"),
         ("tokamax triton", "{least:.2f} to {worst:.2f} of that of tokamax's Triton kernel in {count}."),
-        ("cudnn", "cuDNN in {slower} of {count} (attnops takes {worst:.2f} times its time at worst; {least:.2f} at best"),
+        (
+            "cudnn",
+            "cuDNN in {slower} of {count} (attnops takes {worst:.2f} times its time at worst; {least:.2f} at best",
+        ),
         ("tokamax mosaic", "tokamax's Mosaic kernel in {slower} of {count} ({worst:.2f} at worst)"),
         ("torch cudnn", "torch's cuDNN in {slower} of {count} ({worst:.2f} at worst)"),
     ):

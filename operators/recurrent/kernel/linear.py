@@ -169,8 +169,10 @@ def _chunk(
     weights = weights if same is None else [jnp.where(same, x, 0) for x in weights]
     # A decay for a head multiplies what is read, which takes no array of its own.
     channels = log_decay.shape[-1] > 1
-    read = product("...ik,...kv->...iv", jnp.concatenate([x * started for x in rows] if channels else rows, -2), state)
-    read = [x if channels else x * started for x in jnp.split(read, len(rows), -2)]
+    stacked = product(
+        "...ik,...kv->...iv", jnp.concatenate([x * started for x in rows] if channels else rows, -2), state
+    )
+    read = [x if channels else x * started for x in jnp.split(stacked, len(rows), -2)]
     update = value
     if blocks.beta is not None:
         beta = of_heads(blocks.beta, group)
