@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from attnops import Attention, Causal, OperationMetadata, OperationRegistry
+from attnops.cli.app import main
 from attnops.errors import MaskError
 from attnops.masks import Mask, OffsetMask, mask_from_dict, register_mask
 from attnops.masks.bounds import BlockBounds
@@ -103,6 +106,17 @@ def test_a_file_declares_it() -> None:
         mask_from_dict({"kind": "comb", "step": 3, "reach": 90, "stride": 2})
     with pytest.raises(MaskError, match="Did you mean 'comb'"):
         mask_from_dict({"kind": "cmb", "step": 3})
+
+
+def test_the_commands_plan_run_and_verify_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "call.json"
+    call = {"q_len": 64, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "mask": {"kind": "comb", "step": 3, "reach": 20}}
+    path.write_text(json.dumps({"operation": "vanilla", "call": call}))
+    assert main(["plan", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mask"] == "comb(step=3, reach=20, offset=0)"
+    assert main(["run", str(path), "--check", "--repeats", "1", "--json"]) == 0
+    assert [check["passed"] for check in json.loads(capsys.readouterr().out)["checks"]] == [True]
+    assert main(["verify", str(path), "--target", "here"]) == 0
 
 
 def test_what_is_no_kind() -> None:

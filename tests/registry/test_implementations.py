@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -12,6 +14,7 @@ import pytest
 
 from attnops import Causal, OperationMetadata, OperationRegistry
 from attnops.authoring import LocalCall, LocalOutput, Operation, OperationConfig, implementation
+from attnops.cli.app import main
 from attnops.operators.vanilla import NATIVE
 from attnops.planning import STATIC_MASKS, Implementation, declares
 from attnops.planning.implementations import Padding
@@ -118,6 +121,22 @@ def test_the_plan_asks_the_object() -> None:
     assert [reason.code for one in refused.rejected for reason in one.reasons] == [
         "feature.logits_soft_cap", "policy.fallback",
     ]  # fmt: skip
+
+
+def test_the_commands_plan_run_and_verify_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kernel for one more platform is its class and one line of the operation."""
+    path = tmp_path / "call.json"
+    sizes = {"batch": 2, "q_len": 16, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "mask": "causal", "mode": "train"}
+    path.write_text(json.dumps({"operation": "own", "call": sizes}))
+    ran = {}
+    for command in (["plan"], ["run", "--check", "--repeats", "1"], ["verify", "--target", "here"]):
+        assert main([command[0], str(path), *command[1:], "--json"]) == 0
+        ran[command[0]] = json.loads(capsys.readouterr().out)
+    assert ran["plan"]["implementation"] == "own.forward_cpu"
+    assert [check["passed"] for check in ran["run"]["checks"]] == [True]
+    (verified,) = ran["verify"]
+    assert verified["passed"]
+    assert [one["name"] for one in verified["passes"]] == ["forward", "forward and backward"]
 
 
 def test_another_operation_reads_its_config_where_it_runs() -> None:

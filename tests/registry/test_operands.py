@@ -208,6 +208,8 @@ def test_the_command_line_runs_it(tmp_path: Path, capsys: pytest.CaptureFixture[
     path.write_text(json.dumps({"operation": "tempered", "call": SIZES | {"operands": {"temperature": True}}}))
     assert main(["plan", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tensors"]["temperature"]["shape"] == [4]
+    assert main(["verify", str(path), "--target", "here", "--mode", "train"]) == 0  # with its gradient
+    capsys.readouterr()
     inputs = tmp_path / "in.npz"
     np.savez(inputs, query=Q, key=K, value=V, temperature=T)
     for declared in ({"operands": {"temperature": True}}, {}):  # an inputs file may have it undeclared

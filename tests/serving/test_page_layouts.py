@@ -105,6 +105,8 @@ def test_a_file_and_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert main(["run", str(path), "--check", "--repeats", "1", "--json"]) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert [check["passed"] for check in checks] == [True, True]
+    assert main(["verify", str(path), "--target", "here"]) == 0
+    capsys.readouterr()
     main(["plan", str(path), "--json", "--target", "tpu"])
     rejected = json.loads(capsys.readouterr().out)["rejected"]
     codes = [reason["code"] for one in rejected for reason in one["reasons"]]
