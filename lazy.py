@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-__all__ = ["LazyModule", "LazySerializer", "lazy_names"]
+__all__ = ["LazyModule", "LazySerializer", "lazy_names", "lazy_schema"]
 
 
 def lazy_names(package: str, files: Mapping[str, str], modules: Collection[str] = ()) -> Callable[[str], Any]:
@@ -35,6 +35,15 @@ class LazyModule:
         value = getattr(importlib.import_module(self._name), name)
         setattr(self, name, value)
         return value
+
+
+def lazy_schema(owner: Any, module: str) -> Any:
+    """Make a class one whose objects are fields of pydantic models, by `field_schema` of the module, which is returned. Module
+    and pydantic are imported when a schema is first asked for."""
+    schema = LazyModule(module)
+    owner.__get_pydantic_core_schema__ = staticmethod(lambda source, handler: schema.field_schema(source, handler))
+    owner.__pydantic_serializer__ = LazySerializer(owner)
+    return schema
 
 
 class LazySerializer:

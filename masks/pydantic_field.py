@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..lazy import LazyModule, LazySerializer
+from ..lazy import lazy_schema
 from .algebra import Mask
 
-if TYPE_CHECKING:
-    from . import schema
-else:
-    schema = LazyModule("attnops.masks.schema")
-
 __all__ = ["mask_json_schema"]
+
+_schema = lazy_schema(Mask, "attnops.masks.schema")
 
 
 def mask_json_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of the input of `mask_from_dict`; recursive through $defs."""
-    return schema.mask_json_schema()
-
-
-Mask.__get_pydantic_core_schema__ = staticmethod(lambda source, handler: schema.field_schema(source, handler))
-Mask.__pydantic_serializer__ = LazySerializer(Mask)
+    described: dict[str, Any] = _schema.mask_json_schema()
+    return described

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..lazy import LazyModule, LazySerializer
+from ..lazy import lazy_schema
 from .node import Score
 
-if TYPE_CHECKING:
-    from . import schema
-else:
-    schema = LazyModule("attnops.scores.schema")
-
 __all__ = ["score_json_schema"]
+
+_schema = lazy_schema(Score, "attnops.scores.schema")
 
 
 def score_json_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of the input of `score_from_dict`; recursive through $defs."""
-    return schema.score_json_schema()
-
-
-Score.__get_pydantic_core_schema__ = staticmethod(lambda source, handler: schema.field_schema(source, handler))
-Score.__pydantic_serializer__ = LazySerializer(Score)
+    described: dict[str, Any] = _schema.score_json_schema()
+    return described

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ConfigError, first_line
+from ...errors import ConfigError
 from ...verify.closeness import row_error
 from ..judge import TOLERANCES, Judgement
-from ..run_case import message_of, raised_in
+from ..lines_runner import LinesRunner
 from ..source import Subject
 from .case import CallCase
 from .kind import Kind
@@ -18,17 +18,15 @@ from .lines import lines_of
 
 __all__ = ["CallRunner"]
 
-_FILE = "<case>"
 _LEAST = 0.1  # of the loss: no derivative counts as smaller
-_CLEARED_EVERY = 100  # cases: jax keeps every compiled program
 
 
-class CallRunner:
-    """Runs cases of one subject. `given`: what stands in for `f`, where the function is at hand and needn't be imported."""
+class CallRunner(LinesRunner):
+    """Runs cases of a kind of call."""
 
     def __init__(self, subject: Subject, kind: Kind, given: Any = None) -> None:
-        self.subject, self.kind, self.given = subject, kind, given
-        self.count = 0
+        super().__init__(subject, given)
+        self.kind = kind
 
     def start(self) -> Any:
         """Import the target, and return it. Errors: those of the import."""
@@ -38,43 +36,24 @@ class CallRunner:
         return space["f"]
 
     def __call__(self, case: CallCase) -> Judgement:
-        """An exception of the target is a refusal; NaN that jax found at its request is not."""
-        import jax
-
-        self.count += 1
-        if self.count % _CLEARED_EVERY == 0:
-            jax.clear_caches()
+        """The judgement of a case."""
         lines, space = lines_of(self.kind.parts(case, self.subject), case, self.subject), dict[str, Any]()
         exec("\n".join(lines.imports), space)
         if self.given is not None:
             space["f"] = self.given
+        raised = self.ran((*lines.options, *lines.inputs, *lines.call), space)
+        if raised is not None:
+            return raised
+        shapes = [x.shape for x in space["got"]]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            try:
-                exec(self._compiled((*lines.options, *lines.inputs, *lines.call)), space)
-            except FloatingPointError as error:
-                return Judgement("wrong", f"NaN under debug_nans: {first_line(error)}", -1.0)
-            except Exception as error:  # the target's, of whatever class
-                if isinstance(error, NameError) and raised_in(error, _FILE):
-                    raise self._unwritten(str(error)) from None
-                return Judgement("refused", message_of(error))
-            finally:
-                jax.config.update("jax_enable_x64", False)
-                jax.config.update("jax_debug_nans", False)
-            shapes = [x.shape for x in space["got"]]
             try:
                 exec("\n".join(lines.expected), space)
             except (ValueError, IndexError):  # of what was given, whose shape isn't the one that is expected
                 return Judgement("wrong", f"results have shapes {', '.join(map(str, shapes))}", -1.0)
         return self._judged(case, lines.names, space)
 
-    def _compiled(self, lines: tuple[str, ...]) -> Any:
-        try:
-            return compile("\n".join(lines), _FILE, "exec")
-        except SyntaxError as error:
-            raise self._unwritten(f"{error.msg} in {(error.text or '').strip()}") from None
-
-    def _unwritten(self, why: str) -> ConfigError:
+    def unwritten(self, why: str) -> ConfigError:
         convention = self.subject.convention
         return ConfigError(
             f"convention {convention.name}: {why}; docs/certify.md lists what a call of family {convention.family} may name."
