@@ -39,7 +39,7 @@ says. attnops' own operations are among them. `tools/certificates.py` makes this
 [What was run](#what-was-run) has the number of cases. Unless a run is called quick, each feature ran without and with a gradient.
 
 A row that sees no key is judged where the library documents what it is; elsewhere anything but NaN counts as right. Everything
-ran on a CPU; kernels of TPUs and GPUs in Pallas' interpreter.
+ran on a CPU; kernels of TPUs and GPUs in Pallas' interpreter. `jax.nn:cudnn`, which needs a GPU, isn't here.
 """
 
 
@@ -116,7 +116,7 @@ def _wrong_cases(certificate: Certificate, known: dict[str, str]) -> list[str]:
         public = [
             known[f"{certificate.target} {name}"] for name in case.features if f"{certificate.target} {name}" in known
         ]
-        issue = f" Public: {', '.join(public)}." if public else ""
+        issue = f" Public: {', '.join(public)}." if public else " No public issue of it was found."
         link = f"[{file_name(certificate.target)}-{n + 1}.py](certificates/{file_name(certificate.target)}-{n + 1}.py)"
         lines.append(
             f"- `{certificate.target}`, {' and '.join(f'`{name}`' for name in case.features)}: {case.what}. {link}{issue}"

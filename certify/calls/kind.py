@@ -16,7 +16,8 @@ Factors = Mapping[str, Mapping[str, str]]  # factor -> {level: its title}
 
 DTYPES = {"bfloat16": "bfloat16", "float16": "float16"}
 TRANSFORMS = {
-    "eager": "outside jit", "vmap": "vmap", "scan": "scan", "remat": "remat", "x64": "x64 enabled", "debug_nans": "debug_nans",
+    "eager": "outside jit", "vmap": "vmap", "scan": "scan", "remat": "remat", "shard_map": "shard_map", "x64": "x64 enabled",
+    "debug_nans": "debug_nans",
 }  # fmt: skip
 
 

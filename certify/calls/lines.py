@@ -16,8 +16,10 @@ __all__ = ["CallLines", "called", "cast", "lines_of", "script"]
 
 
 class CallLines(NamedTuple):
-    """Sections of a script, in their order but for the options, which follow the first import. names: of `got` and `want`."""
+    """Sections of a script, in their order but for the options, which follow the first import. process: what stands before jax
+    starts, as a worker has done. names: of `got` and `want`."""
 
+    process: tuple[str, ...]
     options: tuple[str, ...]
     imports: tuple[str, ...]
     inputs: tuple[str, ...]
@@ -63,6 +65,7 @@ def lines_of(parts: CallParts, case: CallCase, subject: Subject) -> CallLines:
     options = {
         "x64": ('jax.config.update("jax_enable_x64", True)',), "debug_nans": ('jax.config.update("jax_debug_nans", True)',),
     }.get(transform, ())  # fmt: skip
+    process = ('jax.config.update("jax_num_cpu_devices", 2)',) if transform == "shard_map" else ()
     imports = (
         "import jax, jax.numpy as jnp, numpy as np",
         *subject.convention.imports,
@@ -70,13 +73,21 @@ def lines_of(parts: CallParts, case: CallCase, subject: Subject) -> CallLines:
         *parts.imports,
     )
     names = (*parts.results, *(f"gradient of {name}" for name in smooth))
-    return CallLines(options, imports, parts.inputs, tuple(call), (*expected, *parts.judged), names)
+    return CallLines(process, options, imports, parts.inputs, tuple(call), (*expected, *parts.judged), names)
 
 
 def script(parts: CallParts, case: CallCase, subject: Subject, title: str) -> str:
     """A program that runs the case and prints the largest errors."""
     lines = lines_of(parts, case, subject)
-    body = [lines.imports[0], *lines.options, *lines.imports[1:], *lines.inputs, *lines.call, *lines.expected]
+    body = [
+        lines.imports[0],
+        *lines.process,
+        *lines.options,
+        *lines.imports[1:],
+        *lines.inputs,
+        *lines.call,
+        *lines.expected,
+    ]
     body += [
         f"for name, a, b in zip({lines.names!r}, got, want):",
         "    print(name, 'is wrong by', np.abs(np.where(a == b, 0, a - b)).max())",
@@ -124,4 +135,11 @@ _TRANSFORMS = {
     "vmap": (_PAIR, "run = lambda some: [y[1] for y in jax.vmap(one)(pair(some))]"),
     "scan": (_PAIR, "run = lambda some: [y[1] for y in jax.lax.scan(lambda c, y: (c, one(y)), 0, pair(some))[1]]"),
     "remat": ("run = jax.checkpoint(run)",),
+    "shard_map": (
+        _PAIR,
+        'mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))',
+        'specs = dict(in_specs=jax.sharding.PartitionSpec("x"), out_specs=jax.sharding.PartitionSpec("x"), check_vma=False)',
+        "each = lambda some: [y[None] for y in one({n: y[0] for n, y in some.items()})]",
+        "run = lambda some: [y[1] for y in jax.shard_map(each, mesh=mesh, **specs)(pair(some))]",
+    ),
 }

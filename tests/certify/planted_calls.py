@@ -38,6 +38,8 @@ def over_pages(
     there, row = row < len(kv_lens), jnp.minimum(row, len(kv_lens) - 1)
     q = q if wrong == "tokens of nobody" else jnp.where(there[:, None, None], q, 0)
     scale = q.shape[2] ** -0.5 if scale is None or wrong == "scale" else scale
+    if wrong == "in a mesh" and jax.sharding.get_abstract_mesh().manual_axes:
+        scale = 2 * scale
 
     def one(token, row):
         ids = jnp.sort(table[row]) if wrong == "order of pages" else table[row]
@@ -120,6 +122,7 @@ pages_length = _wrong(over_pages, "length")
 pages_position = _wrong(over_pages, "position")
 pages_sinks = _wrong(over_pages, "sinks")
 pages_of_nobody = _wrong(over_pages, "tokens of nobody")
+pages_in_a_mesh = _wrong(over_pages, "in a mesh")
 latent_window = _wrong(latent, "window")
 latent_scale = _wrong(latent, "default scale")
 latent_rotary = _wrong(latent, "rotary keys")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -175,3 +178,33 @@ def test_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert all(one.name in printed for one in FEATURES)
     assert all(name in printed for name in ("torch", "maxtext", "ejkernel"))
+
+
+_EVERY_CASE = """
+import hashlib
+from attnops.certify.families import family_of
+from attnops.certify.targets import subject_named
+for name in {targets!r}:
+    family = family_of(subject_named(name))
+    features = [one for one in family.features if family.inexpressible(one) is None]
+    cases = [case for _, case in family.alone(features, 7, False)] + family.paired(features, 7, 40)
+    texts = [family.script(case, name) for case in cases] + [repr(list(family.smaller(case))) for case in cases]
+    print(name, len(cases), hashlib.sha256("".join(texts).encode()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_the_cases_of_a_seed_are_the_same_in_every_process() -> None:
+    """In which sets have another order."""
+    program = _EVERY_CASE.format(targets=("vanilla", *TARGETS))
+    path = os.pathsep.join(sys.path)
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            stdout=subprocess.PIPE, text=True, check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    (lines,) = printed
+    assert len(lines.splitlines()) == 1 + len(TARGETS)
