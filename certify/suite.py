@@ -16,12 +16,16 @@ from .source import Subject
 __all__ = ["chosen_features", "suite"]
 
 
-def chosen_features(names: Sequence[str], known: Sequence[Feature] = FEATURES) -> tuple[Feature, ...]:
-    """The features of names of features or factors; all for none. Errors: UnknownNameError."""
+def chosen_features(
+    names: Sequence[str], known: Sequence[Feature] = FEATURES, family: str = "attention"
+) -> tuple[Feature, ...]:
+    """The features of a family by names of features or factors; all for none. Errors: UnknownNameError."""
     every = dict.fromkeys([one.name for one in known] + [one.factor for one in known])
     for name in names:
         if name not in every:
-            raise UnknownNameError(f"no feature {shown(name)}; `attnops certify` lists them.{nearest(name, every)}")
+            raise UnknownNameError(
+                f"no feature {shown(name)} of family {family}; `attnops certify` lists them.{nearest(name, every)}"
+            )
     return tuple(one for one in known if not names or one.name in names or one.factor in names)
 
 
@@ -59,8 +63,8 @@ def suite(
     name, define = _imported_as(function)
     subject = Subject(name, declared, define)
     family = family_of(subject)
-    left_out = chosen_features(without, family.features) if without else ()
-    chosen = chosen_features(features, family.features)
+    left_out = chosen_features(without, family.features, declared.family) if without else ()
+    chosen = chosen_features(features, family.features, declared.family)
     wanted = [one for one in chosen if one not in left_out and family.inexpressible(one) is None]
     run = runner_of(Subject(name, declared, ()), function)
     cases: dict[str, Any] = {}

@@ -44,7 +44,7 @@ def run_certify(options: CertifyOptions) -> Certificate:
     """Certify the target."""
     subject = subject_named(options.target, options.convention)
     family = family_of(subject)
-    features = chosen_features(options.features, family.features)
+    features = chosen_features(options.features, family.features, subject.convention.family)
     pairs = min(options.cases, _QUICK) if options.quick else options.cases
     with bar(options.target) as progress, Worker(subject, options.seconds) as worker:
         return certify(

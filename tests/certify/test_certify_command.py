@@ -65,6 +65,7 @@ def test_a_wrong_function_ends_with_1_and_its_files_say_so(
         (["planted:attend", "--as", "missing.toml"], "missing.toml"),
         (["nomodule:f", "--as", "jax.nn"], "nomodule"),
         (["vanilla", "--feature", "windw"], "Did you mean 'window'?"),
+        (["paged", "--feature", "gradient"], "of family pages"),
         (["vanilla", "--as", "jax.nn"], "own convention"),
         (["vanilla.forward_tpu"], "forward_native"),
         (["multi_latent_ragged_page_attention_v1"], "--feature latent"),
