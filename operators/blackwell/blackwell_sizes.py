@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem
-from ..mosaic.kernel.mosaic_sizes import MosaicSizes
-from ..mosaic.mosaic_sizes import MOSAIC_FIELDS, Sizing
+from ..mosaic.kernel.mosaic_sizes import MosaicSizes, column_parts
+from ..mosaic.mosaic_sizes import MOSAIC_FIELDS, Sizing, columns
 from .kernel.backward_sizes import STEPS, gradient_bytes, gradient_columns
 from .kernel.blackwell_sizes import KEYS, ROWS, TENSOR_COLUMNS, shared_bytes, tensor_columns
 
@@ -18,6 +18,8 @@ __all__ = ["BLACKWELL_FIELDS", "BlackwellSizing"]
 # By pass: rows of a block of threads or of a tile, and keys. A block that sums gradients has as many as a product has lines.
 _ROWS = {"forward": (ROWS, 2 * ROWS), "dkv": STEPS, "dq": (ROWS,)}
 _KEYS = {"forward": KEYS, "dkv": (ROWS,), "dq": STEPS}
+# Of keys that are values too, which take more shared memory: two stages before 128 keys.
+_LATENTS = tuple(MosaicSizes(rows, 64, stages) for rows in (2 * ROWS, ROWS) for stages in (4, 2, 1))
 # What can be declared, by field.
 BLACKWELL_FIELDS = {
     MOSAIC_FIELDS[which][number]: sizes[which] for which in MOSAIC_FIELDS for number, sizes in enumerate((_ROWS, _KEYS))
@@ -40,6 +42,10 @@ class BlackwellSizing(Sizing):
         "dq": tuple(MosaicSizes(ROWS, *rest) for rest in ((128, 4), (128, 2), (64, 4), (64, 2), (64, 1))),
     }
 
+    def tiles_for(self, which: str, problem: AttentionProblem, rows: int) -> tuple[MosaicSizes, ...]:
+        """See Sizing."""
+        return self.tiles[which] if problem.value_columns is None else _LATENTS
+
     def rows(self, which: str, sizes: MosaicSizes, q_len: int) -> int:
         """See Sizing."""
         return sizes.block_q if q_len > _ROWS[which][0] else _ROWS[which][0]
@@ -54,9 +60,10 @@ class BlackwellSizing(Sizing):
 
     def shared_of(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> dict[str, int]:
         """See Sizing."""
-        dims = problem.head_dim, problem.value_dim
+        dims = columns(problem)
         if which == "forward":
-            return shared_bytes(sizes, *dims, stored=tuple(problem.quantised))
+            in_key = problem.value_columns is not None
+            return shared_bytes(sizes, *dims, in_key=in_key, stored=tuple(problem.quantised))
         return gradient_bytes(which, sizes, *dims)
 
     def check(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> None:
@@ -81,5 +88,6 @@ class BlackwellSizing(Sizing):
 def _columns(which: str, problem: AttentionProblem, sizes: MosaicSizes) -> int:
     """Columns of tensor memory."""
     if which == "forward":
-        return tensor_columns(sizes, problem.value_dim)
+        value_dim = columns(problem)[1]
+        return tensor_columns(sizes, value_dim // column_parts(value_dim))
     return sum(gradient_columns(which, sizes, problem.head_dim, problem.value_dim).values())

@@ -15,6 +15,5 @@ HOPPER_RULES = mosaic_rules(
         # A product with keys goes through 64 of them at once, and one for logits has at most 256 columns.
         | dict.fromkeys(("block_kv", "block_kv_dq"), KEYS),
         "registers",
-        latent=(576, 512),
     )
 )

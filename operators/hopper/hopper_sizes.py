@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem
-from ..mosaic.kernel.mosaic_sizes import MosaicSizes
+from ..mosaic.kernel.mosaic_sizes import MosaicSizes, column_parts
 from ..mosaic.mosaic_sizes import MOSAIC_FIELDS, Sizing, columns
-from .kernel.hopper_sizes import KEYS, ROWS, column_parts, conversions, divided, shared_bytes
+from .kernel.hopper_sizes import KEYS, ROWS, conversions, divided, shared_bytes
 
 __all__ = ["HopperSizing"]
 

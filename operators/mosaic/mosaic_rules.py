@@ -25,6 +25,7 @@ MOSAIC_FEATURES = STATIC_MASKS | {
     "bias", "logits_soft_cap", "score", "sinks", "dropout", "return_lse", "gqa", "value_dim", "quantized_kv",
 }  # fmt: skip
 _MAX_DIM = 256
+_MAX_LATENT = 576, 512  # dims of key and value where values are the first numbers of their keys
 _GATHERED = frozenset({Lookup.name, Product.name})  # steps of a score
 _PADDED = 4 / 3  # columns computed for each of a head's
 
@@ -32,14 +33,12 @@ _PADDED = 4 / 3  # columns computed for each of a head's
 @dataclass(frozen=True)
 class Generation:
     """The kernels of a generation. name: in codes. fields: the sizes that can be declared, by field. sums: where a tile's sums
-    are held. warps: fields of warps that aren't read. latent: the most dims of key and value where values are the first numbers
-    of their keys; None if that isn't done. vma: whether they are traced in a shard_map with check_vma=True."""
+    are held. warps: fields of warps that aren't read. vma: whether they are traced in a shard_map with check_vma=True."""
 
     name: str
     fields: Mapping[str, tuple[int, ...]]
     sums: str
     warps: tuple[str, ...] = WARPS
-    latent: tuple[int, int] | None = None
     vma: bool = True
 
 
@@ -167,17 +166,7 @@ def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
 
 def _latent_rules(of: Generation) -> tuple[Rule, ...]:
     """Where values are the first numbers of their keys."""
-    if of.latent is None:
-        return (
-            Rule(
-                f"{of.name}.values_in_key",
-                "value",
-                lambda p, c: p.value_columns is None,
-                "values are the first {p.value_columns} numbers of their keys: the kernel would load them twice",
-                "Nothing to change: the kernel in Triton loads them once.",
-            ),
-        )
-    dim, value_dim = of.latent
+    dim, value_dim = _MAX_LATENT
     return (
         Rule(
             f"{of.name}.latent_dim",
@@ -193,8 +182,8 @@ def _latent_rules(of: Generation) -> tuple[Rule, ...]:
             f"{of.name}.latent_gradient",
             "mode",
             lambda p, c: p.value_columns is None or p.mode != "__train__",
-            "mode 'train', and values are the first {p.value_columns} numbers of their keys: no warpgroup's registers hold the "
-            "sums of such a gradient",
+            f"mode 'train', and values are the first {{p.value_columns}} numbers of their keys: {of.sums} don't hold the sums of "
+            "such a gradient",
             "Nothing to change: the kernel in Triton runs both passes. Pass mode='prefill' where there is no gradient.",
         ),
     )

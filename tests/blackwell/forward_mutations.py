@@ -49,6 +49,8 @@ KERNELS = {
     "alone": Kernel(MosaicSizes(128, 64, STAGES), 64, 128, 256, 128),
     # The rows of four query heads, and keys in parts of three and four tiles.
     "few": Kernel(MosaicSizes(128, 64, STAGES), 64, 24, 448, 424, 4, {"fold": True, "kv_splits": 2}),
+    # Values in keys, and 512 columns that two blocks of threads share.
+    "latent": Kernel(MosaicSizes(128, 64, STAGES), 576, 128, 320, 192, more={"value_columns": 512}),
     # int8 keys and values.
     "widened": Kernel(MosaicSizes(256, 64, STAGES), 64, 256, 256, 0, widened=True),
 }
@@ -176,9 +178,18 @@ def _arrive_with(name: str, start: str) -> None:
 
 def mistakes(which: str) -> dict[str, Callable[[], None]]:
     """Those of one of these kernels, by name."""
-    if not KERNELS[which].widened:
-        return mutations()
-    return widening() | {name: made for name, made in mutations().items() if "next place" not in name}
+    kernel, made = KERNELS[which], mutations()
+    if kernel.widened:
+        return widening() | {name: plant for name, plant in made.items() if "next place" not in name}
+    if "value_columns" in kernel.more:
+        same = {name: plant for name, plant in made.items() if "value" not in name}
+        return same | {"all blocks have the first columns": _first_columns}
+    return made
+
+
+def _first_columns() -> None:
+    """Each block of threads sums the first columns, and writes its own."""
+    forward.BlackwellForward.part_of_columns = lambda self, run: run(0)  # type: ignore[method-assign]
 
 
 def right(kernel: Kernel) -> bool:
@@ -195,7 +206,12 @@ def right(kernel: Kernel) -> bool:
         scales = [jnp.full((1, 1, kernel.kv_len), 1 / 32, jnp.float32)] * 2
         k, v = (x.astype(np.float64) / 32 for x in stored)
     static, dynamic = split_static(LocalMask(Causal(), 0, kernel.q_len, kernel.kv_len, kernel.offset), None)
-    output, lse = part.attend(static, Operands(*map(jnp.asarray, (q, *stored)), None, None, *scales), dynamic)
+    columns = kernel.more.get("value_columns")
+    if columns is not None:
+        v = k[..., :columns]
+    key, value = (jnp.asarray(x) for x in stored)
+    operands = Operands(jnp.asarray(q), key, value if columns is None else None, None, None, *scales)
+    output, lse = part.attend(static, operands, dynamic)
     seen = np.arange(kernel.kv_len) <= np.arange(kernel.q_len)[:, None] + kernel.offset
     exact = [x.astype(np.float64) for x in (q, k, v)]
     want = reference_attention(*exact, scale=scale, mask=seen[None, None])

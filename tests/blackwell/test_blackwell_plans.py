@@ -23,6 +23,7 @@ from attnops import (
 )
 from attnops.compat import abstract_device
 from attnops.operators.blackwell.kernel.blackwell_sizes import apart, shared_bytes, tensor_columns
+from attnops.operators.call.key_columns import KeyColumns
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
 
@@ -120,6 +121,50 @@ def test_numbers_by_distance() -> None:
     call = {"score": RelativeBias(buckets=T5()), "table": jax.ShapeDtypeStruct((32, 32), "float32")}
     plan = _plan(call=call)
     assert (plan.method, plan.rejected) == ("forward_blackwell", ())
+
+
+LATENTS = {
+    (576, 512, 1, 128): (128, 64, 1),
+    (576, 512, 4096, 16): (128, 64, 1),
+    (320, 256, 1, 64): (128, 64, 2),
+    (160, 128, 4096, 16): (256, 64, 4),
+}
+
+
+def _of_latents(dims: tuple[int, int], q_len: int, heads: int, mode: str = "prefill") -> Any:
+    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(B200, 1, "gpu"))
+    attend = OperationRegistry.create(
+        "flash_attn2", OperationMetadata(mesh=mesh, tuning="off", runtime_dtype="bfloat16")
+    )
+    q, k = (jax.ShapeDtypeStruct((2, n, h, dims[0]), "bfloat16") for n, h in ((q_len, heads), (4096, 1)))
+    offset = {"query_offset": 4096 - q_len} if mode == "prefill" else {"query_offset": 0}
+    return attend.plan(q, k, KeyColumns(dims[1]), mask=Causal(), mode=mode, softmax_scale=0.1, **offset)
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("case", LATENTS, ids=str)
+def test_latents_fit(case: tuple[int, int, int, int]) -> None:
+    """Of 512 columns of an output a block of threads has 256."""
+    dim, value_dim, q_len, heads = case
+    plan = _of_latents((dim, value_dim), q_len, heads)
+    assert (plan.method, plan.rejected) == ("forward_blackwell", ())
+    sizes = tiles_of(plan.config).forward
+    assert sizes == LATENTS[case]
+    parts = plan.runs.memory(plan.problem, plan.placement, plan.config)["attnops_blackwell_forward"]
+    assert (parts["query"], parts["key"]) == (2 * sizes.block_q * dim, 2 * sizes.stages * sizes.block_kv * dim)
+    assert parts["value"] == 0
+    assert sum(parts.values()) <= SHARED
+    assert tensor_columns(sizes, min(value_dim, 256)) <= COLUMNS
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(
+    ("dims", "mode", "code"),
+    [((640, 512), "prefill", "blackwell.latent_dim"), ((576, 512), "train", "blackwell.latent_gradient")],
+)
+def test_latents_that_triton_runs(dims: tuple[int, int], mode: str, code: str) -> None:
+    plan = _of_latents(dims, 4096, 16, mode)
+    assert (plan.method, _codes(plan)) == ("forward_cuda", {code})
 
 
 # Two rows of a batch and 148 multiprocessors: parts of the keys fill those that the other blocks leave, of 256 keys at least.

@@ -37,8 +37,7 @@ def test_agrees_or_refuses(generation: str, name: str, layout: str, dtype: str) 
         for r in rejected.reasons
         if rejected.implementation.endswith(f"_{generation}")
     }
-    of_latents = "blackwell.values_in_key" if generation == "blackwell" else "hopper.latent_gradient"
-    refusal |= {of_latents} if plan.problem.values_in_key else set()
+    refusal |= {f"{generation}.latent_gradient"} if plan.problem.values_in_key else set()
     assert codes == refusal
     if refusal:
         assert plan.implementation is None

@@ -42,15 +42,18 @@ def tensor_columns(sizes: MosaicSizes, value_dim: int) -> int:
     return sizes.block_q // ROWS * (padded_dim(value_dim) + places(sizes) * of_place)
 
 
-def shared_bytes(sizes: MosaicSizes, dim: int, value_dim: int, *, stored: tuple[str, ...] = ()) -> dict[str, int]:
+def shared_bytes(
+    sizes: MosaicSizes, dim: int, value_dim: int, *, in_key: bool = False, stored: tuple[str, ...] = ()
+) -> dict[str, int]:
     """Bytes of shared memory of a block of threads in the forward pass, by what they hold. Numbers have 16 bits; the output takes
-    the place of the query. stored: which of 'key' and 'value' come with 8 bits a number, and are widened."""
+    the place of the query. in_key: values are the first columns of their keys. stored: which of 'key' and 'value' come with 8
+    bits a number, and are widened."""
     dim, value_dim = padded_dim(dim), padded_dim(value_dim)
     groups = sizes.block_q // ROWS
     held = {
         "query": 2 * sizes.block_q * max(dim, value_dim),
         "key": 2 * sizes.stages * sizes.block_kv * dim,
-        "value": 2 * sizes.stages * sizes.block_kv * value_dim,
+        "value": 0 if in_key else 2 * sizes.stages * sizes.block_kv * value_dim,
         "rows": placed(FLOAT * groups * places(sizes) * ROWS) + 2 * placed(FLOAT * groups * ROWS),
     }
     barriers = 4 * sizes.stages + groups * (3 + 4 * places(sizes)) + 2 * sizes.stages * len(stored)

@@ -26,6 +26,7 @@ from ...flash.kernel.weigh import weigh
 from ...kernels.lse import LN2, LOG2E
 from ...mosaic.kernel.block import WARPGROUPS, BlockOfThreads, MosaicBlock, along_rows
 from ...mosaic.kernel.exponentials import exp2
+from ...mosaic.kernel.mosaic_sizes import column_parts
 from .blackwell_sizes import PART, REGISTERS, ROWS, THREADS, apart, places
 from .tile import BY_ROW, OUTPUT, TILE, BlackwellTile
 
@@ -75,7 +76,16 @@ class BlackwellRoles(BlockOfThreads):
     @property
     def apart(self) -> bool:
         """Whether weights don't lie where their logits were."""
-        return apart(self.sizes, self.dims[1])
+        return apart(self.sizes, self.columns)
+
+    @property
+    def columns(self) -> int:
+        """Of the output, whose sums a block has. Default: all."""
+        return self.dims[1]
+
+    def part_of_columns(self, run: Callable[[int], None]) -> None:
+        """run(number) for the part of the output's columns that is the block's. Default: the first."""
+        run(0)
 
     def __call__(self, refs: dict[str, Any]) -> None:
         warpgroup, work = lax.axis_index(WARPGROUPS), self.work(refs)
@@ -199,15 +209,15 @@ class BlackwellRoles(BlockOfThreads):
             if group == 0 and not self.in_key:
                 plgpu.barrier_wait(refs["value_full"].at[slot])
             held = refs[f"{self.streams[-1]}_tiles"].at[slot]
-            if self.in_key:
-                held = held.at[:, pl.ds(0, self.dims[1])]
-            self.of_place(
-                tile,
-                lambda where: plgpu.tcgen05_mma(
-                    refs[f"sums{group}"], refs[f"weights{group}{where}"], held,
+
+            def add(where: int, part: int) -> None:
+                some = held.at[:, pl.ds(part * self.columns, self.columns)] if self.in_key else held
+                plgpu.tcgen05_mma(
+                    refs[f"sums{group}"], refs[f"weights{group}{where}"], some,
                     refs["sums_full"].at[group], accumulate=tile > 0,
-                ),
-            )  # fmt: skip
+                )  # fmt: skip
+
+            self.part_of_columns(lambda part: self.of_place(tile, lambda where: add(where, part)))
             if last:
                 plgpu.tcgen05_commit_arrive(refs[f"{self.streams[-1]}_free"].at[slot])
             at = self.at(tile, group)  # the last tiles' are waited for by nobody
@@ -222,10 +232,14 @@ class BlackwellRoles(BlockOfThreads):
                 plgpu.barrier_wait(refs["query_full"].at[group])
                 logits(jnp.int32(0), group)
 
+        # The next keys take the only place of those whose values are still to be multiplied.
+        alone = self.in_key and self.sizes.stages == 1
+        ahead = self.places > 1 and not alone
+
         @pl.loop(0, count)
         def _tile(tile: Any) -> None:
             for group in range(self.groups):
-                steps = (values, next_logits) if self.places == 1 else (next_logits, values)
+                steps = (next_logits, values) if ahead else (values, next_logits)
                 for step in steps:
                     step(tile, group)
 
@@ -346,7 +360,7 @@ class BlackwellRoles(BlockOfThreads):
                     self.clean(refs, work, tile, masked)
                 shrink = plgpu.load(refs["shrink"].at[at], layout=BY_ROW, optimized=False)  # type: ignore[call-arg]
                 plgpu.barrier_wait(refs["sums_full"].at[group])
-                for first in range(0, self.dims[1], self.chunk):
+                for first in range(0, self.columns, self.chunk):
                     ref = refs[f"sums{group}"].at[:, pl.ds(first, self.chunk)]
                     sums = plgpu.async_load_tmem(ref, layout=TILE)
                     plgpu.wait_load_tmem()
@@ -363,9 +377,9 @@ class BlackwellRoles(BlockOfThreads):
             seen = (total > 0) & (count > 0)
             share = jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)
             pl.when(count > 0)(functools.partial(plgpu.barrier_wait, refs["sums_full"].at[group]))
-            step = self.chunk if self.dims[1] % (2 * self.chunk) else 2 * self.chunk
+            step = self.chunk if self.columns % (2 * self.chunk) else 2 * self.chunk
             output, unrounded = refs.get("output_tile", refs["query_tile"]).at[group], self.unrounded(refs, work, group)
-            for first in range(0, self.dims[1], step):
+            for first in range(0, self.columns, step):
                 columns = pl.ds(first, step)
                 sums = plgpu.async_load_tmem(refs[f"sums{group}"].at[:, columns], layout=OUTPUT)
                 shares = along_rows(share, sums.shape)
@@ -384,11 +398,11 @@ class BlackwellRoles(BlockOfThreads):
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See MosaicBlock."""
-        sizes, (dim, value_dim), groups, number = self.sizes, self.dims, self.groups, self.groups * self.places
+        sizes, dim, groups, number = self.sizes, self.dims[0], self.groups, self.groups * self.places
         query = self.tiles(dtype, groups, ROWS, dim)
         made: dict[str, Any] = {"query_tile": query}
-        if value_dim != dim:
-            made = {"query_tile output_tile": plgpu.RefUnion(query, self.tiles(dtype, groups, ROWS, value_dim))}
+        if self.columns != dim:
+            made = {"query_tile output_tile": plgpu.RefUnion(query, self.tiles(dtype, groups, ROWS, self.columns))}
         for name, columns in zip(self.streams, self.dims, strict=False):
             made[f"{name}_tiles"] = self.tiles(dtype, sizes.stages, sizes.block_kv, columns, step=self.step(name))
         made |= {
@@ -405,7 +419,7 @@ class BlackwellRoles(BlockOfThreads):
             **self.barriers(dict.fromkeys(self.streams, self.copies), 1, orders_tensor_core=True),
         }
         for group in range(groups):
-            made[f"sums{group}"] = plgpu.TMEM((ROWS, value_dim), jnp.float32)
+            made[f"sums{group}"] = plgpu.TMEM((ROWS, self.columns), jnp.float32)
             for place in range(self.places):
                 names, shape = (f"logits{group}{place}", f"weights{group}{place}"), (ROWS, sizes.block_kv)
                 both = plgpu.TMEM(shape, jnp.float32), plgpu.TMEM(shape, dtype, packed=True)
@@ -415,7 +429,29 @@ class BlackwellRoles(BlockOfThreads):
 
 @dataclass(frozen=True)
 class BlackwellForward(BlackwellRoles, MosaicBlock):
-    """`block_q` rows of a query head, or of the query heads of a kv head, against one part of the keys or all."""
+    """`block_q` rows of a query head, or of the query heads of a kv head, against one part of the keys or all.
+
+    Where tensor memory can't hold the sums of a row's output, several blocks of threads have the same rows: each computes the
+    logits, and has a part of the output's columns.
+    """
+
+    @property
+    def column_blocks(self) -> int:
+        """See MosaicBlock."""
+        return column_parts(self.dims[1])
+
+    @property
+    def columns(self) -> int:
+        """See BlackwellRoles."""
+        return self.dims[1] // self.column_blocks
+
+    def part_of_columns(self, run: Callable[[int], None]) -> None:
+        """See BlackwellRoles. Where a product's factor lies is known to the compiler."""
+        if self.column_blocks == 1:
+            return run(0)
+        for number in range(self.column_blocks):
+            pl.when(self.columns_block() == number)(functools.partial(run, number))
+        return None
 
     def work(self, refs: dict[str, Any]) -> tuple[Any, Any, Any]:
         """(batch row, head, block of rows)."""
@@ -502,19 +538,23 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
 
     def store(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: int, name: str, held: Any) -> None:
         """See BlackwellRoles."""
-        (batch, head, _), first_row = work, self._first_row(work, group)
+        (batch, head, _), rows = work, pl.ds(self._first_row(work, group), ROWS)
         if name == "lse":
-            target = refs["lse"].at[self.of_split(batch, refs["lse"]), head, pl.ds(first_row, ROWS)]
+            target = refs["lse"].at[self.of_split(batch, refs["lse"]), head, rows]
+            pl.when(self.columns_block() == 0)(lambda: plgpu.copy_smem_to_gmem(held, target))
         else:
-            target = self.rows(refs[name], batch, head, first_row, ROWS)
-        plgpu.copy_smem_to_gmem(held, target)
+            target = self.rows(refs[name], batch, head, self._first_row(work, group), ROWS)
+            plgpu.copy_smem_to_gmem(held, self._own_columns(target))
 
     def unrounded(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: int) -> Any:
         """See BlackwellRoles. A part's, to be merged with the others'."""
         if self.splits == 1:
             return None
         rows = pl.ds(self._first_row(work, group), ROWS)
-        return refs["output"].at[self.of_split(work[0], refs["output"]), work[1], rows]
+        return self._own_columns(refs["output"].at[self.of_split(work[0], refs["output"]), work[1], rows])
+
+    def _own_columns(self, rows: Any) -> Any:
+        return rows.at[:, pl.ds(self.columns_block() * self.columns, self.columns)]
 
     def _first_row(self, work: tuple[Any, Any, Any], group: int) -> Any:
         return work[2] * self.sizes.block_q + group * ROWS

@@ -19,8 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...flash.kernel.weigh import weigh
 from ...kernels.lse import LN2, LOG2E
 from ...mosaic.kernel.block import along_rows
+from ...mosaic.kernel.mosaic_sizes import column_parts
 from .block import HopperBlock, filled, zeros
-from .hopper_sizes import ROWS, column_parts
+from .hopper_sizes import ROWS
 from .tensor_cores import tensor_cores
 from .tile import BY_ROW, HopperTile
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...mosaic.kernel.mosaic_sizes import BARRIER, FLOAT, MOST_COLUMNS, MosaicSizes, padded_dim, placed
+from ...mosaic.kernel.mosaic_sizes import BARRIER, FLOAT, MosaicSizes, column_parts, padded_dim, placed
 
-__all__ = ["KEYS", "ROWS", "column_parts", "conversions", "divided", "key_warpgroups", "shared_bytes"]
+__all__ = ["KEYS", "ROWS", "conversions", "divided", "key_warpgroups", "shared_bytes"]
 
 ROWS = 64  # of a warpgroup: those of a wgmma
 KEYS = (
@@ -15,11 +15,6 @@ KEYS = (
 _REDUCTIONS = 2048  # what Mosaic takes for the sum and the maximum of a row
 _CONVERTED_APART = 128
 _MOST_SUMS = 256  # columns of gradients that a warpgroup can hold beside its tiles
-
-
-def column_parts(columns: int) -> int:
-    """Warpgroups among which the columns of an output are divided."""
-    return -(-columns // MOST_COLUMNS)
 
 
 def conversions(names: tuple[str, ...], columns: int) -> tuple[tuple[str, ...], ...]:

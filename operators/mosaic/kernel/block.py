@@ -97,6 +97,8 @@ class MosaicBlock(BlockOfThreads):
     period: rows have the queries of a kv head's heads, each with that many (see FoldedRows); the grid's heads are then kv heads.
     in_key: values are the first columns of their keys, whose tiles are loaded once. stored: 'key', 'value' and their dtypes,
     where these have one byte a number: such tiles are loaded as `<name>_raw`.
+
+    Where several blocks have the same rows, with a part of the output's columns each, they are neighbours.
     """
 
     sizes: MosaicSizes
@@ -115,9 +117,23 @@ class MosaicBlock(BlockOfThreads):
     # Under a causal mask the last rows have the most keys, and the first keys the most rows: these blocks start first.
     last_first: ClassVar[bool] = True
 
+    @property
+    def column_blocks(self) -> int:
+        """Blocks of threads among which the columns of an output are divided."""
+        return 1
+
+    def columns_block(self) -> Any:
+        """Which of these."""
+        return 0 if self.column_blocks == 1 else lax.rem(lax.axis_index(BLOCKS), self.column_blocks)
+
+    def _number(self) -> Any:
+        """Of a block of threads, the same for those with other columns."""
+        block = lax.axis_index(BLOCKS)
+        return block if self.column_blocks == 1 else lax.div(block, self.column_blocks)
+
     def place(self) -> tuple[Any, Any, Any]:
         """(batch row, head, block of rows or keys)."""
-        block = lax.axis_index(BLOCKS)
+        block = self._number()
         head, rest = lax.rem(block, self.heads), lax.div(block, self.heads)
         number, batch = lax.rem(rest, self.blocks), lax.div(rest, self.blocks)
         batch = batch if self.splits == 1 else lax.div(batch, self.splits)
@@ -125,9 +141,7 @@ class MosaicBlock(BlockOfThreads):
 
     def split(self) -> Any:
         """Which part of the keys."""
-        return (
-            0 if self.splits == 1 else lax.rem(lax.div(lax.axis_index(BLOCKS), self.heads * self.blocks), self.splits)
-        )
+        return 0 if self.splits == 1 else lax.rem(lax.div(self._number(), self.heads * self.blocks), self.splits)
 
     def kv_head(self, head: Any) -> Any:
         """Of one of the grid's heads."""

@@ -219,7 +219,7 @@ class _Pass:
             part.value_columns is not None,
             self.stored,
         )
-        blocks = self.inputs["query"].shape[0] * kernel.heads * kernel.blocks * kernel.splits
+        blocks = self.inputs["query"].shape[0] * kernel.heads * kernel.blocks * kernel.splits * kernel.column_blocks
         name = f"attnops_{part.generation}_{self.which}"
         return launch(kernel, name, part.title, blocks, self.inputs | more, outputs)
 

@@ -11,6 +11,7 @@ __all__ = [
     "MOST_COLUMNS",
     "MosaicSizes",
     "MosaicTiles",
+    "column_parts",
     "latent_columns",
     "padded_dim",
     "placed",
@@ -48,6 +49,11 @@ def padded_dim(dim: int) -> int:
 def swizzled_columns(*columns: int) -> int:
     """Numbers of a row of shared memory that are swizzled together, where so many lie in it or are read of it at once."""
     return DIM_STEP if any(n % (2 * DIM_STEP) for n in columns) else 2 * DIM_STEP
+
+
+def column_parts(columns: int) -> int:
+    """Those into which the columns of an output are divided: one has their sums for some rows."""
+    return -(-columns // MOST_COLUMNS)
 
 
 def latent_columns(dim: int, value_dim: int) -> int:

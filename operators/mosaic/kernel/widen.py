@@ -13,39 +13,38 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .mosaic_sizes import swizzled_columns
 
-__all__ = ["ROWS", "WIDENED", "widen_part", "widen_tile", "widened"]
+__all__ = ["ROWS", "WIDENED", "widen_part", "widen_tile"]
 
 ROWS = 64  # that a warpgroup widens at once
 WIDENED = plgpu.Layout.WGMMA_UPCAST_2X  # how it holds them meanwhile
 
 
-def widened(x: jax.Array, dtype: Any) -> jax.Array:
-    """Numbers of 8 bits in a dtype of 16, which is exact. GPUs convert int8 to bfloat16 and fp8 to float16 with few instructions;
-    others go through float32."""
-    exact = x.astype(jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16)
-    return exact if exact.dtype == dtype else exact.astype(jnp.float32).astype(dtype)
-
-
 def widen_part(
-    stored: Any, wide: Any, at: tuple[Any, Any], change: Callable[[jax.Array], jax.Array] | None = None
+    stored: Any,
+    wide: Any,
+    at: tuple[Any, Any],
+    change: Callable[[jax.Array], jax.Array] | None = None,
+    factors: jax.Array | None = None,
 ) -> None:
-    """Rows and columns of a place in shared memory to those of another, changed on the way."""
-    x = widened(plgpu.load(stored.at[at], layout=WIDENED), wide.dtype)  # type: ignore[call-arg] # of jax 0.10
+    """Rows and columns of a place in shared memory to those of another, times factors, rounded once, or changed on the way.
+
+    GPUs convert int8 to bfloat16 and fp8 to float16 with few instructions, which is exact; others go through float32.
+    """
+    x = plgpu.load(stored.at[at], layout=WIDENED)  # type: ignore[call-arg] # of jax 0.10
+    x = x.astype(jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16)
+    if factors is not None or x.dtype != wide.dtype:
+        x = x.astype(jnp.float32)
+        x = (x if factors is None else x * factors).astype(wide.dtype)
     wide[at] = x if change is None else change(x)
 
 
 def widen_tile(stored: Any, wide: Any, factors: Any) -> None:
-    """A whole tile [keys, columns]. factors: of its keys, with which its numbers are multiplied and rounded once, or None."""
+    """A whole tile [keys, columns]. factors: of its keys, with which its numbers are multiplied, or None."""
     keys, columns = wide.shape
-    step = swizzled_columns(columns)
+    step, along = swizzled_columns(columns), None
     for row in range(0, keys, ROWS):
-        change = None
         if factors is not None:
             of_rows = plgpu.load(factors.at[pl.ds(row, ROWS)], layout=WIDENED.reduce(1), optimized=False)  # type: ignore[call-arg]
             along = lax.broadcast_in_dim(of_rows, (ROWS, step), (0,))
-
-            def change(x: jax.Array, along: jax.Array = along) -> jax.Array:
-                return (x.astype(jnp.float32) * along).astype(x.dtype)
-
         for column in range(0, columns, step):
-            widen_part(stored, wide, (pl.ds(row, ROWS), pl.ds(column, step)), change)
+            widen_part(stored, wide, (pl.ds(row, ROWS), pl.ds(column, step)), factors=along)

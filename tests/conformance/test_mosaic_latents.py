@@ -1,4 +1,4 @@
-"""Values that are the first numbers of their keys, in the Hopper kernel's interpreter, which looks for races."""
+"""Values that are the first numbers of their keys, in Mosaic GPU. In the interpreter, which looks for races."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from . import harness
 if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: the interpreter of {JAX_NEEDED} looks for races", allow_module_level=True)
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("generation", harness.MOSAIC)]
 SCALE, DTYPE = 0.1, "bfloat16"
-FORWARD, BACKWARD = harness.HOPPER.capability.tolerance[DTYPE]
 # (dims of key and value, queries, keys, heads, sizes that are declared)
 CALLS: dict[str, tuple[tuple[int, int], int, int, int, dict[str, Any]]] = {
     "decoding": ((576, 512), 1, 300, 16, {}),
@@ -44,8 +43,9 @@ def _arrays(dims: tuple[int, int], q_len: int, kv_len: int, heads: int) -> tuple
     return query, key, pull
 
 
-def _attend(config: dict[str, Any], layout: str = "bthd") -> Any:
-    configs = {"flash_attn2": {"interpret": True, "kernel": "mosaic", **config}}
+def _attend(generation: str, config: dict[str, Any], layout: str = "bthd") -> Any:
+    kernel = (harness.MOSAIC[generation].config or {})["kernel"]
+    configs = {"flash_attn2": {"interpret": True, "kernel": kernel, **config}}
     return Attention("flash_attn2", operation_configs=configs, softmax_scale=SCALE, layout=layout, fallback="error")
 
 
@@ -62,14 +62,14 @@ def _close(got: Any, want: np.ndarray, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_forward(name: str) -> None:
+def test_forward(generation: str, name: str) -> None:
     dims, q_len, kv_len, heads, config = CALLS[name]
     query, key, _ = _arrays(dims, q_len, kv_len, heads)
     known, exact = _known(query, key), [x.astype(np.float64) for x in (query, key)]
     want = reference_attention(*exact, exact[1][..., : dims[1]], **known)
     call = {"mask": Causal() & SlidingWindow(60), "query_offset": kv_len - q_len, "mode": "prefill", "return_lse": True}
     layout = "bhtd" if "odd" in name else "bthd"
-    attend = _attend(config, layout)
+    attend = _attend(generation, config, layout)
     given = [jnp.asarray(x if layout == "bthd" else x.swapaxes(1, 2)) for x in (query, key)]
     if kv_len > q_len + 100:  # nobody sees the first keys
         at = (
@@ -79,22 +79,22 @@ def test_forward(name: str) -> None:
         )
         given[1] = given[1].at[at].set(jnp.nan)
     plan = attend.plan(*given, KeyColumns(dims[1]), **call)
-    assert plan.method == "forward_hopper", plan.rejected
+    assert plan.method == f"forward_{generation}", plan.rejected
     got = jax.jit(lambda q, k: attend(q, k, KeyColumns(dims[1]), **call))(*given)
     output = got.attention_outputs if layout == "bthd" else got.attention_outputs.swapaxes(1, 2)
-    _close(output, want.output, FORWARD)
+    _close(output, want.output, harness.MOSAIC[generation].capability.tolerance[DTYPE].forward)
     np.testing.assert_allclose(np.asarray(got.lse), want.lse, atol=2e-2)
 
 
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
-def test_gradients_of_a_call_that_was_not_declared_to_have_any(layout: str) -> None:
+def test_gradients_of_a_call_that_was_not_declared_to_have_any(generation: str, layout: str) -> None:
     """By XLA, a block at a time: Triton's kernels have the gradient in mode 'train'."""
     dims, q_len, kv_len, heads = (96, 64), 70, 100, 2
     query, key, pull = _arrays(dims, q_len, kv_len, heads)
     known, exact = _known(query, key), [x.astype(np.float64) for x in (query, key, pull)]
     want = reference_gradients(exact[0], exact[1], exact[1][..., : dims[1]], exact[2], None, **known)
     want["key"][..., : dims[1]] += want["value"]
-    attend = _attend({"kv_splits": 1}, layout)
+    attend = _attend(generation, {"kv_splits": 1}, layout)
     call = {"mask": Causal() & SlidingWindow(60), "query_offset": kv_len - q_len, "mode": "prefill"}
 
     def loss(q: Any, k: Any) -> Any:
@@ -103,5 +103,6 @@ def test_gradients_of_a_call_that_was_not_declared_to_have_any(layout: str) -> N
         return (output.astype(jnp.float32) * pull.astype(jnp.float32)).sum()
 
     given = [jnp.asarray(x if layout == "bthd" else x.swapaxes(1, 2)) for x in (query, key)]
+    backward = harness.MOSAIC[generation].capability.tolerance[DTYPE].backward
     for name, gradient in zip(("query", "key"), jax.jit(jax.grad(loss, (0, 1)))(*given), strict=True):
-        _close(gradient if layout == "bthd" else gradient.swapaxes(1, 2), want[name], BACKWARD)
+        _close(gradient if layout == "bthd" else gradient.swapaxes(1, 2), want[name], backward)
