@@ -14,7 +14,7 @@ from ...planning.paged.step_tuning import step_candidates, step_fields
 from ..kernels.pages.tpu import reasons_against
 from ..mosaic.mosaic_rules import is_architecture
 from ..paged_cache.paged_call import Attended, PagedCall, on_xla
-from .mosaic_kernel import BLACKWELL_PAGES, HOPPER_PAGES, MosaicPages
+from .mosaic_kernel import BLACKWELL_PAGES, HOPPER_PAGES, MOSAIC_FEATURES, MosaicPages
 from .mosaic_page_rules import page_rules
 from .page_visits import KernelTiles, page_visits
 from .paged_config import PagedConfig
@@ -183,7 +183,7 @@ class PagesOnHopper(PagesInMosaic):
     devices = "Hopper"
     of: ClassVar[MosaicPages] = HOPPER_PAGES
     capability = declares(
-        consumes=HOPPER_PAGES.features,
+        consumes=MOSAIC_FEATURES,
         rules=(SOFTMAX, *page_rules(HOPPER_PAGES)),
         tolerance={"bfloat16": (1.5e-2, None), "float16": (2e-3, None)},  # in the interpreter on CPU
         check_vma=False,
@@ -197,7 +197,7 @@ class PagesOnBlackwell(PagesInMosaic):
     devices = "Blackwell"
     of: ClassVar[MosaicPages] = BLACKWELL_PAGES
     capability = declares(
-        consumes=BLACKWELL_PAGES.features,
+        consumes=MOSAIC_FEATURES,
         rules=(SOFTMAX, *page_rules(BLACKWELL_PAGES)),
         tolerance={"bfloat16": (1.5e-2, None), "float16": (2e-3, None)},  # in the interpreter on CPU
         check_vma=False,

@@ -29,11 +29,11 @@ from ..paged_cache.layer_arrays import LayerPages
 from ..paged_cache.paged_call import Attended, PagedCall
 from .step_reasons import written_first
 
-__all__ = ["BLACKWELL_PAGES", "HOPPER_PAGES", "MosaicPages", "is_quantised", "pages_of_tile"]
+__all__ = ["BLACKWELL_PAGES", "HOPPER_PAGES", "MOSAIC_FEATURES", "MosaicPages", "is_quantised", "pages_of_tile"]
 
-_FEATURES = frozenset({
+MOSAIC_FEATURES = frozenset({
     "causal", "sliding_window", "chunked", "logits_soft_cap", "sinks", "return_lse", "gqa", "value_dim", "latent_values",
-    "draft_tree", "spans", "prefix_lengths", "score", "positions",
+    "draft_tree", "spans", "prefix_lengths", "score", "positions", "quantized_kv",
 })  # fmt: skip
 
 _DTYPES = ("bfloat16", "float16")
@@ -41,11 +41,10 @@ _DTYPES = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class MosaicPages:
-    """A generation's kernel over pages. title: its GPUs. features: of a step, that it has."""
+    """A generation's kernel over pages. title: its GPUs."""
 
     sizing: PageSizing
     title: str
-    features: frozenset[str]
 
     @property
     def name(self) -> str:
@@ -172,8 +171,7 @@ class MosaicPages:
         return gpu
 
 
-HOPPER_PAGES = MosaicPages(HOPPER_SIZING, "Hopper", _FEATURES | {"quantized_kv"})
-BLACKWELL_PAGES = MosaicPages(BLACKWELL_SIZING, "Blackwell", _FEATURES)
+HOPPER_PAGES, BLACKWELL_PAGES = MosaicPages(HOPPER_SIZING, "Hopper"), MosaicPages(BLACKWELL_SIZING, "Blackwell")
 
 
 def pages_of_tile(problem: PagedProblem) -> tuple[int, ...]:

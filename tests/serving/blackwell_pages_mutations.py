@@ -3,6 +3,7 @@ roles are the forward kernel's."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,22 +16,27 @@ from forward_mutations import LAST, PLANTED, STAGES
 from forward_mutations import mutations as of_roles
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from mosaic_pages_runs import run
+from page_mistakes import right_written, widening, writing
 from paged_batches import PagedCase
-from writing_mistakes import right_written, writing
 
 from attnops.operators.blackwell.kernel import forward
-from attnops.operators.kernels.pages.mosaic import blackwell_pages, page_block
+from attnops.operators.kernels.pages.mosaic import blackwell_pages, page_block, page_widening
 from attnops.operators.kernels.pages.mosaic.blackwell_pages import BlackwellPages
 from attnops.operators.kernels.pages.mosaic.page_tiles import PageStep, PageTiles
 from attnops.operators.mosaic.kernel import block
 
 STEP = PageStep(PageTiles(64, STAGES, lines=128), PageTiles(64, STAGES, 2, lines=128), 0, 0)
+OF_QUANTISED = PageStep(*[PageTiles(64, STAGES, stored=2, lines=128)] * 2, 0, 0)
 KEYS = 330  # four tiles that all rows see, two that the mask or the sequence's end cuts
 # One softmax, whose tiles take turns; two, with 128 rows each.
 CASES = {
     "few": (PagedCase("speculate", (2, 1), dtype="bfloat16", page=32, tree=3), ((3, KEYS),)),
     "chunks": (PagedCase("prefill", (8, 1), dtype="bfloat16", page=32, tree=32), ((32, KEYS),)),
     "write": (PagedCase("decode", (2, 2), dtype="bfloat16", page=32), ()),
+    "int8": (
+        PagedCase("speculate", (2, 1), dtype="bfloat16", page=32, quantised="int8", scale="token_head"),
+        ((3, KEYS),),
+    ),
 }
 
 
@@ -65,6 +71,17 @@ def _whole_first_tile(plain: Any) -> Any:
     return lambda self, refs, work, number, masked: plain(self, refs, work, number + STAGES, masked)
 
 
+def _without_value_scales(plain: Any) -> Any:
+    return lambda *given: [dataclasses.replace(tile, value_scale=lambda: None) for tile in plain(*given)]
+
+
+def _scales_released_early() -> None:
+    """Softmaxes say nothing of the scales that they have read, and nobody waits for it."""
+    _method("weighed", lambda plain: lambda *given: None)
+    for name in ("key_free", "value_free"):
+        PLANTED.arrivals((BlackwellPages,), name, 1)
+
+
 def _cleaned_before_they_come() -> None:
     """The warpgroup that corrects sums doesn't wait for values."""
 
@@ -87,6 +104,14 @@ def mutations(case: str) -> dict[str, Callable[[], None]]:
         waits = ("key_own_full", "value_own_full")
         made = {f"no wait for {name}": lambda name=name: PLANTED.without("barrier_wait", name) for name in waits}
         return made | writing(BlackwellPages, PLANTED) | {"none": lambda: None}
+    if case == "int8":  # pages are widened
+        waits = ("key_full", "value_full", "key_free", "value_free", "key_raw", "value_raw")
+        made = {f"no wait for {name}": lambda name=name: PLANTED.without("barrier_wait", name) for name in waits}
+        return made | widening(PLANTED) | {
+            "none": lambda: None,
+            "scales released before they are read": _scales_released_early,
+            "scales of values not multiplied": lambda: _method("parts", _without_value_scales),
+        }  # fmt: skip
     return of_roles(BlackwellPages) | {
         "hidden values not cleaned": lambda: _method("zero_hidden", lambda plain: lambda *given: None),
         "values of another tile cleaned": lambda: _method("clean", _whole_first_tile),
@@ -102,15 +127,16 @@ def main(which: str, name: str, times: str = "1") -> None:
     """Plant a mistake, run, compare."""
     case, sequences = CASES[which]
     LAST[0] = str(STEP.chunks.row_groups - 1 if which == "chunks" else 0)
-    PLANTED.into(BlackwellPages, (block, forward, page_block, blackwell_pages))
+    PLANTED.into(BlackwellPages, (block, forward, page_block, page_widening, blackwell_pages))
     mutations(which)[name]()
     if which == "write":
         right_written(case, STEP, "blackwell", int(times))
         return
+    step = OF_QUANTISED if which == "int8" else STEP
     arrays = batches.make(case, sequences, spare=0)
     for _ in range(int(times)):
         try:
-            batches.agree(case, run(case, arrays, step=STEP, generation="blackwell"), batches.expect(case, arrays))
+            batches.agree(case, run(case, arrays, step=step, generation="blackwell"), batches.expect(case, arrays))
         except AssertionError:
             print("numbers")
         else:

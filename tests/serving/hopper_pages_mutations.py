@@ -14,12 +14,12 @@ import numpy as np
 import paged_batches as batches
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from mosaic_pages_runs import expect_scored, run, with_score
+from page_mistakes import right_written, uncommitted, widening, writing
 from paged_batches import PagedCase
-from writing_mistakes import right_written, writing
 
 from attnops import ALiBi
 from attnops.operators.hopper.kernel import tensor_cores
-from attnops.operators.kernels.pages.mosaic import hopper_pages, page_block, page_tile
+from attnops.operators.kernels.pages.mosaic import hopper_pages, page_block, page_tile, page_widening
 from attnops.operators.kernels.pages.mosaic.hopper_pages import HopperPages
 from attnops.operators.kernels.pages.mosaic.page_tiles import PageStep, PageTiles
 from attnops.operators.mosaic.kernel import block
@@ -55,18 +55,6 @@ def _released_early(name: str) -> None:
 
     PLANTED.changed["barrier_wait"] = wait
     PLANTED.without("barrier_arrive", f"{name}_free")
-
-
-def _uncommitted(after: str) -> None:
-    """What is committed right after the waits for such a barrier isn't."""
-    last = [""]
-
-    def wait(barrier: Any) -> None:
-        last[0] = PLANTED.name(barrier)
-        plgpu.barrier_wait(barrier)
-
-    PLANTED.changed["barrier_wait"] = wait
-    PLANTED.changed["commit_smem"] = lambda: None if last[0] == after else plgpu.commit_smem()
 
 
 def _method(name: str, changed: Callable[[Any], Any]) -> None:
@@ -111,13 +99,15 @@ def mutations(case: str) -> dict[str, Callable[[], None]]:
         return made | _without_waits("key_own_full", "value_own_full") | writing(HopperPages, PLANTED)
     full = ("key_full", "value_full", "key_free", "value_free", "value_raw")
     if case == "int8":  # pages are widened
-        return made | _without_waits(*full, "key_raw") | {
-            "values released before they are read": lambda: _released_early("value"),
-            "keys released before they are read": lambda: _released_early("key"),
-            "the next place of stored keys waited for": lambda: PLANTED.wait_for_next("key_raw"),
-            "widened keys not committed": lambda: _uncommitted("key_raw"),
-            "widened values not committed": lambda: _uncommitted("value_raw"),
-        }  # fmt: skip
+        return (
+            made
+            | _without_waits(*full, "key_raw")
+            | {
+                "values released before they are read": lambda: _released_early("value"),
+                "keys released before they are read": lambda: _released_early("key"),
+            }
+            | widening(PLANTED)
+        )
     ahead = {
         f"{name} a phase ahead": lambda name=name: PLANTED.a_phase_ahead(name, "query_full")
         for name in ("value_clean", "key_free", "value_free")
@@ -126,7 +116,7 @@ def mutations(case: str) -> dict[str, Callable[[], None]]:
         "keys released before they are read": lambda: _released_early("key"),
         "values released before they are read": lambda: _released_early("value"),
         "places free after one arrival": lambda: PLANTED.arrivals((HopperPages,), "value_free", 1),
-        "output not committed": lambda: _uncommitted("value_clean"),
+        "output not committed": lambda: uncommitted(PLANTED, "value_clean"),
         "reads of products not committed": lambda: setattr(
             tensor_cores, "plgpu", SimpleNamespace(**vars(plgpu) | {"commit_smem": lambda: None})
         ),
@@ -147,7 +137,7 @@ def mutations(case: str) -> dict[str, Callable[[], None]]:
 def main(which: str, name: str, times: str = "1") -> None:
     """Plant a mistake, run, compare."""
     case, step = CASES[which]
-    PLANTED.into(HopperPages, (block, page_block, hopper_pages))
+    PLANTED.into(HopperPages, (block, page_block, page_widening, hopper_pages))
     mutations(which)[name]()
     if which == "write":
         right_written(case, step, "hopper", int(times))

@@ -31,6 +31,11 @@ SIZES = {
     "blackwell": PageStep(PageTiles(64, 2, lines=128), PageTiles(64, 2, 2, lines=128), 1, 0),
 }
 
+OF_QUANTISED = {
+    "hopper": PageStep(PageTiles(64, 2, stored=3), PageTiles(64, 2, 2, stored=2), 1, 0),
+    "blackwell": PageStep(PageTiles(64, 2, stored=3, lines=128), PageTiles(128, 2, stored=2, lines=128), 1, 0),
+}
+
 
 def run(
     case: PagedCase,
@@ -45,7 +50,7 @@ def run(
     static: dict[str, Any] = (
         {"max_q_len": MOST.get(case.kind), "interpret": True, "generation": generation} | case.call | more
     )
-    step = step or SIZES[generation]
+    step = step or (OF_QUANTISED if case.quantised else SIZES)[generation]
     if case.latent and generation == "blackwell":
         step = step._replace(chunks=step.chunks._replace(row_groups=1))
     static["step"] = step
@@ -96,7 +101,7 @@ def written(
     static: dict[str, Any] = {
         "max_q_len": MOST.get(case.kind),
         "interpret": True,
-        "step": step or SIZES[generation],
+        "step": step or (OF_QUANTISED if case.quantised else SIZES)[generation],
         "generation": generation,
     } | case.call
     if case.latent or layout in ("packed", "joined"):

@@ -28,7 +28,6 @@ from attnops.operators.paged_cache import RaggedBatch, init
 
 BF16: dict[str, Any] = {"dtype": "bfloat16", "page": 16}
 F16: dict[str, Any] = {"dtype": "float16", "page": 16}
-OF_QUANTISED = PageStep(PageTiles(64, 2, stored=3), PageTiles(64, 2, 2, stored=2), 1, 0)
 TWO_PARTS = PageStep(PageTiles(64, 2, 1, 2), PageTiles(64, 2, 1, 2), 1, 0)
 # The interpreter takes seconds for each.
 QUICK = [(generation, "split", PagedCase("long", (4, 1), **BF16, window=(300, 0), sinks=True)) for generation in SIZES]
@@ -251,28 +250,34 @@ QUANTISED = (
 
 
 @pytest.mark.parametrize(
-    ("layout", "case"),
-    [pytest.param(*x, marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(QUANTISED)],
+    ("generation", "layout", "case"),
+    [
+        pytest.param(generation, *x, marks=[pytest.mark.slow] * (i > 0 or generation != "hopper"))
+        for generation in SIZES
+        for i, x in enumerate(QUANTISED)
+    ],
     ids=_name,
 )
-def test_quantised_pages(layout: str, case: PagedCase) -> None:
-    check(case, layout, OF_QUANTISED)
+def test_quantised_pages(generation: str, layout: str, case: PagedCase) -> None:
+    check(case, layout, generation=generation)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "step",
+    ("generation", "step"),
     [
-        PageStep(PageTiles(64, 1, stored=1), PageTiles(64, 1, 1, stored=1), 0, 0),
-        PageStep(PageTiles(128, 2, stored=1), PageTiles(128, 2, 2, stored=3), 3, 2),
-        PageStep(PageTiles(64, 2, 1, 2, stored=2), PageTiles(64, 3, 1, 2, stored=2), 1, 0),
+        ("hopper", PageStep(PageTiles(64, 1, stored=1), PageTiles(64, 1, 1, stored=1), 0, 0)),
+        ("hopper", PageStep(PageTiles(128, 2, stored=1), PageTiles(128, 2, 2, stored=3), 3, 2)),
+        ("hopper", PageStep(PageTiles(64, 2, 1, 2, stored=2), PageTiles(64, 3, 1, 2, stored=2), 1, 0)),
+        ("blackwell", PageStep(*[PageTiles(64, 1, stored=1, lines=128)] * 2, 0, 0)),
+        ("blackwell", PageStep(PageTiles(128, 4, stored=1, lines=128), PageTiles(64, 2, stored=4, lines=128), 3, 2)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["long", "mixed"])
-def test_quantised_pages_agree_with_any_sizes(kind: str, step: PageStep) -> None:
+def test_quantised_pages_agree_with_any_sizes(kind: str, generation: str, step: PageStep) -> None:
     case = PagedCase(kind, (2, 1), (64, 128), **BF16, window=(300, 0), quantised="int8", scale="token_head")
-    check(case, step=step)
+    check(case, step=step, generation=generation)
 
 
 def test_other_dtypes_are_refused() -> None:

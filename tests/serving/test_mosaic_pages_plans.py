@@ -150,8 +150,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "split heads": {"sizes": {"tp": 4}, "kv_head_axis": "tp"},
     "declared": {"config": {"kernel": "hopper", "pages_per_block": 8, "kv_splits": 0}},
 }
-BLACKWELL_RUNS = {name: given for name, given in RUNS.items() if not {"quantised", "kind"} & given.keys()} | {
-    "latents": LATENT | {"heads": 32, "head_dim": 288, "value_dim": 256},
+SMALLER = {"heads": 32, "head_dim": 288, "value_dim": 256}
+BLACKWELL_RUNS = {name: given for name, given in RUNS.items() if "kind" not in given} | {
+    "latents": LATENT | SMALLER,
+    "int8 latents": RUNS["int8 latents"] | SMALLER,
     "declared": {"config": {"kernel": "blackwell", "pages_per_block": 4, "kv_splits": 0}},
 }
 
@@ -208,13 +210,11 @@ REFUSED = {
     "paged.hopper.score_function_operation": {"call": {"score": Distance("tests.hopper_pages.sine")}},
     "feature.selected": {"call": {"selected": jax.ShapeDtypeStruct((32, 8), "int32")}},
 }
-BLACKWELL_REFUSED = {
-    code.replace("hopper", "blackwell"): given for code, given in REFUSED.items() if code != "feature.rope_dtype"
-} | {
+BLACKWELL_REFUSED = {code.replace("hopper", "blackwell"): given for code, given in REFUSED.items()} | {
+    "feature.rope_dtype": REFUSED["feature.rope_dtype"] | SMALLER,
     "paged.kernel": {"config": {"kernel": "hopper"}},
     "paged.blackwell_dim": LATENT | {"heads": 128},  # no tensor memory for 512 columns of sums beside logits
     "paged.blackwell_shared": LATENT | {"heads": 128, "value_dim": 256},
-    "feature.quantized_kv": {"quantised": {"dtype": "int8", "scale": "token_head"}},
 }
 
 
@@ -319,6 +319,19 @@ def test_sizes_for_blackwell_by_rule() -> None:
     assert BLACKWELL_SIZING.step(latent, 148).decode == PageTiles(128, 2, lines=128)
     counted = BLACKWELL_SIZING.shared_bytes(latent, PageTiles(128, 2, lines=128))
     assert (counted["query"], counted["key"], counted["value"]) == (73728, 147456, 0)
+
+
+def test_what_is_stored_of_quantised_pages_on_blackwell_by_rule() -> None:
+    """Two widened tiles, and as many stored ones as fit; 128 rows, as warpgroups that widen leave registers for."""
+    llama = StepShape(32, 32, 8, (128, 128), 16, False, True)
+    step = BLACKWELL_SIZING.step(llama, 148)
+    assert step.decode == step.chunks == PageTiles(64, 2, stored=4, lines=128)
+    assert BLACKWELL_SIZING.block_tokens(llama) == (32,)
+    assert BLACKWELL_SIZING.step(llama._replace(dims=(64, 64)), 148).decode == PageTiles(64, 2, stored=8, lines=128)
+    assert BLACKWELL_SIZING.step(llama._replace(dims=(256, 256)), 148).decode == PageTiles(64, 1, stored=2, lines=128)
+    counted = BLACKWELL_SIZING.shared_bytes(llama, step.decode)
+    # 4 tiles of 64 keys and values of 128 bytes; scales of 4 and of 2 tiles of 64, of keys and of values
+    assert (counted["stored"], counted["scales"]) == (65536, 2 * (1024 + 512))
 
 
 def test_shared_memory_by_hand() -> None:

@@ -17,7 +17,7 @@ from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: its interpreter doesn't look for races", allow_module_level=True)
 
-from mosaic_pages_runs import SEQUENCES, SIZES, same_pages, written
+from mosaic_pages_runs import OF_QUANTISED, SEQUENCES, SIZES, same_pages, written
 from paged_kernel_runs import last_rows, split
 
 from attnops.operators.kernels.pages.mosaic.attend import PageRows, paged_attention_mosaic
@@ -25,7 +25,6 @@ from attnops.operators.kernels.pages.mosaic.page_tiles import PageStep, PageTile
 
 BF16: dict[str, Any] = {"dtype": "bfloat16", "page": 16}
 F16: dict[str, Any] = {"dtype": "float16", "page": 16}
-OF_QUANTISED = PageStep(PageTiles(64, 2, stored=3), PageTiles(64, 2, 2, stored=2), 1, 0)
 IN_PARTS = {generation: step._replace(splits=3) for generation, step in SIZES.items()}
 OF_KIND = SEQUENCES | {"speculate": ((3, 139), (1, 80), (0, 5), (2, 2), (1, 64))}
 # Last keys at the end of a tile, of a page, and after both; a page of several tiles; keys divided over blocks; every layout.
@@ -37,13 +36,13 @@ BOTH = [
     ("interleaved", PagedCase("speculate", (4, 2), tree=3, **F16), SIZES),
     ("packed", PagedCase("mixed", (4, 2), chunk=50, **BF16), SIZES),
     ("latent", PagedCase("decode", (16, 1), (128, 64), latent=True, **BF16), SIZES),
+    ("heads", PagedCase("decode", (4, 2), quantised="int8", scale="head", **BF16), OF_QUANTISED),
+    ("joined", PagedCase("mixed", (4, 2), quantised="float8_e4m3fn", scale="tensor", **BF16), OF_QUANTISED),
 ]
 CASES = [
     *((generation, layout, case, steps[generation]) for layout, case, steps in BOTH for generation in SIZES),
     ("hopper", "latent", PagedCase("mixed", (5, 1), (576, 512), latent=True, **BF16),
      PageStep(*[PageTiles(64, 1, 1, 2)] * 2, 1, 0)),
-    ("hopper", "heads", PagedCase("decode", (4, 2), quantised="int8", scale="head", **BF16), OF_QUANTISED),
-    ("hopper", "joined", PagedCase("mixed", (4, 2), quantised="float8_e4m3fn", scale="tensor", **BF16), OF_QUANTISED),
     ("blackwell", "latent", PagedCase("decode", (128, 1), (288, 256), latent=True, **BF16), SIZES["blackwell"]),
 ]  # fmt: skip
 

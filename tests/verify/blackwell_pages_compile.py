@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import pytest
-from pages_compile import FEATURES, MODELS, check_written_in_place, declared, kernels
+from pages_compile import FEATURES, MODELS, QUANTISED, check_written_in_place, declared, kernels
 
 from attnops.operators.kernels.pages.mosaic.page_sizes import BLACKWELL_SIZING
 from attnops.operators.kernels.pages.mosaic.page_tiles import PageTiles
@@ -28,14 +28,15 @@ if jax.__version_info__ < JAX_NEEDED:
 DECODE, CHUNKS = (BLACKWELL_SIZING.kernel(chunks) for chunks in (False, True))
 SERVED = [name for name in MODELS if name != "deepseek-v3"]  # refused: no tensor memory for 512 columns of values
 MIXED = [1, 1, 100, 300, 1, 2, 40, 1]
-# The warpgroups share the 65536 registers of a multiprocessor, in units of 8: those of softmaxes, and two more.
-SHARES = {1: (168, 384), 2: (128, 512)}
+# The warpgroups share the 65536 registers of a multiprocessor, in units of 8: those of softmaxes and two more, and
+# those that widen.
+SHARES = {1: (168, 384), 2: (128, 512), 3: (96, 640)}
 
 
-def _check(kernel: GpuKernelUse, tiles: PageTiles, spilled: int = 8, of_each: int = 1) -> None:
+def _check(kernel: GpuKernelUse, tiles: PageTiles, spilled: int = 8, of_each: int = 1, wideners: int = 0) -> None:
     """For each warpgroup with softmaxes a loop of whole and one of other tiles; a thread has a row: `of_each` exponentials for
     each weight, and one to shrink it. Another corrects the sums."""
-    assert (kernel.registers, kernel.threads) == SHARES[tiles.row_groups]
+    assert (kernel.registers, kernel.threads) == SHARES[tiles.row_groups + wideners]
     assert kernel.stack_bytes is not None
     assert kernel.stack_bytes <= spilled
     if disassembler() is None:
@@ -82,9 +83,23 @@ def test_features(step: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("model", "dtype", "scale"), [of for of in QUANTISED if of[0] in SERVED])
+def test_quantised_pages(model: str, dtype: str, scale: str) -> None:
+    """Numbers of 8 bits are widened by warpgroups of their own, of keys and of values, or of latents."""
+    found, sizes = kernels(model, "b200", q_lens=MIXED, quantised={"dtype": dtype, "scale": scale})
+    wideners = 1 if MODELS[model][1].get("kind") == "latent" else 2
+    for name, tiles in ((DECODE, sizes.decode), (CHUNKS, sizes.chunks)):
+        assert tiles.stored
+        _check(found[name], tiles, 16, wideners=wideners)
+        if disassembler() is not None:  # of each of them: tiles ahead, whole ones, others
+            assert len(found[name].loading) == 3 * wideners
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cache", "q_lens"),
     [
+        ("llama-3-8b", {"quantised": {"dtype": "int8", "scale": "head"}}, 1),
         ("llama-3-8b", {}, 1),
         ("llama-3-8b", {"layout": "packed"}, MIXED),
         ("gpt-oss-20b", {"layout": "joined"}, MIXED),

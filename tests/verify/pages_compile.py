@@ -39,6 +39,17 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"score": {"kind": "position_temperature"}, "q_positions": True},
     {"dtype": "float16"},
 )
+# (the model, the dtype of its pages, their scales)
+QUANTISED = (
+    ("llama-3-8b", "int8", "token_head"),
+    ("llama-3-8b", "int8", "head"),
+    ("llama-3-8b", "float8_e4m3fn", "tensor"),
+    ("llama-3.2-1b", "int8", "token_head"),
+    ("phi-3-like heads of 96", "float8_e5m2", "token_head"),
+    ("gemma-2-9b", "int8", "head"),
+    ("latents of 288", "int8", "token_head"),
+    ("deepseek-v3", "int8", "token_head"),
+)
 
 
 def declared(

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import pytest
-from pages_compile import FEATURES, MODELS, check_written_in_place, declared, kernels
+from pages_compile import FEATURES, MODELS, QUANTISED, check_written_in_place, declared, kernels
 
 from attnops.operators.kernels.pages.mosaic.page_sizes import HOPPER_SIZING
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
@@ -79,17 +79,6 @@ def test_mixed_steps_of_models(model: str) -> None:
     assert chunks.stack_bytes <= (128 if latent or fields["head_dim"] > 128 else 0)
     dims = fields["head_dim"], fields.get("value_dim", fields["head_dim"])
     _check_loops(chunks, sizes.chunks.block_kv, dims, sizes.chunks.parts)
-
-
-QUANTISED = [
-    ("llama-3-8b", "int8", "token_head"),
-    ("llama-3-8b", "int8", "head"),
-    ("llama-3-8b", "float8_e4m3fn", "tensor"),
-    ("llama-3.2-1b", "int8", "token_head"),
-    ("phi-3-like heads of 96", "float8_e5m2", "token_head"),
-    ("gemma-2-9b", "int8", "head"),
-    ("deepseek-v3", "int8", "token_head"),
-]
 
 
 @pytest.mark.slow

@@ -155,10 +155,18 @@ class BlackwellRoles(BlockOfThreads):
         del refs, work, group
 
     def parts(
-        self, refs: dict[str, Any], work: Any, group: int, tile: Any, masked: bool, of_rows: Any
+        self, refs: dict[str, Any], work: Any, group: int, tile: Any, count: Any, masked: bool, of_rows: Any
     ) -> Sequence[Any]:
-        """Of a group's rows and a tile's keys, PART of these each, as `weigh` takes them."""
+        """Of a group's rows and a tile's keys, PART of these each, as `weigh` takes them. count: of the tiles before."""
         raise NotImplementedError
+
+    def weighed(self, refs: dict[str, Any], count: Any) -> None:
+        """When the weights of a tile have been computed. Default: nothing."""
+
+    def shares(self, refs: dict[str, Any], work: Any, share: jax.Array) -> jax.Array:
+        """What the sums of rows are multiplied with. share: 1 / total of each. Default: that."""
+        del refs, work
+        return share
 
     def start(self, refs: dict[str, Any], work: Any, group: int) -> tuple[jax.Array, jax.Array]:
         """(peak, total) of rows that have seen no key: a sink is a key without a value."""
@@ -271,7 +279,7 @@ class BlackwellRoles(BlockOfThreads):
             at = self.at(count, group)
             plgpu.barrier_wait(refs["logits_full"].at[at])
             raw = self._read(refs, count, group)
-            tiles, xs, factor = self.parts(refs, work, group, kv_block, masked, of_rows), [], 1.0
+            tiles, xs, factor = self.parts(refs, work, group, kv_block, count, masked, of_rows), [], 1.0
             for tile, one in zip(tiles, raw, strict=True):
                 x, factor, _ = weigh(tile, one, masked)
                 xs.append(x)
@@ -291,6 +299,7 @@ class BlackwellRoles(BlockOfThreads):
                 weights = exp2(x * factor - along_rows(shift, x.shape), 0 if masked else by_products)
                 total = total + weights.sum(axis=1)
                 written.append(tile.dropped(weights, tile.keep()).astype(dtype))
+            self.weighed(refs, count)
             if self.apart:
                 pl.when(count >= self.places)(lambda: plgpu.barrier_wait(refs["weights_free"].at[at]))
             self._write(refs, count, group, written)
@@ -375,7 +384,7 @@ class BlackwellRoles(BlockOfThreads):
             total = plgpu.load(refs["totals"].at[group], layout=OUTPUT.reduce(1), optimized=False)  # type: ignore[call-arg]
             # Without tiles there are no sums, whatever the total: a sink's.
             seen = (total > 0) & (count > 0)
-            share = jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)
+            share = self.shares(refs, work, jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0))
             pl.when(count > 0)(functools.partial(plgpu.barrier_wait, refs["sums_full"].at[group]))
             step = self.chunk if self.columns % (2 * self.chunk) else 2 * self.chunk
             output, unrounded = refs.get("output_tile", refs["query_tile"]).at[group], self.unrounded(refs, work, group)
@@ -495,10 +504,17 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         return self._first_row(work, group)
 
     def parts(
-        self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: int, tile: Any, masked: bool, of_rows: Any
+        self,
+        refs: dict[str, Any],
+        work: tuple[Any, Any, Any],
+        group: int,
+        tile: Any,
+        count: Any,
+        masked: bool,
+        of_rows: Any,
     ) -> list[BlackwellTile]:
         """See BlackwellRoles."""
-        del group, masked
+        del group, count, masked
         first_key = tile * self.sizes.block_kv
         return [
             BlackwellTile(

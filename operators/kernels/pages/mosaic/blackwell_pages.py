@@ -1,13 +1,15 @@
 """The kernel over pages on Blackwell: the roles of the kernel over dense arrays, with logits and sums in tensor memory. The
-warpgroup that corrects sums also writes zeros over values that nobody may see.
+warpgroup that corrects sums also writes zeros over values that nobody may see; of quantised pages those that widen them do.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -16,18 +18,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ....blackwell.kernel.blackwell_sizes import PART, ROWS
 from ....blackwell.kernel.forward import BlackwellRoles
 from ....blackwell.kernel.tile import TILE
-from .page_block import PagesBlock, Work
+from .page_block import Work
 from .page_sizes import BLACKWELL_SIZING
 from .page_tile import PageTile
 from .page_tiles import PageSizing
+from .page_widening import WideningBlock
 
 __all__ = ["BlackwellPages"]
 
 _ROWS_OF_ZEROS = 64  # keys over whose values zeros are written at once
+# Registers per thread of the roles, and of warpgroups that widen, by how many of these there are.
+_WIDENING = {1: (224, 96, 40, 152), 2: (200, 80, 40, 80)}
 
 
 @dataclass(frozen=True)
-class BlackwellPages(PagesBlock, BlackwellRoles):
+class BlackwellPages(WideningBlock, BlackwellRoles):
     """`block_q` rows, 128 of each group of them."""
 
     in_registers: ClassVar[Any] = TILE
@@ -36,8 +41,15 @@ class BlackwellPages(PagesBlock, BlackwellRoles):
     @property
     def registers(self) -> tuple[int, ...]:
         """See BlackwellRoles. Zeros over the values of many keys take more registers."""
+        if self.quantised:
+            return _WIDENING[len(self.wideners)]
         many = self.groups == 1 and self.sizes.block_kv > _ROWS_OF_ZEROS
         return (240, 200, 64) if many else super().registers
+
+    def load(self, refs: dict[str, Any], work: Work) -> None:
+        """See BlackwellRoles. Who widens quantised pages loads them."""
+        if not self.quantised:
+            super().load(refs, work)
 
     def count(self, refs: dict[str, Any], work: Work) -> Any:
         """See BlackwellRoles."""
@@ -55,16 +67,41 @@ class BlackwellPages(PagesBlock, BlackwellRoles):
         return self.score_rows(refs, work, pl.ds(group * ROWS, ROWS))
 
     def parts(
-        self, refs: dict[str, Any], work: Work, group: int, tile: Any, masked: bool, of_rows: dict[str, Any]
+        self,
+        refs: dict[str, Any],
+        work: Work,
+        group: int,
+        tile: Any,
+        count: Any,
+        masked: bool,
+        of_rows: dict[str, Any],
     ) -> list[PageTile]:
         """See BlackwellRoles."""
+        slot, last = lax.rem(count, jnp.int32(self.sizes.stages)), self.streams[-1]
+        if "value" in self.scaled:
+            plgpu.barrier_wait(refs["value_full"].at[slot])
+        of_head = refs["key_scale"][self.kv_head(work)] if "key_scale" in refs else None
         parts = [(first, PART) for first in range(0, self.sizes.block_kv, PART)]
         seen: list[list[Any]] = [[] for _ in parts]
         if masked:
             rows = pl.ds(group * ROWS, ROWS)
             limits = self.limits(refs, work.unit, rows)
             seen = [self.visible(refs, work.unit, tile, rows, limits, keys) for keys in parts]
-        return [self.part(refs, work, tile, *some, of_rows) for some in zip(seen, parts, strict=True)]
+        made = []
+        for some, keys in zip(seen, parts, strict=True):
+            scale = self.factors(refs, "key", slot, keys) if "key" in self.scaled else of_head
+            of_values = functools.partial(self.factors, refs, last, slot, keys)
+            made.append(self.part(refs, work, tile, some, keys, of_rows, scale, of_values))
+        return made
+
+    def weighed(self, refs: dict[str, Any], count: Any) -> None:
+        """See BlackwellRoles. Scales of tokens have been read."""
+        for name in self.scaled:
+            plgpu.barrier_arrive(refs[f"{name}_free"].at[lax.rem(count, jnp.int32(self.sizes.stages))])
+
+    def shares(self, refs: dict[str, Any], work: Work, share: jax.Array) -> jax.Array:
+        """See BlackwellRoles."""
+        return share * refs["value_scale"][self.kv_head(work)] if "value_scale" in refs else share
 
     def turns(self, work: Work, count: Any) -> tuple[tuple[Any, Any, bool], ...]:
         """See BlackwellRoles."""
@@ -72,6 +109,8 @@ class BlackwellPages(PagesBlock, BlackwellRoles):
 
     def clean(self, refs: dict[str, Any], work: Work, number: Any, masked: bool | None) -> None:
         """See BlackwellRoles. The logits of the tile are there, so that nobody reads keys that are values."""
+        if self.quantised:
+            return
         slot = lax.rem(number, jnp.int32(self.sizes.stages))
         if not self.in_key:
             plgpu.barrier_wait(refs["value_full"].at[slot])
@@ -82,7 +121,14 @@ class BlackwellPages(PagesBlock, BlackwellRoles):
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See BlockOfThreads."""
-        return super().scratch(dtype) | self.own_places(dtype)
+        made = super().scratch(dtype) | self.widening_places() | self.own_places(dtype)
+        for name in (
+            self.streams if self.quantised else ()
+        ):  # who widens a tile says so once; its scales are read by softmaxes
+            readers, stages = 1 + self.groups * (name in self.scaled), self.sizes.stages
+            made[f"{name}_full"] = plgpu.Barrier(num_barriers=stages)
+            made[f"{name}_free"] = plgpu.Barrier(num_arrivals=readers, num_barriers=stages, orders_tensor_core=True)
+        return made
 
     def store(self, refs: dict[str, Any], work: Work, group: int, name: str, held: Any) -> None:
         """See BlackwellRoles."""

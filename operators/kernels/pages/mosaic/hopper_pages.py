@@ -8,7 +8,6 @@ import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -17,13 +16,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ....flash.kernel.weigh import weigh
 from ....hopper.kernel.hopper_sizes import ROWS
 from ....hopper.kernel.tensor_cores import tensor_cores
-from ....hopper.kernel.tile import BY_COLUMN, TILE
+from ....hopper.kernel.tile import TILE
 from ....mosaic.kernel.block import WARPGROUPS, along_rows
-from ....mosaic.kernel.widen import WIDENED, widen_part
 from ...lse import LN2, LOG2E
-from .page_block import PagesBlock, Unit, Work
+from .page_block import Unit, Work
 from .page_sizes import HOPPER_SIZING
 from .page_tiles import PageSizing
+from .page_widening import WideningBlock
 
 __all__ = ["HopperPages"]
 
@@ -32,11 +31,10 @@ __all__ = ["HopperPages"]
 _REGISTERS = {(1, 2): (56, 224), (2, 1): (120, 240), (2, 2): (56, 200)}
 _REGISTERS_OF_LATENTS = (56, 224)  # quantised ones
 _REGISTERS_OF_PARTS = (40, 232)  # where two that compute have half of a row's columns each
-_AT_ONCE = 128  # columns up to which numbers are widened without a loop: more would take registers that aren't there
 
 
 @dataclass(frozen=True)
-class HopperPages(PagesBlock):
+class HopperPages(WideningBlock):
     """`block_q` rows, 64 of each group of them."""
 
     in_registers: ClassVar[Any] = TILE
@@ -56,24 +54,19 @@ class HopperPages(PagesBlock):
                 plgpu.set_max_registers(registers[1], action="increase")
             self.used(work, lambda: self._compute(refs, work, warpgroup))
 
-        for loader in range(self.loaders):
+        for loader, names in enumerate(self.wideners or (self.streams,)):
 
             @pl.when(warpgroup == self.sizes.consumers + loader)
-            def _load(name: str = self.streams[loader]) -> None:
+            def _load(names: tuple[str, ...] = names) -> None:
                 if registers is not None:
                     plgpu.set_max_registers(registers[0], action="decrease")
-                load = functools.partial(self._load_and_widen, name) if self.quantised else self.load
+                load = functools.partial(self.widen_tiles, names=names) if self.quantised else self.load
                 self.used(work, lambda: load(refs, work))
 
     @property
-    def quantised(self) -> bool:
-        """Whether pages hold numbers of 8 bits, which the warpgroup that loads widens."""
-        return self.stored is not None
-
-    @property
     def loaders(self) -> int:
-        """Warpgroups that load: of quantised pages one for each of what is widened."""
-        return len(self.streams) if self.quantised else 1
+        """Warpgroups that load."""
+        return len(self.wideners) or 1
 
     @property
     def warpgroups(self) -> int:
@@ -92,63 +85,6 @@ class HopperPages(PagesBlock):
         plgpu.barrier_wait(refs[f"{name}_raw"].at[slot])
         self.zero_hidden(refs, unit, tile, slot)
         plgpu.barrier_arrive(refs[f"{name}_clean"].at[slot])
-
-    def _load_and_widen(self, name: str, refs: dict[str, Any], work: Work) -> None:
-        """The same of the keys or the values of quantised pages: tiles come into places of their own, some ahead of those that
-        are widened."""
-        self.write_own(refs, work, (name,))
-        if name == self.streams[0]:
-            self.load_queries(refs, work)
-        unit, stages, stored, raw = work.unit, self.sizes.stages, self.sizes.stored, refs[f"{name}_raw"]
-
-        def request(number: Any) -> None:
-            place, tile = lax.rem(number, jnp.int32(stored)), unit.tile(number, None)
-            self.copy(refs, work, name, tile, refs[f"{name}_stored"].at[place], raw.at[place], True)
-            if f"{name}_scales" in refs:
-                size = self.sizes.block_kv
-                scales = refs[f"{name}_scales"].at[unit.sequence, self.kv_head(work), pl.ds(tile * size, size)]
-                plgpu.copy_gmem_to_smem(scales, refs[f"{name}_scale_rows"].at[place], raw.at[place])
-
-        pl.loop(0, jnp.minimum(unit.tiles, stored))(request)
-
-        def widen(number: Any, carry: Any, masked: bool) -> Any:
-            slot, place = lax.rem(number, jnp.int32(stages)), lax.rem(number, jnp.int32(stored))
-            pl.when(number >= stages)(lambda: plgpu.barrier_wait(refs[f"{name}_free"].at[slot]))
-            plgpu.barrier_wait(raw.at[place])
-            self._widen(refs, unit, name, unit.tile(number, masked), place, slot, masked)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(refs[f"{name}_full"].at[slot])
-            pl.when(number + stored < unit.tiles)(lambda: request(number + stored))
-            return carry
-
-        self.visit(unit, widen, None)
-        self.drain(refs, unit.tiles, (name,))
-
-    def _widen(
-        self, refs: dict[str, Any], unit: Unit, name: str, tile: Any, place: Any, slot: Any, masked: bool
-    ) -> None:
-        """Numbers of a place as those of another, with their tokens' scales; zeros for values that no row sees."""
-        wide, first, step = refs[f"{name}_tiles"].at[slot], tile * self.sizes.block_kv, self.step(name)
-        bits = self.there(refs, unit, tile) if masked else None
-        for row in range(0, self.sizes.block_kv, ROWS):
-            rows, seen, numbers = pl.ds(row, ROWS), None, refs[f"{name}_stored"].at[place]
-            if f"{name}_scales" in refs:
-                refs[f"{name}_factors"].at[slot, rows][...] = self.by_row(refs[f"{name}_scale_rows"].at[place, rows])
-            if masked and name == self.streams[-1]:
-                local = plgpu.broadcasted_iota(jnp.int32, (ROWS, step), 0, layout=WIDENED) + row
-                seen = self.seen(unit, local, first, bits)
-
-            def part(column: Any, rows: Any = rows, seen: Any = seen, numbers: Any = numbers) -> None:
-                columns = pl.ds(column, step)
-                clean = None if seen is None else lambda x: jnp.where(seen, x, jnp.zeros((), x.dtype))
-                widen_part(numbers, wide, (rows, columns), clean)
-
-            dim = self.dims[name == "value"]
-            if dim <= _AT_ONCE:
-                for column in range(0, dim, step):
-                    part(column)
-            else:
-                pl.loop(0, dim, step=step)(part)
 
     # -- those that compute ------------------------------------------------------------------------------------------
 
@@ -177,7 +113,7 @@ class HopperPages(PagesBlock):
             cleaned = masked and not self.quantised
             plgpu.barrier_wait(refs["key_clean" if cleaned and self.in_key else "key_full"].at[slot])
             (raw,) = products.logits((query, keys))
-            of_keys = self._factors(refs, "key", slot, raw.shape)
+            of_keys = self.factors(refs, "key", slot, keys_of_tile)
             if not self.in_key:
                 plgpu.barrier_arrive(refs["key_free"].at[slot])
             seen = [] if not masked else self.visible(refs, unit, tile, rows, limits, keys_of_tile)
@@ -193,7 +129,7 @@ class HopperPages(PagesBlock):
             sums = sums * along_rows(shrink, sums.shape)
             if not self.in_key:
                 plgpu.barrier_wait(refs["value_clean" if cleaned else "value_full"].at[slot])
-            of_values = of_keys if self.in_key else self._factors(refs, "value", slot, raw.shape)
+            of_values = of_keys if self.in_key else self.factors(refs, "value", slot, keys_of_tile)
             if f"{last}_scales" in refs and of_values is not None:  # one that no row sees may be NaN
                 weights = weights * of_values
                 weights = jnp.where(seen[0], weights, 0.0) if masked else weights
@@ -205,13 +141,6 @@ class HopperPages(PagesBlock):
             return sums, new_peak, total
 
         self._finish(refs, work, warpgroup, self.visit(unit, visit, carry))
-
-    def _factors(self, refs: dict[str, Any], name: str, slot: Any, shape: tuple[int, ...]) -> jax.Array | None:
-        """The scales of a tile's keys or values along its columns, where each token has its own."""
-        if f"{name}_factors" not in refs:
-            return None
-        of_keys = plgpu.load(refs[f"{name}_factors"].at[slot], layout=BY_COLUMN)  # type: ignore[call-arg] # of jax 0.10
-        return lax.broadcast_in_dim(of_keys, shape, (1,))
 
     def _place(self, warpgroup: Any) -> tuple[Any, Any]:
         """(group of rows, part of the columns) of a warpgroup; numbers where there is one, so that addresses are known."""
@@ -267,17 +196,8 @@ class HopperPages(PagesBlock):
             **self.barriers(dict.fromkeys(self.streams, 1 if self.quantised else self.copies), sizes.consumers),
         }
         for stream, columns in zip(self.streams, self.dims, strict=False):
-            step, shape = self.step(stream), (sizes.stored, sizes.block_kv)
-            made[f"{stream}_tiles"] = self.tiles(dtype, sizes.stages, sizes.block_kv, columns, step=step)
-            if not self.quantised:
-                continue
-            by_token = stream in self.scaled
-            made[f"{stream}_stored"] = self.tiles(self.stored, *shape, columns, step=step)
-            made[f"{stream}_raw"] = plgpu.Barrier(num_arrivals=self.copies + by_token, num_barriers=sizes.stored)
-            if by_token:
-                made[f"{stream}_scale_rows"] = plgpu.SMEM(shape, jnp.float32)
-                made[f"{stream}_factors"] = plgpu.SMEM((sizes.stages, sizes.block_kv), jnp.float32)
-        made |= self.own_places(dtype)
+            made[f"{stream}_tiles"] = self.tiles(dtype, sizes.stages, sizes.block_kv, columns, step=self.step(stream))
+        made |= self.widening_places() | self.own_places(dtype)
         if not self.quantised:
             last = self.streams[-1]
             made[f"{last}_raw"] = plgpu.Barrier(num_arrivals=self.copies, num_barriers=sizes.stages)

@@ -331,11 +331,13 @@ class PagesBlock(BlockOfThreads):
         keys: tuple[int, int],
         numbers: dict[str, jax.Array],
         scale: Any = None,
+        value_scale: Callable[[], jax.Array | None] = lambda: None,
     ) -> PageTile:
-        """What `weigh` takes. keys: of the tile, from the first of these so many; numbers: those of `score_rows`."""
+        """What `weigh` takes. keys: of the tile, from the first of these so many; numbers: those of `score_rows`. scale,
+        value_scale: of keys and of values."""
         shape, first = (self.sizes.lines, keys[1]), tile * self.sizes.block_kv + keys[0]
         place = work.unit.sequence, first, self.page, self.in_registers
-        return PageTile(self.logits, refs, seen, shape, scale, numbers, *place)
+        return PageTile(self.logits, refs, seen, shape, scale, numbers, *place, value_scale)
 
     def limits(self, refs: dict[str, Any], unit: Unit, rows: Any) -> tuple[jax.Array, jax.Array]:
         """(low, high) of the keys that rows of a tile see."""

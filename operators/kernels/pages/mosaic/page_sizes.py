@@ -50,15 +50,14 @@ class HopperPageSizing(PageSizing):
         dim, value_dim = shape.padded
         query, output = 2 * tiles.block_q * dim, 2 * tiles.block_q * value_dim
         shares = dim == value_dim or tiles.row_groups == 1
-        stored, streams = tiles.stored * tiles.block_kv, 1 if shape.latent else 2
+        streams = 1 if shape.latent else 2
         barriers = 2 * streams * tiles.stages + (streams * tiles.stored if shape.quantised else 2 * tiles.stages)
         return {
             "query": max(query, output) if shares else query,
             "key": 2 * tiles.stages * tiles.block_kv * dim,
             "value": 0 if shape.latent else 2 * tiles.stages * tiles.block_kv * value_dim,
             "output": 0 if shares else output,
-            "stored": stored * (dim + (0 if shape.latent else value_dim)),
-            "scales": streams * (_unit(FLOAT * stored) + _unit(FLOAT * tiles.stages * tiles.block_kv) * (stored > 0)),
+            **_stored_bytes(shape, tiles),
             "lse": _unit(FLOAT * self.lines * tiles.consumers),
             "own": _own_bytes(shape),
             "barriers": BARRIER * (tiles.row_groups + 1 + len(shape.rows) + barriers),
@@ -95,8 +94,9 @@ class BlackwellPageSizing(PageSizing):
         return self._fitted(shape, keys, groups)
 
     def two_groups(self, shape: StepShape) -> bool:
-        """Zeros are written over latents once one warpgroup's logits of them are there."""
-        return not shape.latent and self.fits(shape, self._fitted(shape, None, 2))
+        """Zeros are written over latents once one warpgroup's logits of them are there. Warpgroups that widen quantised pages
+        leave too few registers."""
+        return not (shape.latent or shape.quantised) and self.fits(shape, self._fitted(shape, None, 2))
 
     def fits(self, shape: StepShape, tiles: PageTiles, blocks: int = 1) -> bool:
         """See PageSizing."""
@@ -108,15 +108,22 @@ class BlackwellPageSizing(PageSizing):
         return f"{super().taken(shape, tiles)}, and {columns}"
 
     def shared_bytes(self, shape: StepShape, tiles: PageTiles) -> dict[str, int]:
-        """Those of a kernel over dense arrays."""
+        """Those of a kernel over dense arrays, and of tiles of 8 bits with their tokens' scales."""
         counted = blackwell_sizes.shared_bytes(_dense(tiles), *shape.dims)
         counted |= {"own": _own_bytes(shape) + BARRIER * len(shape.rows)}
+        if shape.quantised:
+            counted |= _stored_bytes(shape, tiles) | {"alignment": _ALIGNMENT}
         return counted | ({"value": 0} if shape.latent else {})
 
     def _fitted(self, shape: StepShape, keys: int | None, groups: int) -> PageTiles:
-        """The most keys of which two stages fit, and as many of them as fit; what one takes may be too much."""
+        """The most keys of which two stages fit, and as many of them as fit; what one takes may be too much. Of quantised tiles,
+        of 64 keys as registers allow, two stages are widened, and as many as fit are stored."""
         least = 2 if shape.latent else 1
         some = KEYS[::-1] if keys is None else (keys,)
+        if shape.quantised:
+            sizes = [(wide, stored) for wide in (2, 1) for stored in (8, 4, 2, 1) if wide >= least]
+            ways = [PageTiles(keys or KEYS[0], wide, groups, stored=stored, lines=self.lines) for wide, stored in sizes]
+            return next((tiles for tiles in ways if self.fits(shape, tiles)), ways[-1])
         several = [PageTiles(n, stages, groups, lines=self.lines) for n in some for stages in (8, 4, 2)]
         alone = [PageTiles(n, 1, groups, lines=self.lines) for n in some if least == 1]
         ways = [*several, *alone]
@@ -134,6 +141,13 @@ def _tensor_columns(shape: StepShape, tiles: PageTiles) -> int:
 def _unit(size: int) -> int:
     """The bytes that a small array takes."""
     return math.ceil(size / _UNIT) * _UNIT
+
+
+def _stored_bytes(shape: StepShape, tiles: PageTiles) -> dict[str, int]:
+    """The bytes of tiles of 8 bits, and of the scales of their tokens and of those of widened ones."""
+    (dim, value_dim), keys, streams = shape.padded, tiles.stored * tiles.block_kv, 1 if shape.latent else 2
+    scales = _unit(FLOAT * keys) + _unit(FLOAT * tiles.stages * tiles.block_kv) * (keys > 0)
+    return {"stored": keys * (dim + (0 if shape.latent else value_dim)), "scales": streams * scales}
 
 
 def _own_bytes(shape: StepShape) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,8 @@ def score_rows(refs: dict[str, Any], tile_of_rows: Any, head: Any, rows: Any) ->
 @dataclass(frozen=True)
 class PageTile:
     """scale: of its keys, a number or one for each column; None if they have none. numbers: those of `score_rows`. sequence: the
-    batch row; first: the first key, counted over the device's own pages of `page` tokens. layout: in registers."""
+    batch row; first: the first key, counted over the device's own pages of `page` tokens. layout: in registers. value_scale: that
+    of each column's value, where it has one; one that no row sees may be NaN."""
 
     logits: TileLogits
     of_block: dict[str, Any]  # references
@@ -38,6 +40,7 @@ class PageTile:
     first: Any
     page: int
     layout: Any
+    value_scale: Callable[[], jax.Array | None] = lambda: None
 
     @property
     def static_args(self) -> Any:
@@ -78,6 +81,10 @@ class PageTile:
         """There is no dropout."""
 
     def dropped(self, x: jax.Array, keep: None) -> jax.Array:
-        """Weights, as they are."""
+        """Weights times the scales of their values."""
         del keep
-        return x
+        scale = self.value_scale()
+        if scale is None:
+            return x
+        x = x * scale
+        return jnp.where(self.seen[0], x, 0.0) if self.seen else x

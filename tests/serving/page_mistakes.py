@@ -1,4 +1,4 @@
-"""Mistakes of kernels in Mosaic GPU that write the step's own keys and values to their pages."""
+"""Mistakes of both kernels in Mosaic GPU over pages: in writing the step's own keys and values, and in widening numbers."""
 
 from __future__ import annotations
 
@@ -33,6 +33,27 @@ def writing(kernel: type[PagesBlock], planted: Planted) -> dict[str, Callable[[]
     return {
         "pages loaded before they are written": lambda: setattr(kernel, "copy", without_waiting),
         "the next row of a page": lambda: setattr(kernel, "copy_own", next_row),
+    }
+
+
+def uncommitted(planted: Planted, after: str) -> None:
+    """What is committed right after the waits for such a barrier isn't."""
+    last = [""]
+
+    def wait(barrier: Any) -> None:
+        last[0] = planted.name(barrier)
+        plgpu.barrier_wait(barrier)
+
+    planted.changed["barrier_wait"] = wait
+    planted.changed["commit_smem"] = lambda: None if last[0] == after else plgpu.commit_smem()
+
+
+def widening(planted: Planted) -> dict[str, Callable[[], None]]:
+    """Of warpgroups that widen, by name."""
+    return {
+        "the next place of stored keys waited for": lambda: planted.wait_for_next("key_raw"),
+        "widened keys not committed": lambda: uncommitted(planted, "key_raw"),
+        "widened values not committed": lambda: uncommitted(planted, "value_raw"),
     }
 
 
