@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from mosaic_plans import B200, GB200, H100, codes_against, mosaic_plan
 
 from attnops import (
@@ -94,7 +94,7 @@ def test_triton_runs_what_it_refuses(code: str) -> None:
 @pytest.mark.usefixtures("new_jax")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_a_callers_shard_map(check_vma: bool) -> None:
-    mesh = AbstractMesh((2,), ("dp",), abstract_device=abstract_device(B200, 1, "gpu"))
+    mesh = AbstractMesh((2,), ("dp",), (AxisType.Auto,), abstract_device=abstract_device(B200, 1, "gpu"))
     metadata = OperationMetadata(mesh=mesh, tuning="off", runtime_dtype="bfloat16")
     attend, plans = OperationRegistry.create("flash_attn2", metadata), list[Any]()
 
