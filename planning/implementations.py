@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -108,6 +109,13 @@ def dequantised_copy(problem: AttentionProblem, placement: Placement) -> dict[st
     }
 
 
+@functools.cache
+def _without_fields(config: Any) -> OperationConfig:
+    """A config of a class with nothing declared."""
+    made: OperationConfig = config()
+    return made
+
+
 class Implementation(Generic[C]):
     """Stateless: one object serves every operation that runs it, as the value of `forward_tpu`, `forward_cuda`, ...
 
@@ -146,8 +154,8 @@ class Implementation(Generic[C]):
 
         Its rules get this, so they read fields without asking whose config it is.
         """
-        empty: Any = self.config
-        return config if empty is None or self.reads(config) else empty()  # type: ignore[return-value]
+        own = config if self.config is None or self.reads(config) else _without_fields(self.config)
+        return own  # type: ignore[return-value]
 
     def read(self, config: OperationConfig) -> C:
         """The config, whose class is this implementation's. Errors: TypeError for another class."""
