@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from ...devices import SCALAR_BYTES, tpu_of
+from ...devices import SCALAR_BYTES, spec_of_kind, tpu_of
 from ...errors import ConfigError, shown
 from ...names import checked_name
 from ...sharding import FittedSpec, MeshAxis, devices_platform
@@ -75,7 +75,8 @@ def cache_target(mesh: AnyMesh | None, device_kind: str | None) -> CacheTarget:
         if device is None:
             return CacheTarget(platform, kind, SCALAR_BYTES, _memory(real))
         return CacheTarget(platform, kind, device.scalar_bytes, _memory(real) or device.hbm_bytes)
-    return CacheTarget(platform, kind, None, _memory(real))
+    spec = spec_of_kind(kind)
+    return CacheTarget(platform, kind, None, _memory(real) or (None if spec is None else spec.hbm_bytes))
 
 
 def _default_device() -> Any:

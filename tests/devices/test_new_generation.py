@@ -54,6 +54,9 @@ Q, K = (jax.ShapeDtypeStruct((2, 8192, heads, 128), "bfloat16") for heads in (16
 def test_its_memory() -> None:
     cache = KVCache(layers=1, kv_heads=2, head_dim=128, pages=8, max_sequences=2, max_length=32)
     assert cache.plan(device_kind=TPU).memory_limit == 2e11
+    assert cache.plan(device_kind=GPU).memory_limit == 3e11
+    large = cache.model_copy(update={"pages": 10**9}).plan(device_kind=GPU)
+    assert [reason.code for reason in large.refused] == ["device_memory"]
     assert device_limits("tpu", TPU).hbm_bytes == 2e11  # type: ignore[union-attr]
     assert device_limits("cuda", GPU).hbm_bytes == 3e11  # type: ignore[union-attr]
 
