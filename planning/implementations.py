@@ -231,7 +231,10 @@ class MethodImplementation(Implementation[OperationConfig]):
 
     def __init__(self, capability: Capability, config: type[OperationConfig] | None) -> None:
         self.capability = capability
-        self.config = config  # type: ignore[misc]
+        self._config = config
+
+    def reads(self, config: OperationConfig) -> bool:
+        return self._config is not None and isinstance(config, self._config)
 
     def declared(self, config: OperationConfig) -> OperationConfig:
         """The config as it is: a method's rules are written for whatever config is declared."""

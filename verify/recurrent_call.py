@@ -74,5 +74,6 @@ class PlannedRecurrence(Planned):
         # A forward pass alone has another kernel than one that keeps what a gradient reads, and the same chunks.
         if problem.mode == "__train__" and "backward" not in name:
             problem = replace(problem, mode="__prefill__")
-        fields = {"chunk_size": self.operation.chunk_of(self.call.config)}
+        config: Any = self.call.config
+        fields = {"chunk_size": config.chunk_size}
         return scheduled_recurrence(type(self.operation), method, problem, self.call.placement, fields)
