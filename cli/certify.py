@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rich.text import Text
 
 from ..certify.badge import badge
-from ..certify.calls import KINDS
+from ..certify.calls import every_kind
 from ..certify.certificate import Certificate
 from ..certify.convention import built_in_conventions
 from ..certify.examine import certify
@@ -111,6 +111,6 @@ def list_names() -> None:
         ("targets", "operations of attnops, latent, module:function with --as"), ("targets", ", ".join(rivals())),
         ("--as", f"{', '.join(built_in_conventions())}, or a .toml file"),
         *(("--feature", f"{one.name}: {one.title}") for one in FEATURES),
-        *((f"of {family}", f"{one.name}: {one.title}") for family, kind in KINDS.items() for one in kind.features),
+        *((f"of {family}", f"{one.name}: {one.title}") for family, kind in every_kind().items() for one in kind.features),
     ]  # fmt: skip
     text().print(fields(rows))

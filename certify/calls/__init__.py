@@ -2,7 +2,7 @@
 
 from .case import CallCase
 from .family import CallFamily
-from .kinds import KINDS, kind_of
+from .kinds import KINDS, every_kind, kind_of
 from .runner import CallRunner
 
-__all__ = ["KINDS", "CallCase", "CallFamily", "CallRunner", "kind_of"]
+__all__ = ["KINDS", "CallCase", "CallFamily", "CallRunner", "every_kind", "kind_of"]

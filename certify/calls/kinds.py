@@ -15,13 +15,23 @@ from .recurrence import recurrences
 from .selected import SELECTED
 from .slots import steps_over_slots
 
-__all__ = ["KINDS", "kind_of"]
+__all__ = ["KINDS", "every_kind", "kind_of"]
 
 # Of the families of functions; the others are attnops' own, and follow from an operation's table of operands.
 KINDS: dict[str, Kind] = {
     "pages": PAGES, "latent": LATENT, "indexer": INDEXER, "paged_indexer": PAGED_INDEXER, "selected": SELECTED,
 }  # fmt: skip
 _OF_TABLES: dict[str, Callable[[Any], Kind]] = {"recurrence": recurrences, "slots": steps_over_slots}
+
+
+def every_kind() -> dict[str, Kind]:
+    """Of each family; those of attnops' own tables as the first operation has it, whose features are the same for all."""
+    operations: list[Any] = [OperationRegistry.get(name) for name in OperationRegistry.names()]
+    own = {
+        family: made(next(one for one in operations if one.convention == f"attnops:{family}"))
+        for family, made in _OF_TABLES.items()
+    }
+    return KINDS | own
 
 
 def kind_of(subject: Subject) -> Kind:

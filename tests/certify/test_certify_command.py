@@ -179,6 +179,10 @@ def test_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert all(one.name in printed for one in FEATURES)
     assert all(name in printed for name in ("torch", "maxtext", "ejkernel"))
+    for target in TARGETS:
+        subject = subject_named(target)
+        listed = printed[printed.index(f"of {subject.convention.family}") :]
+        assert all(f"{one.name}:" in listed for one in family_of(subject).features)
 
 
 _EVERY_CASE = """
