@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,14 +34,8 @@ class Examination:
     causes: list[tuple[frozenset[Feature], ...]] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
 
-    def judge(self, case: Any) -> Judgement:
-        """Run one case. If it is wrong for a reason not known yet, find the smallest that is."""
-        result = self.run(case)
-        self.record(case, result)
-        return result
-
     def record(self, case: Any, result: Judgement) -> None:
-        """Take in what came of a case."""
+        """Take in what came of a case. If it is wrong for a reason not known yet, find the smallest that is."""
         self.results.append((case, result))
         if result.verdict == "wrong" and self.cause(case) is None and len(self.causes) < _SHRUNK:
             self._shrink(case, result)
@@ -75,6 +71,18 @@ class Examination:
             self.causes.append((tried, essential))
 
 
+def _judged(run: Callable[[Any], Judgement], cases: list[Any], together: int) -> Generator[Judgement, None, None]:
+    """In the order of the cases, so many at once."""
+    if together == 1:
+        yield from map(run, cases)
+        return
+    pool = ThreadPoolExecutor(together)
+    try:
+        yield from map(Future.result, [pool.submit(run, case) for case in cases])
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
 def certify(
     subject: Subject,
     run: Callable[[Any], Judgement],
@@ -84,10 +92,14 @@ def certify(
     seed: int = 0,
     pairs: int = 0,
     quick: bool = False,
+    together: int = 1,
     versions: dict[str, str] | None = None,
     progress: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> Certificate:
-    """Each feature alone, then at most `pairs` cases in which those that are right meet. features: all by default."""
+    """Each feature alone, then at most `pairs` cases in which those that are right meet. features: all by default.
+
+    together: how many cases `run` may judge at once, in threads; what comes out is the same.
+    """
     family = AttentionFamily(subject) if family is None else family
     unsaid = {one: why for one in family.features if (why := family.inexpressible(one)) is not None}
     asked = [one for one in family.features if features is None or one in features]
@@ -98,24 +110,27 @@ def certify(
     refused: dict[Feature, str] = {}
     bad: set[Feature] = set()
     plain = Judgement("right")
-    for at, (one, case) in enumerate(first):
-        progress(at, of, family.plain.title if one is None else one.title)
-        result = examination.judge(case)
-        if one is None:
-            plain = result
-        elif result.verdict == "refused":
-            refused.setdefault(one, result.what)
-        elif result.verdict == "wrong":
-            bad.add(one)
+    progress(at, of, family.plain.title)
+    with closing(_judged(run, [case for _, case in first], together)) as results:
+        for at, ((one, case), result) in enumerate(zip(first, results, strict=True)):
+            progress(at, of, family.plain.title if one is None else one.title)
+            examination.record(case, result)
+            if one is None:
+                plain = result
+            elif result.verdict == "refused":
+                refused.setdefault(one, result.what)
+            elif result.verdict == "wrong":
+                bad.add(one)
     if plain.verdict == "right" and pairs:
         meeting = [one for one in wanted if one not in refused and one not in bad]
         rows = family.paired(meeting, seed, pairs)
         of = len(first) + len(rows)
-        for at, case in enumerate(rows, len(first)):
-            progress(at, of, f"{len(family.features_of(case))} features together")
-            result = examination.judge(case)
-            if result.verdict == "refused" and result.what not in examination.refusals.values():
-                examination.refusals[" + ".join(one.name for one in family.features_of(case))] = result.what
+        with closing(_judged(run, rows, together)) as results:
+            for at, (case, result) in enumerate(zip(rows, results, strict=True), len(first)):
+                progress(at, of, f"{len(family.features_of(case))} features together")
+                examination.record(case, result)
+                if result.verdict == "refused" and result.what not in examination.refusals.values():
+                    examination.refusals[" + ".join(one.name for one in family.features_of(case))] = result.what
     if plain.verdict == "refused":
         refused[family.plain] = plain.what
     table = tuple(_verdict(one, examination, unsaid, refused, asked) for one in (family.plain, *family.features))

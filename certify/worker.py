@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from ..errors import AttnOpsError, ConfigError
 from .judge import Judgement
 from .source import Subject
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "Workers"]
 
 _COMMAND = (sys.executable, "-m", "attnops.certify.worker_process")
 _START = 120.0  # seconds that importing the target may take, or as many as a case
+_ACCELERATORS = ("/dev/nvidia0", "/dev/kfd", "/dev/accel0", "/dev/vfio/0")
 # Nearly all of the time goes into compiling small programs that run once.
 _FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
 
@@ -144,3 +146,38 @@ class Worker:
             process.wait(2)
         _kill(process)
         return process.wait()
+
+
+class Workers:
+    """Several workers of one subject, each in a process of its own: a case goes to one that is free. A context manager."""
+
+    def __init__(self, subject: Subject, seconds: float) -> None:
+        self.each = [Worker(subject, seconds) for _ in range(_processes())]
+        self.free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self.each:
+            self.free.put(worker)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self.each:
+            if worker.process is not None:  # which a thread may be waiting for
+                _kill(worker.process)
+            worker.__exit__(kind, error, trace)
+
+    def __call__(self, case: Any) -> Judgement:
+        worker = self.free.get()
+        try:
+            return worker(case)
+        finally:
+            self.free.put(worker)
+
+
+def _processes() -> int:
+    """One for each of two CPUs; one alone with an accelerator, which a process may have to itself."""
+    if os.environ.get("JAX_PLATFORMS") != "cpu" and any(Path(device).exists() for device in _ACCELERATORS):
+        return 1
+    return min(os.cpu_count() or 1, 2)

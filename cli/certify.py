@@ -17,7 +17,7 @@ from ..certify.features import FEATURES
 from ..certify.page import certificate_page, result_text
 from ..certify.suite import chosen_features
 from ..certify.targets import rivals, subject_named, versions_of
-from ..certify.worker import Worker
+from ..certify.worker import Workers
 from ..errors import ConfigError
 from .console import fields, table, text, title
 from .progress import bar
@@ -46,10 +46,10 @@ def run_certify(options: CertifyOptions) -> Certificate:
     family = family_of(subject)
     features = chosen_features(options.features, family.features, subject.convention.family)
     pairs = min(options.cases, _QUICK) if options.quick else options.cases
-    with bar(options.target) as progress, Worker(subject, options.seconds) as worker:
+    with bar(options.target) as progress, Workers(subject, options.seconds) as workers:
         return certify(
-            subject, worker, family=family, features=features, seed=options.seed, pairs=pairs, quick=options.quick,
-            versions=versions_of(subject), progress=progress,
+            subject, workers, family=family, features=features, seed=options.seed, pairs=pairs, quick=options.quick,
+            together=len(workers.each), versions=versions_of(subject), progress=progress,
         )  # fmt: skip
 
 

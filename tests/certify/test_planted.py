@@ -9,16 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Lock
 
 import planted
 import pytest
 
 from attnops.certify import Certificate, certify, convention_named, worker
-from attnops.certify.case import made
+from attnops.certify.case import Case, made
 from attnops.certify.features import FEATURES, Feature, default_levels
+from attnops.certify.judge import Judgement
 from attnops.certify.run_case import CaseRunner
 from attnops.certify.source import Subject
-from attnops.certify.worker import Worker
+from attnops.certify.worker import Workers
 
 HERE = Path(__file__).resolve().parent
 CONVENTION = convention_named(str(HERE / "planted.toml"))
@@ -158,8 +160,29 @@ def test_the_same_seed_gives_the_same_certificate() -> None:
 
 def _in_worker(name: str, monkeypatch: pytest.MonkeyPatch, seconds: float, *features: str) -> Certificate:
     monkeypatch.chdir(HERE)
-    with Worker(_subject(name), seconds) as worker:
-        return certify(_subject(name), worker, features=_features(*features), quick=True)
+    with Workers(_subject(name), seconds) as workers:
+        together = len(workers.each)
+        return certify(_subject(name), workers, features=_features(*features), quick=True, together=together)
+
+
+def test_cases_judged_at_once_give_the_same_certificate() -> None:
+    """Whichever of two ends first."""
+    subject, features = _subject("wrong_together"), _features("soft_cap", "causal", "scale")
+    run, one_at_a_time = CaseRunner(subject), Lock()
+    begun, ended, at_once = list[Case](), list[Case](), list[int]()
+
+    def judged(case: Case) -> Judgement:
+        begun.append(case)
+        at_once.append(len(begun) - len(ended))
+        time.sleep(0.05 * (len(begun) % 2))
+        with one_at_a_time:
+            result = run(case)
+        ended.append(case)
+        return result
+
+    alone = certify(subject, run, features=features, pairs=4, quick=True)
+    assert certify(subject, judged, features=features, pairs=4, quick=True, together=2) == alone
+    assert max(at_once) >= 2
 
 
 @pytest.mark.parametrize(
