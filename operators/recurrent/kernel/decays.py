@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["Kept", "decayed_products", "from_start", "kept_of", "log_ratios", "to_end"]
+__all__ = ["Kept", "decayed_products", "from_start", "kept_of", "log_ratios", "scaled", "to_end"]
 
 
 _FORGOTTEN = -1e4  # exp of it is 0 in float32, and so is that of any sum with it
+_LEAST_PRODUCT = 16
 
 
 class Kept(NamedTuple):
@@ -53,17 +54,46 @@ def kept_of(log_decay: jax.Array) -> Kept:
     return Kept(jnp.where(near, np.float32(1), jnp.exp(log_decay)), few * series)
 
 
-def from_start(log_decay: jax.Array, axis: int) -> jax.Array:
-    """The sum of log decays from the start of an axis to each place, its own included."""
-    return jnp.cumsum(log_decay, axis=axis)
+def from_start(log_decay: jax.Array) -> jax.Array:
+    """The sum of log decays [..., tokens, channels] from the first token to each, its own included."""
+    if _few(log_decay):
+        return jnp.cumsum(log_decay, axis=-2)
+    return _summed(log_decay, np.tri(log_decay.shape[-2], dtype=np.float32))
 
 
-def to_end(log_decay: jax.Array, axis: int) -> jax.Array:
-    """The sum of log decays after each place of an axis."""
-    size = log_decay.shape[axis]
-    later = lax.slice_in_dim(log_decay, 1, size, axis=axis)
-    padded = jnp.concatenate([later, jnp.zeros_like(lax.slice_in_dim(log_decay, 0, 1, axis=axis))], axis)
-    return lax.cumsum(padded, axis=axis % log_decay.ndim, reverse=True)
+def to_end(log_decay: jax.Array) -> jax.Array:
+    """The sum of log decays [..., tokens, channels] after each token."""
+    size = log_decay.shape[-2]
+    if not _few(log_decay):
+        return _summed(log_decay, np.tri(size, k=-1, dtype=np.float32).T)
+    later = lax.slice_in_dim(log_decay, 1, size, axis=-2)
+    padded = jnp.concatenate([later, jnp.zeros_like(lax.slice_in_dim(log_decay, 0, 1, axis=-2))], -2)
+    return lax.cumsum(padded, axis=log_decay.ndim - 2, reverse=True)
+
+
+def _few(log_decay: jax.Array) -> bool:
+    """Whether sums take less than a product with ones."""
+    return log_decay.shape[-1] == 1 or log_decay.shape[-2] < _LEAST_PRODUCT
+
+
+def _summed(log_decay: jax.Array, ones: np.ndarray) -> jax.Array:
+    """Of log decays [..., tokens, channels] those that a row of ones names, each sum by itself."""
+    each = jnp.broadcast_to(ones, (*log_decay.shape[:-2], *ones.shape))
+    return jnp.einsum("...ts,...sc->...tc", each, _known(log_decay), precision=lax.Precision.HIGHEST)
+
+
+def _known(log_decay: jax.Array) -> jax.Array:
+    """Log decays without -inf, as 0 times that would be NaN."""
+    return jnp.maximum(log_decay, np.float32(_FORGOTTEN))
+
+
+def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """x [..., rows, n] times a number for each row [..., rows, 1], in float32. As a product whose gradient by the factor is one
+    too, since XLA for CPUs takes ten times as long for a sum of products along rows."""
+    batch = tuple(range(x.ndim - 1))
+    dims = (((x.ndim,), (x.ndim - 1,)), (batch, batch))
+    product = lax.dot_general(factor[..., None], x[..., None, :], dims, precision=lax.Precision.HIGHEST)
+    return jnp.squeeze(product, -2)
 
 
 def log_ratios(log_decay: jax.Array) -> jax.Array:
@@ -71,9 +101,7 @@ def log_ratios(log_decay: jax.Array) -> jax.Array:
     above it. Each is a sum of its own, as a product with ones."""
     size = log_decay.shape[1]
     until, after = np.tri(size, dtype=bool), np.tri(size, k=-1, dtype=np.float32)
-    # 0 times -inf would be NaN.
-    known = jnp.maximum(log_decay, np.float32(_FORGOTTEN))
-    terms = jnp.where(until[None], known[:, None, :], 0)
+    terms = jnp.where(until[None], _known(log_decay)[:, None, :], 0)
     sums = jnp.einsum("nit,tj->nij", terms, after, precision=lax.Precision.HIGHEST)
     return jnp.where(until[None], sums, -np.inf)
 
@@ -104,12 +132,12 @@ def _by_channel(rows: jax.Array, columns: jax.Array, log_decay: jax.Array, preci
     """[n, tokens, dim] each -> [n, tokens, tokens]."""
     count, size, dim = rows.shape
     if size == 1:
-        return jnp.sum(rows * columns, 2, keepdims=True)
+        return jnp.einsum("nid,njd->nij", rows, columns, precision=precision)
     half = size // 2
     halved = [x.reshape(2 * count, half, dim) for x in (rows, columns, log_decay)]
     inner = _by_channel(halved[0], halved[1], halved[2], precision)
-    row = rows[:, half:] * jnp.exp(from_start(log_decay[:, half:], 1))
-    column = columns[:, :half] * jnp.exp(to_end(log_decay[:, :half], 1))
+    row = rows[:, half:] * jnp.exp(from_start(log_decay[:, half:]))
+    column = columns[:, :half] * jnp.exp(to_end(log_decay[:, :half]))
     return _joined(inner, jnp.einsum("nid,njd->nij", row, column, precision=precision), 0)
 
 

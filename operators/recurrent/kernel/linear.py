@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...kernels.precision import exact
 from ...kernels.varying import alike
-from .decays import Kept, decayed_products, from_start, kept_of, to_end
+from .decays import Kept, decayed_products, from_start, kept_of, scaled, to_end
 from .unit_triangular import unit_inverse
 
 __all__ = ["chunked"]
@@ -154,7 +154,7 @@ def _chunk(
     value, log_decay = of_heads(blocks.value, group), of_heads(blocks.log_decay, group)
     product = functools.partial(jnp.einsum, precision=precision)
     document, same = blocks.document, None
-    started, ended = jnp.exp(from_start(log_decay, -2)), jnp.exp(to_end(log_decay, -2))
+    started, ended = jnp.exp(from_start(log_decay)), jnp.exp(to_end(log_decay))
     kept = kept_of(jnp.sum(log_decay, -2)[..., None])  # of the state's channels, over the whole chunk
     if document is not None:
         at = jnp.expand_dims(document, (1, 2))  # over heads
@@ -169,19 +169,20 @@ def _chunk(
     weights = weights if same is None else [jnp.where(same, x, 0) for x in weights]
     # A decay for a head multiplies what is read, which takes no array of its own.
     channels = log_decay.shape[-1] > 1
-    stacked = product(
-        "...ik,...kv->...iv", jnp.concatenate([x * started for x in rows] if channels else rows, -2), state
-    )
-    read = [x if channels else x * started for x in jnp.split(stacked, len(rows), -2)]
+    factors = jnp.concatenate([x * started for x in rows] if channels else rows, -2)
+    both = jnp.split(product("...ik,...kv->...iv", factors, state), len(rows), -2)
+    read = both if channels else [scaled(x, started) for x in both]
     update = value
     if blocks.beta is not None:
         beta = of_heads(blocks.beta, group)
         strict = np.tri(key.shape[-2], k=-1, dtype=np.float32)
         inverse = checkpoint_name(
-            unit_inverse(beta * (weights[1] * jnp.expand_dims(strict, range(weights[1].ndim - 2)))), _KEPT
+            unit_inverse(scaled(weights[1] * jnp.expand_dims(strict, range(weights[1].ndim - 2)), beta)), _KEPT
         )
-        update = checkpoint_name(product("...ij,...jv->...iv", inverse, beta * (value - read[1])), _KEPT)
+        update = checkpoint_name(product("...ij,...jv->...iv", inverse, scaled(value - read[1], beta)), _KEPT)
     outputs = scale * (read[0] + product("...ij,...jv->...iv", weights[0], update))
-    state = kept.of(state, product("...ik,...iv->...kv", key * ended, update))
+    kept_keys = key * ended if channels else scaled(jnp.broadcast_to(key, (*ended.shape[:-1], key.shape[-1])), ended)
+    added = product("...ik,...iv->...kv", kept_keys, update)
+    state = scaled(state, kept.most) + (scaled(state, kept.rest) + added) if channels else kept.of(state, added)
     outputs = jnp.moveaxis(outputs, 3, 1).reshape(blocks.value.shape).astype(out_dtype)
     return (state, None if document is None else document[:, -1]), outputs
