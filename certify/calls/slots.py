@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...planning.recurrent.step_operands import CONV_ROWS
+from ..features import Feature
 from ..source import Subject
 from .case import CallCase
 from .kind import DTYPES, TRANSFORMS, CallParts, Kind
@@ -27,23 +29,36 @@ def steps_over_slots(operation: Any) -> Kind:
 
     def parts(case: CallCase, subject: Subject) -> CallParts:
         table, size = operation.operands, _sizes(case)
-        names = [row.name for row in table if not row.optional or case.has(row.name)]
+        names = [row.name for row in table if not row.optional or case.has(row.name) or _convolves(case, row.name)]
+        windows = [name for name in names if name.endswith(CONV_ROWS[2])]
         inputs = [f"rng = np.random.default_rng({case.seed})", "x = {}"]
         inputs += drawn_arrays(table, names, size, case.level("dtype"), "thd")
-        inputs += _batch(case, size)
-        run = [*called(case, subject.convention, longest=size["longest"]), "return r.attention_outputs, r.state"]
+        of_tokens = [name for name in names if table[name].dims[0] == "tokens"]
+        inputs += _batch(case, size, ["state", *windows], of_tokens)
+        run = called(case, subject.convention, longest=size["longest"])
+        run.append(f"return r.attention_outputs, r.state, *(r.windows[n] for n in {windows})")
+        level = case.level("conv_activation")
+        activation = "" if level == "no" else f", conv_activation={level!r}"
         expected = (
-            "plan = f.plan(**x, batch=batch)",
+            f"plan = f.plan(**x, batch=batch{activation})",
             "found = recurrent_reference(plan.problem, arrays(some) | batch.arrays, type(f), plan.config)",
-            'return [found["attention_outputs"], found["state"]]',
+            f"return [found[n] for n in {['attention_outputs', 'state', *windows]}]",
         )
         imports = ("from attnops.verify.recurrent_of_call import recurrent_reference",)
-        return CallParts(imports, tuple(inputs), tuple(run), expected, ("outputs", "states"))
+        return CallParts(imports, tuple(inputs), tuple(run), expected, ("outputs", "states", *windows))
+
+    def absent(one: Feature) -> str | None:
+        if one.factor in ("conv", "conv_activation"):
+            has = any(row.name.endswith(CONV_ROWS) for row in operation.operands)
+            return None if has else "no convolution before the recurrence"
+        return absent_from(operation, ARRAYS)(one)
 
     return Kind(
         "the required arrays alone, rows of several lengths",
         {name: {"yes": title} for name, title in ARRAYS.items()}
         | {
+            "conv": {"yes": "convolutions before the recurrence", "bias": "convolutions with a bias"},
+            "conv_activation": {"silu": "convolutions with an activation"},
             "rows": {
                 "decode": "one token of each sequence", "prefill": "whole prompts", "empty": "a row without tokens",
                 "chunks": "more than one chunk of tokens",
@@ -64,9 +79,16 @@ def steps_over_slots(operation: Any) -> Kind:
             "unused.rows": {"spare_rows": 2}, "drafts": {"columns": 3},
         },
         steps=({"rows": 1}, {"rows": 2}, {"kv_heads": 1}, *({"dim": n, "value_dim": n} for n in (1, 2, 4))),
-        asked=("longest",),
-        absent=absent_from(operation, ARRAYS),
+        brings={"conv_activation.silu": {"conv": "yes"}},
+        asked=("longest", "conv_activation"),
+        absent=absent,
     )  # fmt: skip
+
+
+def _convolves(case: CallCase, name: str) -> bool:
+    """Whether an array is of a convolution that the case has."""
+    level = case.level("conv")
+    return name.endswith(CONV_ROWS if level == "bias" else (CONV_ROWS[0], CONV_ROWS[2])) and level != "no"
 
 
 def _rows(case: CallCase) -> tuple[list[int], list[int]]:
@@ -85,8 +107,8 @@ def _sizes(case: CallCase) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _batch(case: CallCase, size: dict[str, int]) -> list[str]:
-    """Lines that make `batch`, and put junk where nothing may be read."""
+def _batch(case: CallCase, size: dict[str, int], of_slots: list[str], of_tokens: list[str]) -> list[str]:
+    """Lines that make `batch`, and put junk where nothing may be read. of_slots, of_tokens: names of arrays."""
     lengths, pasts = _rows(case)
     slots, columns = size["slots"], size["columns"]
     order = [(5 * n + 3) % slots for n in range(slots)] if slots % 5 else list(range(slots))[::-1]
@@ -101,11 +123,14 @@ def _batch(case: CallCase, size: dict[str, int]) -> list[str]:
         if case.level("slots") == "none" and not n:
             kept = [slots for _ in kept]
         write.append([slots] * columns if not length else kept + [slots] * (columns - len(kept)))
-    lines = [f'x["state"] = x["state"].at[{own}].set({case.junk})  # a slot of nobody' for own in ids]
+    nobodys = list(ids)
+    lines = [
+        f'x["{n}"] = x["{n}"].at[np.array({nobodys})].set({case.junk})  # slots of nobody' for n in of_slots if nobodys
+    ]
     if size["spare"]:
         lines += [
             f"nobody = lambda y: y.at[{sum(lengths)}:].set({case.junk})",
-            f'x |= {{n: nobody(y) for n, y in x.items() if n != "state" and len(y) == {size["tokens"]}}}',
+            f"x |= {{n: nobody(x[n]) for n in {of_tokens}}}",
         ]
     lines += [
         f"lengths, pasts = np.array({lengths}), np.array({pasts})",

@@ -142,7 +142,7 @@ def test_nothing_of_attnops_is_wrong(name: str) -> None:
     chosen = {
         "paged": ("latent", "spans", "update.fused"),
         "latent": ("queries", "gradient"),
-        "ragged_kda": ("drafts", "slots"),
+        "ragged_kda": ("drafts", "slots", "conv", "conv_activation"),
     }
     others = {
         "selected": ("unused", "gradient"),
