@@ -55,6 +55,7 @@ def features(length: int = LENGTH) -> dict[str, dict[str, Any]]:
         "prefix": {"mask": Prefix(70) | Causal()},
         "negated": {"mask": ~SlidingWindow(30, 30)},
         "gqa": {"heads": (8, 2)},
+        "few queries": {"lengths": (5, length), "heads": (8, 2), "call": {"query_offset": length - 5}},
         "ragged": {"lengths": (length - 83, length + 1), "mask": Full()},
         "offset": {"lengths": (third, length), "call": {"query_offset": length - third}},
         "traced offset": {"lengths": (third, length), "call": {"query_offset": np.array([length - third], np.int32)}},

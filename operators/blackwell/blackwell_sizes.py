@@ -18,8 +18,11 @@ __all__ = ["BLACKWELL_FIELDS", "BlackwellSizing"]
 # By pass: rows of a block of threads or of a tile, and keys. A block that sums gradients has as many as a product has lines.
 _ROWS = {"forward": (ROWS, 2 * ROWS), "dkv": STEPS, "dq": (ROWS,)}
 _KEYS = {"forward": KEYS, "dkv": (ROWS,), "dq": STEPS}
-# Of keys that are values too, which take more shared memory: two stages before 128 keys.
-_LATENTS = tuple(MosaicSizes(rows, 64, stages) for rows in (2 * ROWS, ROWS) for stages in (4, 2, 1))
+# Of keys that are values too, which take more shared memory: two stages before more keys.
+_LATENTS = (
+    *(MosaicSizes(rows, 64, stages) for rows in (2 * ROWS, ROWS) for stages in (4, 2)),
+    *(MosaicSizes(ROWS, *rest) for rest in ((32, 2), (64, 1))),
+)
 # What can be declared, by field.
 BLACKWELL_FIELDS = {
     MOSAIC_FIELDS[which][number]: sizes[which] for which in MOSAIC_FIELDS for number, sizes in enumerate((_ROWS, _KEYS))
@@ -32,7 +35,7 @@ class BlackwellSizing(Sizing):
 
     device: ClassVar[str] = "b200"
     lines: ClassVar[int] = ROWS
-    least: ClassVar[Mapping[str, int]] = {which: keys[0] for which, keys in _KEYS.items()}
+    least: ClassVar[Mapping[str, int]] = {which: max(STEPS[0], keys[0]) for which, keys in _KEYS.items()}
     tiles: ClassVar[Mapping[str, tuple[MosaicSizes, ...]]] = {
         "forward": (
             *(MosaicSizes(2 * ROWS, *rest) for rest in ((128, 4), (128, 2), (64, 4), (64, 2))),
@@ -52,7 +55,7 @@ class BlackwellSizing(Sizing):
 
     def passed_over(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:
         """See Sizing. Beside a warpgroup that widens keys and values, two for softmaxes have registers for fewer keys."""
-        return which == "forward" and bool(problem.quantised) and sizes.block_q > ROWS and sizes.block_kv > KEYS[0]
+        return which == "forward" and bool(problem.quantised) and sizes.block_q > ROWS and sizes.block_kv > STEPS[0]
 
     def fits(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:
         """See Sizing."""
@@ -67,8 +70,13 @@ class BlackwellSizing(Sizing):
         return gradient_bytes(which, sizes, *dims)
 
     def check(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> None:
-        """Errors: ConfigError for sizes whose tiles take more tensor memory than there is."""
+        """Errors: ConfigError for sizes whose tiles take more tensor memory than there is, or can't be widened."""
         taken, (block_q, block_kv, _) = _columns(which, problem, sizes), MOSAIC_FIELDS[which]
+        if which == "forward" and problem.quantised and sizes.block_kv < STEPS[0]:
+            raise ConfigError(
+                f"FlashAttention2Config: {block_kv}={sizes.block_kv}, with keys or values of 8 bits a number: {STEPS[0]} of them "
+                f"are widened at once. Hint: {block_kv}={STEPS[0]}."
+            )
         if taken > TENSOR_COLUMNS:
             hint = f"{block_kv}={_KEYS[which][0]}" if which == "dq" else f"{block_q}={_ROWS[which][0]}"
             raise ConfigError(

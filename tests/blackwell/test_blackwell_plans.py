@@ -124,8 +124,8 @@ def test_numbers_by_distance() -> None:
 
 
 LATENTS = {
-    (576, 512, 1, 128): (128, 64, 1),
-    (576, 512, 4096, 16): (128, 64, 1),
+    (576, 512, 1, 128): (128, 32, 2),
+    (576, 512, 4096, 16): (128, 32, 2),
     (320, 256, 1, 64): (128, 64, 2),
     (160, 128, 4096, 16): (256, 64, 4),
 }
@@ -254,10 +254,15 @@ def test_memory_by_hand() -> None:
     [
         ({"block_kv": 128, "num_stages": 8}, "bytes of shared memory"),
         ({"block_q": 256}, "columns of tensor memory"),
+        ({"block_kv": 32}, "widened at once"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(config: dict[str, Any], words: str) -> None:
-    plan = _plan(dims=(64, 256), config={"kernel": "mosaic"} | config, fallback="error")
+    call: dict[str, Any] = {}
+    if "widened" in words:
+        call["key"] = jax.ShapeDtypeStruct((2, 4096, 8, 64), "int8")
+        call["key_scale"] = jax.ShapeDtypeStruct((2, 4096, 8, 1), "float32")
+    plan = _plan(dims=(64, 256), config={"kernel": "mosaic"} | config, call=call, fallback="error")
     assert _codes(plan) == {"config"}
     with pytest.raises(ConfigError, match=words):
         plan.operation.implementation("forward_blackwell", plan.problem.config).resolve(plan.problem, plan.placement)

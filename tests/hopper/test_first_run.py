@@ -19,6 +19,7 @@ CASES = (
     "causal",
     "float16",
     "gqa",
+    "few queries",
     "packed",
     "lengths",
     "positions",
@@ -42,7 +43,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_of_a_feature(benchmark: Any, name: str) -> None:
     feature = benchmark.features(120)[name]
-    heads = {"heads": (4, 2)} if name == "gqa" else {"heads": (4, 4)}
+    heads = {"heads": (4, 2) if name in ("gqa", "few queries") else (4, 4)}
     row = benchmark.check(feature | {"dims": (64, 64)} | heads, "hopper", interpret=True)
     assert "refused" not in row
     assert row["agrees"], row

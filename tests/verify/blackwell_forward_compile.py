@@ -138,8 +138,8 @@ def test_quantised_keys(dims: tuple[int, int], stored: str, lengths: tuple[int, 
 
 # (dims, queries, heads) of latents -> (rows, keys and stages of a tile, bytes that a thread spills at most)
 LATENTS = {
-    (576, 512, 1, 128): (128, 64, 1, 0),
-    (576, 512, 1024, 16): (128, 64, 1, 0),
+    (576, 512, 1, 128): (128, 32, 2, 0),
+    (576, 512, 1024, 16): (128, 32, 2, 0),
     (320, 256, 1, 64): (128, 64, 2, 0),
     (320, 256, 1024, 16): (128, 64, 2, 0),
     (160, 128, 1024, 16): (256, 64, 4, 0),

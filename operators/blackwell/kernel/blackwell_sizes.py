@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 ROWS = 128  # of a product, and of a warpgroup: a thread has a row
-KEYS = (64, 128)  # of a tile
+KEYS = (32, 64, 128)  # of a tile; a warpgroup widens 64 at once
 PART = 32  # keys of which a thread has the logits at once, with those of the tile's other parts
 REGISTERS, THREADS = 65536, 128  # of a multiprocessor, and of a warpgroup
 TENSOR_COLUMNS = 512  # of tensor memory, each 32 bits of 128 rows

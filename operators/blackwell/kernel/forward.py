@@ -444,6 +444,10 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
     logits, and has a part of the output's columns.
     """
 
+    def step(self, stream: str) -> int:
+        """See BlockOfThreads. Mosaic takes no product with fewer keys than are swizzled together."""
+        return min(super().step(stream), self.sizes.block_kv)
+
     @property
     def column_blocks(self) -> int:
         """See MosaicBlock."""
