@@ -204,9 +204,6 @@ NOTES = _kinds(
      "the mask goes to tokamax as an array of {q_len} x {kv_len}, {size:bytes} for each head or batch that has its own",
      "info"),
     ("flash.steps", "block_kv", "a forward tile of {keys} keys is processed {how}", "info"),
-    ("hopper.stalls", "head_dim",
-     "head dim {dim}: by the compiler's schedule the forward pass's loops stall for {ratio} times the cycles of the kernel in "
-     "Triton, waits for memory aside; kernel='triton' runs that one", "info"),
     ("mosaic.columns", "head_dim", "head dims {dims} are computed as {padded}, from copies with zeros", "info"),
     # -- arrays that come elsewhere
     ("moved.unknown", "mesh", "{array} comes {given}; how that compares with {wanted} on the plan's mesh isn't known"),

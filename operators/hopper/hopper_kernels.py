@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ...planning import AttentionProblem, OperationConfig, Placement, declares
-from ...planning.notes import note
+from ...planning import declares
 from ..mosaic.mosaic_kernels import MosaicKernels
 from ..mosaic.mosaic_rules import MOSAIC_FEATURES
-from ..mosaic.mosaic_sizes import Sizing, columns
+from ..mosaic.mosaic_sizes import Sizing
 from .hopper_rules import HOPPER_RULES
 from .hopper_sizes import HopperSizing
 
@@ -16,10 +15,6 @@ if TYPE_CHECKING:
     from ..mosaic.kernel.mosaic_attention import PartialMosaic
 
 __all__ = ["HOPPER", "HopperKernels"]
-
-# Where the loops of the kernel in Triton have fewer: stalls of a forward pass divided by theirs, by columns of key and value
-# (benchmarks/gpu.md, causal).
-_STALLS = {(64, 64): 1.07}
 
 
 class HopperKernels(MosaicKernels):
@@ -36,13 +31,6 @@ class HopperKernels(MosaicKernels):
         # In the interpreter on CPU.
         tolerance={"bfloat16": (2e-2, 4e-2), "float16": (3e-3, 6e-3)},
     )
-
-    def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
-        """See MosaicKernels; and where another kernel may take less time."""
-        notes, ratio = super().notes(problem, placement, config), _STALLS.get(columns(problem))
-        if ratio is None or self.read(problem.config).kernel is not None:
-            return notes
-        return (*notes, note("hopper.stalls", dim=problem.head_dim, ratio=ratio))
 
     @staticmethod
     def partial() -> type[PartialMosaic]:

@@ -211,14 +211,6 @@ def test_columns_are_noted_where_there_are_more(dims: tuple[int, int], padded: s
     assert padded is None or padded in noted[0]
 
 
-@pytest.mark.usefixtures("new_jax")
-@pytest.mark.parametrize(("dim", "kernel", "told"), [(64, None, True), (64, "mosaic", False), (128, None, False)])
-def test_fewer_stalls_of_the_kernel_in_triton_are_told(dim: int, kernel: str | None, told: bool) -> None:
-    plan = _plan(dims=(dim, dim), config={} if kernel is None else {"kernel": kernel})
-    assert plan.method == "forward_hopper"
-    assert has_note(plan.notes, "hopper.stalls") == told
-
-
 # (dims, queries) of latents whose values are a part of their keys -> rows, keys and stages of a tile
 LATENTS = {
     (576, 512, 1): (64, 64, 2),

@@ -18,7 +18,7 @@ from jax import lax
 from ...kernels.local_mask import LocalMask
 from ...kernels.tiles import is_arithmetic
 
-__all__ = ["TileSchedule", "tile_schedule"]
+__all__ = ["Overlapped", "TileSchedule", "tile_schedule"]
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,11 @@ class TileSchedule:
         visit: Callable[[Any, Any, bool], Any],
         carry: Any,
         instead: tuple[Any, Callable[[Any, Any, bool], Any]] | None = None,
+        overlapped: Overlapped | None = None,
     ) -> Any:
         """visit(tile, carry, masked) for the `part`-th of `parts` shares of a row's tiles. head: one of those with a table.
 
-        instead: whether another function is to visit the partial tiles, and that function.
+        instead: whether another function is to visit the partial tiles, and that function. overlapped: what visits the full ones.
         """
         row = (batch if self.table.shape[0] > 1 else 0, head if self.table.shape[1] > 1 else 0, block)
         partial, total, masked_tiles, full_tiles = self._tiles(lambda i: ref[(*row, i)])
@@ -58,7 +59,10 @@ class TileSchedule:
             low, high = total * part // parts, total * (part + 1) // parts
             of_full, of_partial = (jnp.maximum(low - partial, 0), high - partial), (low, jnp.minimum(high, partial))
         if self.some_full:
-            carry = full_tiles.fold_tiles(*of_full, visit, carry, False)
+            if overlapped is None:
+                carry = full_tiles.fold_tiles(*of_full, visit, carry, False)
+            else:
+                carry = full_tiles.overlap_tiles(*of_full, overlapped, carry)
         if self.some_partial:
             start, end = of_partial
             middle = end if instead is None else jnp.where(instead[0], start, end)
@@ -84,6 +88,15 @@ class TileSchedule:
         return partial, after - first, masked, _Run(full)
 
 
+class Overlapped(NamedTuple):
+    """How tiles are visited where each visit ends the work of the tile before: begin(tile, carry), whose result is the carry of
+    visit(tile, carry) for the others, and end(carry)."""
+
+    begin: Callable[[Any, Any], Any]
+    visit: Callable[[Any, Any], Any]
+    end: Callable[[Any], Any]
+
+
 class _Run(NamedTuple):
     """Tiles in a loop's order: the n-th has the place `first + n`, and `tile` gives the number of the tile at a place, by default
     the place itself. The loop goes over places: over n it would take more instructions.
@@ -99,6 +112,17 @@ class _Run(NamedTuple):
             return visit(self.tile(place), carry, masked)
 
         return lax.fori_loop(self.first + start, self.first + end, turn, carry)
+
+    def overlap_tiles(self, start: Any, end: Any, tiles: Overlapped, carry: Any) -> Any:
+        """The same of visits that end the work of the tile before."""
+
+        def run(carry: Any) -> Any:
+            carry = tiles.begin(self.tile(self.first + start), carry)
+            return tiles.end(
+                self.fold_tiles(start + 1, end, lambda tile, carry, _: tiles.visit(tile, carry), carry, False)
+            )
+
+        return lax.cond(start < end, run, lambda carry: carry, carry)
 
 
 def tile_schedule(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int = 1) -> TileSchedule:

@@ -1,11 +1,15 @@
 """The forward pass: online softmax over the tiles of keys that a block of rows sees.
 
 A warpgroup that computes has 64 rows of its own; the keys are shared. While one waits for its products, the tensor cores' next
-work is that of another, so the softmax of one runs beside the products of the other.
+work is that of another, so the softmax of one runs beside the products of the other. Of one warpgroup the exponentials of a tile
+that all rows see whole run beside the product for the next one's logits, and beside that one's maximum: a multiprocessor
+computes 16 exponentials a cycle, so that they shouldn't wait for anything. J. Shah et al., FlashAttention-3, 2024, 3.2.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ...flash.kernel.tile_schedule import Overlapped
 from ...flash.kernel.weigh import weigh
 from ...kernels.lse import LN2, LOG2E
 from ...mosaic.kernel.block import along_rows
@@ -28,6 +33,10 @@ from .tile import BY_ROW, HopperTile
 __all__ = ["HopperForward"]
 
 _TOGETHER = 128  # columns with which the warpgroups share a program
+_BESIDE = 32  # columns whose exponentials are computed beside the next product
+_EIGHT = 8  # columns of which a thread has two
+_IN_REGISTERS = {"bias", "dropout"}  # what takes registers beside a tile
+_NARROW = 64  # columns beside which ids and positions have registers too
 
 
 @dataclass(frozen=True)
@@ -75,37 +84,81 @@ class HopperForward(HopperBlock):
         width, last = self.dims[1] // self.column_parts, self.streams[-1]
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
 
-        def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
-            count, sums, peak, total = carry
+        def logits(
+            count: Any, kv_block: Any, values: Any, work: Callable[[], Any], masked: bool = False
+        ) -> tuple[HopperTile, jax.Array, float, Any]:
+            """(tile, x, factor) of the count-th tile, and what work() made beside their product. values: the number of the
+            tile whose values are waited for."""
             slot = lax.rem(count, sizes.stages)
             plgpu.barrier_wait(refs["key_full"].at[slot])
-            (raw,) = products.logits((query, refs["key_tiles"].at[slot]))
+            (raw,), made = products.logits_beside(work, (query, refs["key_tiles"].at[slot]))
             if not self.in_key:
                 plgpu.barrier_arrive(refs["key_free"].at[slot])
-                plgpu.barrier_wait(refs["value_full"].at[slot])
+                if values is not None:
+                    plgpu.barrier_wait(refs["value_full"].at[lax.rem(values, sizes.stages)])
             tile = HopperTile(
                 self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv, sizes, columns,
                 period=self.period, group=self.group,
             )  # fmt: skip
             x, factor, _ = weigh(tile, raw, masked)
-            new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
+            return tile, x, factor, made
+
+        def shifted(peak: jax.Array, x: jax.Array, factor: float, masked: bool = False) -> tuple[jax.Array, ...]:
+            """(exponents, new peak, factor of the sums so far) of logits x * factor."""
+            new_peak = jnp.maximum(peak, _top(x) * factor)
             # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
             hidden = masked or "bias" in refs or self.logits.static_args.score is not None
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak) if hidden else new_peak
-            shrink = jnp.exp2(peak - shift)
-            weights = jnp.exp2(x * factor - along_rows(shift, x.shape))
-            total = total * shrink + weights.sum(axis=1)
-            weights = tile.dropped(weights, tile.keep()).astype(query.dtype)
-            sums = sums * along_rows(shrink, sums.shape)
+            return x * factor - along_rows(shift, x.shape), new_peak, jnp.exp2(peak - shift)
+
+        def summed(total: jax.Array, shrink: jax.Array, weights: jax.Array) -> jax.Array:
+            """One by one, as exponentials come."""
+            return total * along_rows(shrink, total.shape) + functools.reduce(jnp.add, _eights(weights))
+
+        def add_values(count: Any, sums: jax.Array, shrink: jax.Array, weights: jax.Array) -> jax.Array:
+            """With the count-th tile's values, whose place is then free."""
+            slot = lax.rem(count, sizes.stages)
             values = refs[f"{last}_tiles"].at[slot]
             if values.shape[1] != width:
                 values = values.at[:, pl.ds(part * width, width)]
-            (sums,) = products.add_values((sums, weights, values))
+            shrunk = sums * along_rows(shrink, sums.shape)
+            (sums,) = products.add_values((shrunk, weights.astype(query.dtype), values))
             plgpu.barrier_arrive(refs[f"{last}_free"].at[slot])
-            return count + 1, sums, new_peak, total
+            return sums
+
+        def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
+            count, sums, peak, total = carry
+            tile, x, factor, _ = logits(count, kv_block, count, lambda: None, masked)
+            exponents, peak, shrink = shifted(peak, x, factor, masked)
+            weights = jnp.exp2(exponents)
+            total = total * shrink + weights.sum(axis=1)
+            sums = add_values(count, sums, shrink, tile.dropped(weights, tile.keep()))
+            return count + 1, sums, peak, total
+
+        def begin(kv_block: Any, carry: Any) -> Any:
+            count, sums, peak, total = carry
+            _, x, factor, _ = logits(count, kv_block, None, lambda: None)
+            total = along_rows(total / _EIGHT, (ROWS, _EIGHT))
+            return count + 1, sums, total, *shifted(peak, x, factor)
+
+        def visit_and_end(kv_block: Any, carry: Any) -> Any:
+            count, sums, total, exponents, peak, shrink = carry
+            _, x, factor, early = logits(count, kv_block, count - 1, lambda: jnp.exp2(exponents[:, :_BESIDE]))
+            weights = jnp.concatenate([early, jnp.exp2(exponents[:, _BESIDE:])], axis=1)
+            total = summed(total, shrink, weights)
+            sums = add_values(count - 1, sums, shrink, weights)
+            return count + 1, sums, total, *shifted(peak, x, factor)
+
+        def end(carry: Any) -> Any:
+            count, sums, total, exponents, peak, shrink = carry
+            plgpu.barrier_wait(refs["value_full"].at[lax.rem(count - 1, sizes.stages)])
+            weights = jnp.exp2(exponents)
+            sums = add_values(count - 1, sums, shrink, weights)
+            return count, sums, peak, summed(total, shrink, weights).sum(axis=1)
 
         carry = (jnp.int32(0), *self._start(refs, head, first_row))
-        _, sums, peak, total = self.fold_tiles(refs, (batch, head, q_block), visit, carry)
+        overlapped = Overlapped(begin, visit_and_end, end) if self.overlaps(refs) else None
+        _, sums, peak, total = self.fold_tiles(refs, (batch, head, q_block), visit, carry, overlapped)
         visible = total > 0
         safe = jnp.where(visible, total, 1.0)
         lse = jnp.where(visible, (peak + jnp.log(safe) * LOG2E) * LN2, -jnp.inf)
@@ -131,6 +184,15 @@ class HopperForward(HopperBlock):
         written = refs["lse"].at[batch, head, rows]
         self.of_part(part, lambda: plgpu.copy_smem_to_gmem(refs["lse_rows"].at[warpgroup], written))
         plgpu.wait_smem_to_gmem(0)
+
+    def overlaps(self, refs: dict[str, Any]) -> bool:
+        """Whether a tile's exponentials wait for the next one's logits, which takes registers for both."""
+        static = self.logits.static_args
+        others = (
+            static.score is not None or self.logits.soft_cap is not None or not refs.keys().isdisjoint(_IN_REGISTERS)
+        )
+        wide = max(self.dims) > _NARROW and any(name.startswith("leaf") for name in refs)
+        return not (others or wide or self.stored or self.in_key)
 
     def of_part(self, part: Any, act: Callable[[], None]) -> None:
         """What only the first of the warpgroups with the same rows does."""
@@ -168,3 +230,16 @@ class HopperForward(HopperBlock):
         if self.splits > 1:  # seen once
             sinks = sinks + jnp.where(self.split() == 0, 0.0, -jnp.inf)
         return sums, sinks, jnp.where(sinks == -jnp.inf, 0.0, 1.0)
+
+
+def _eights(x: jax.Array) -> list[jax.Array]:
+    """The columns of x by eights. Combined they are [rows, 8], for which no thread needs another's numbers."""
+    return [x[:, first : first + _EIGHT] for first in range(0, x.shape[1], _EIGHT)]
+
+
+def _top(x: jax.Array) -> jax.Array:
+    """The maximum of each row. Of pairs first: the chain is half as long."""
+    some = _eights(x)
+    pairs = itertools.starmap(jnp.maximum, zip(some[::2], some[1::2], strict=True))
+    top: jax.Array = functools.reduce(jnp.maximum, pairs).max(axis=1)
+    return top

@@ -6,7 +6,8 @@ for races. Plain reads are checked. All that a compiled kernel and an interprete
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 __all__ = ["Interpreted", "TensorCores", "tensor_cores"]
 
+_Made = TypeVar("_Made")
 _KEYS = 64  # of values that a product goes through at once
 
 
@@ -25,14 +27,21 @@ class TensorCores:
 
     def logits(self, *factors: tuple[Any, Any]) -> tuple[jax.Array, ...]:
         """[rows, columns] of each pair of references [rows, dim] and [columns, dim] in shared memory."""
+        return self.logits_beside(lambda: None, *factors)[0]
 
-        def multiply(*sums: Any) -> tuple[jax.Array, ...]:
+    def logits_beside(
+        self, work: Callable[[], _Made], *factors: tuple[Any, Any]
+    ) -> tuple[tuple[jax.Array, ...], _Made]:
+        """The same, and what work() makes while the products run."""
+
+        def multiply(*sums: Any) -> tuple[tuple[jax.Array, ...], _Made]:
             for to, (rows, keys) in zip(sums, factors, strict=True):
                 plgpu.wgmma(to, rows, keys.transpose((1, 0)))
-            return tuple(to[...] for to in sums)
+            made = work()
+            return tuple(to[...] for to in sums), made
 
         places = (plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[0]), jnp.float32) for a, b in factors)
-        result: tuple[jax.Array, ...] = pl.run_scoped(multiply, *places)
+        result: tuple[tuple[jax.Array, ...], _Made] = pl.run_scoped(multiply, *places)
         return result
 
     def add_values(self, *terms: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
@@ -63,8 +72,10 @@ class Interpreted(TensorCores):
     be.
     """
 
-    def logits(self, *factors: tuple[Any, Any]) -> tuple[jax.Array, ...]:
-        return tuple(_dot(rows[...], self._read(keys), 1) for rows, keys in factors)
+    def logits_beside(
+        self, work: Callable[[], _Made], *factors: tuple[Any, Any]
+    ) -> tuple[tuple[jax.Array, ...], _Made]:
+        return tuple(_dot(rows[...], self._read(keys), 1) for rows, keys in factors), work()
 
     def add_values(self, *terms: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
         return tuple(sums + _dot(weights, self._read(values), 0) for sums, weights, values in terms)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...flash.kernel.tile_schedule import TileSchedule
+from ...flash.kernel.tile_schedule import Overlapped, TileSchedule
 from ...kernels.tile_mask import TileLogits
 from .mosaic_sizes import MosaicSizes, swizzled_columns
 from .widen import widen_tile
@@ -147,9 +147,18 @@ class MosaicBlock(BlockOfThreads):
         """Of one of the grid's heads."""
         return head if self.period is not None else lax.div(head, self.group)
 
-    def fold_tiles(self, refs: dict[str, Any], row: tuple[Any, Any, Any], visit: Any, carry: Any) -> Any:
-        """visit(tile, carry, masked) for the tiles of a (batch row, head, block) that this block of threads goes through."""
-        return self.table.fold_tiles(refs["schedule"], *self._row(row), self.split(), self.splits, visit, carry)
+    def fold_tiles(
+        self,
+        refs: dict[str, Any],
+        row: tuple[Any, Any, Any],
+        visit: Any,
+        carry: Any,
+        overlapped: Overlapped | None = None,
+    ) -> Any:
+        """visit(tile, carry, masked) for the tiles of a (batch row, head, block) that this block of threads goes through.
+        overlapped: what visits those without a mask."""
+        places = *self._row(row), self.split(), self.splits
+        return self.table.fold_tiles(refs["schedule"], *places, visit, carry, overlapped=overlapped)
 
     def count_tiles(self, refs: dict[str, Any], row: tuple[Any, Any, Any]) -> Any:
         """How many these are."""
