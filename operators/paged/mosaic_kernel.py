@@ -53,24 +53,31 @@ class MosaicPages:
 
     def step_shape(self, problem: PagedProblem) -> StepShape:
         """What the kernel's sizes depend on, of one device."""
-        dims, latent = (problem.head_dim, problem.value_dim), LAYOUTS[problem.layout].values_in_keys
         writes = problem.update == "fused" and not self.written_first(problem)
-        rows = tuple(numbers for _, numbers in _own_columns(problem)) if writes else ()
+        return self._shape(problem, _own_columns(problem) if writes else ())
+
+    def _shape(self, problem: PagedProblem, own: tuple[tuple[int, int], ...]) -> StepShape:
+        """own: what the kernel writes of a token, as in `own_columns`."""
+        dims, latent = (problem.head_dim, problem.value_dim), LAYOUTS[problem.layout].values_in_keys
+        rows = tuple(numbers for _, numbers in own)
         return StepShape(
             problem.local_tokens, *problem.local_heads, dims, problem.page_size, latent, is_quantised(problem), rows
         )
 
     def written_first(self, problem: PagedProblem) -> list[str]:
         """What of a step has the keys of rows of one token written before: see `written_first`; scales of tokens, which XLA
-        gathers; query heads that several blocks of threads have, of which each would write; and sizes that no copy by TMA has."""
+        gathers; query heads or columns of values that several blocks of threads have, of which each would write; and sizes that
+        no copy by TMA has."""
         heads, kv_heads = problem.local_heads
-        group, lines = heads // kv_heads, self.sizing.lines
+        group, own = heads // kv_heads, _own_columns(problem)
         quantised, size = problem.cache.cache.quantised, jnp.dtype(problem.stored_dtype).itemsize
         return (
             written_first(problem)
             + ["a scale for each token"] * (quantised is not None and quantised.scale == "token_head")
-            + [f"{group} query heads of a kv head"] * (head_tiles(group, lines) > 1)
-            + [f"head_dim={problem.head_dim}"] * (not writable(_own_columns(problem), size))
+            + [f"{group} query heads of a kv head"] * (head_tiles(group, self.sizing.lines) > 1)
+            + [f"value_dim={problem.value_dim}"]
+            * (self.sizing.decode(self._shape(problem, own), None).column_blocks > 1)
+            + [f"head_dim={problem.head_dim}"] * (not writable(own, size))
         )
 
     def step_tiles(self, problem: PagedProblem, config: OperationConfig) -> PageStep:

@@ -92,7 +92,7 @@ def _tiles(
     used = by_field["sequence"] >= 0
     whole = int((by_field["after_full"] - by_field["full"])[used].sum())
     every = int((by_field["end"] - by_field["begin"])[used].sum())
-    heads = shape.kv_heads * head_tiles(shape.group, tiles.block_q)
+    heads = shape.kv_heads * head_tiles(shape.group, tiles.block_q) * tiles.column_blocks
     shared = sum(of.sizing.shared_bytes(shape, tiles).values())
     loops = whole * heads, (every - whole) * heads
     return KernelTiles(loops, 4 * tiles.consumers, int(used.sum()) * heads, shared)

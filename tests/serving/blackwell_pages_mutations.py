@@ -26,6 +26,7 @@ from attnops.operators.kernels.pages.mosaic.page_tiles import PageStep, PageTile
 from attnops.operators.mosaic.kernel import block
 
 STEP = PageStep(PageTiles(64, STAGES, lines=128), PageTiles(64, STAGES, 2, lines=128), 0, 0)
+OF_LATENTS = PageStep(*[PageTiles(64, STAGES, lines=128, column_blocks=2, held=256)] * 2, 0, 0)
 OF_QUANTISED = PageStep(*[PageTiles(64, STAGES, stored=2, lines=128)] * 2, 0, 0)
 KEYS = 330  # four tiles that all rows see, two that the mask or the sequence's end cuts
 # One softmax, whose tiles take turns; two, with 128 rows each.
@@ -33,6 +34,7 @@ CASES = {
     "few": (PagedCase("speculate", (2, 1), dtype="bfloat16", page=32, tree=3), ((3, KEYS),)),
     "chunks": (PagedCase("prefill", (8, 1), dtype="bfloat16", page=32, tree=32), ((32, KEYS),)),
     "write": (PagedCase("decode", (2, 2), dtype="bfloat16", page=32), ()),
+    "latents": (PagedCase("decode", (16, 1), (576, 512), dtype="bfloat16", page=32, latent=True), ((1, 200),)),
     "int8": (
         PagedCase("speculate", (2, 1), dtype="bfloat16", page=32, quantised="int8", scale="token_head"),
         ((3, KEYS),),
@@ -75,6 +77,24 @@ def _without_value_scales(plain: Any) -> Any:
     return lambda *given: [dataclasses.replace(tile, value_scale=lambda: None) for tile in plain(*given)]
 
 
+def _other_part(plain: Any) -> Any:
+    def work(self: Any, refs: dict[str, Any]) -> Any:
+        made = plain(self, refs)
+        return made._replace(part=1 - made.part)
+
+    return work
+
+
+def _with_first_columns(plain: Any) -> Any:
+    def zero_hidden(self: Any, *given: Any) -> None:
+        part = BlackwellPages.columns_block
+        BlackwellPages.columns_block = lambda self: 0
+        plain(self, *given)
+        BlackwellPages.columns_block = part
+
+    return zero_hidden
+
+
 def _scales_released_early() -> None:
     """Softmaxes say nothing of the scales that they have read, and nobody waits for it."""
     _method("weighed", lambda plain: lambda *given: None)
@@ -104,6 +124,16 @@ def mutations(case: str) -> dict[str, Callable[[], None]]:
         waits = ("key_own_full", "value_own_full")
         made = {f"no wait for {name}": lambda name=name: PLANTED.without("barrier_wait", name) for name in waits}
         return made | writing(BlackwellPages, PLANTED) | {"none": lambda: None}
+    if case == "latents":  # of which two blocks have half of the values' columns each
+        return {
+            "none": lambda: None,
+            "no wait for query_held": lambda: PLANTED.without("barrier_wait", "query_held"),
+            "no wait for key_free": lambda: PLANTED.without("barrier_wait", "key_free"),
+            "queries not committed": lambda: PLANTED.nothing("commit_tmem"),
+            "the other block's output": lambda: _method("work", _other_part),
+            "values of the first columns": lambda: _method("part_of_columns", lambda plain: lambda self, run: run(0)),
+            "zeros over the first columns": lambda: _method("zero_hidden", _with_first_columns),
+        }
     if case == "int8":  # pages are widened
         waits = ("key_full", "value_full", "key_free", "value_free", "key_raw", "value_raw")
         made = {f"no wait for {name}": lambda name=name: PLANTED.without("barrier_wait", name) for name in waits}
@@ -132,11 +162,11 @@ def main(which: str, name: str, times: str = "1") -> None:
     if which == "write":
         right_written(case, STEP, "blackwell", int(times))
         return
-    step = OF_QUANTISED if which == "int8" else STEP
-    arrays = batches.make(case, sequences, spare=0)
+    step = {"int8": OF_QUANTISED, "latents": OF_LATENTS}.get(which, STEP)
+    arrays, layout = batches.make(case, sequences, spare=0), "latent" if case.latent else "split"
     for _ in range(int(times)):
         try:
-            batches.agree(case, run(case, arrays, step=step, generation="blackwell"), batches.expect(case, arrays))
+            batches.agree(case, run(case, arrays, layout, step, generation="blackwell"), batches.expect(case, arrays))
         except AssertionError:
             print("numbers")
         else:

@@ -28,6 +28,8 @@ from attnops.operators.paged_cache import RaggedBatch, init
 
 BF16: dict[str, Any] = {"dtype": "bfloat16", "page": 16}
 F16: dict[str, Any] = {"dtype": "float16", "page": 16}
+HELD = PageTiles(64, 2, lines=128, held=256)
+TWO_BLOCKS = PageStep(*[HELD._replace(column_blocks=2)] * 2, 1, 0)
 TWO_PARTS = PageStep(PageTiles(64, 2, 1, 2), PageTiles(64, 2, 1, 2), 1, 0)
 # The interpreter takes seconds for each.
 QUICK = [(generation, "split", PagedCase("long", (4, 1), **BF16, window=(300, 0), sinks=True)) for generation in SIZES]
@@ -99,10 +101,18 @@ def test_agrees_with_any_sizes(kind: str, generation: str, step: PageStep) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["decode", "speculate", "mixed"])
-def test_latents_of_the_largest_dim(kind: str) -> None:
-    """A value's 512 columns are divided between two warpgroups."""
-    check(PagedCase(kind, (16, 1), (576, 512), latent=True, **BF16), "latent", TWO_PARTS)
+@pytest.mark.parametrize(("generation", "kind", "heads", "dims", "step"), [
+    *(("hopper", kind, 16, (576, 512), TWO_PARTS) for kind in ("decode", "speculate", "mixed")),
+    ("blackwell", "decode", 128, (576, 512), TWO_BLOCKS),
+    ("blackwell", "mixed", 16, (576, 512), TWO_BLOCKS),
+    ("blackwell", "speculate", 80, (576, 256), PageStep(*[HELD] * 2, 1, 0)),
+    ("blackwell", "long", 16, (320, 320), PageStep(*[HELD._replace(column_blocks=2)] * 2, 3, 0)),
+])  # fmt: skip
+def test_latents_of_the_largest_dim(
+    generation: str, kind: str, heads: int, dims: tuple[int, int], step: PageStep
+) -> None:
+    """A value's 512 columns are divided between two warpgroups, or two blocks; a query is in tensor memory in part."""
+    check(PagedCase(kind, (heads, 1), dims, latent=True, **BF16), "latent", step, generation=generation)
 
 
 @pytest.mark.slow

@@ -152,7 +152,8 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 SMALLER = {"heads": 32, "head_dim": 288, "value_dim": 256}
 BLACKWELL_RUNS = {name: given for name, given in RUNS.items() if "kind" not in given} | {
-    "latents": LATENT | SMALLER,
+    "smaller latents": LATENT | SMALLER,
+    "latents with smaller values": LATENT | {"heads": 128, "value_dim": 256},
     "int8 latents": RUNS["int8 latents"] | SMALLER,
     "declared": {"config": {"kernel": "blackwell", "pages_per_block": 4, "kv_splits": 0}},
 }
@@ -213,8 +214,7 @@ REFUSED = {
 BLACKWELL_REFUSED = {code.replace("hopper", "blackwell"): given for code, given in REFUSED.items()} | {
     "feature.rope_dtype": REFUSED["feature.rope_dtype"] | SMALLER,
     "paged.kernel": {"config": {"kernel": "hopper"}},
-    "paged.blackwell_dim": LATENT | {"heads": 128},  # no tensor memory for 512 columns of sums beside logits
-    "paged.blackwell_shared": LATENT | {"heads": 128, "value_dim": 256},
+    "paged.blackwell_shared": RUNS["int8 latents"],  # no room for latents as stored and as widened
 }
 
 
@@ -247,9 +247,8 @@ def test_every_name_of_the_operation_has_it(name: str) -> None:
     if operation.family != "attention":
         return
     layout = operation.cache_layout or "split"
-    latents = {"hopper": LATENT, "blackwell": BLACKWELL_RUNS["latents"]}
     for generation, kind in DEVICES.items():
-        plan = _plan(kind, operation=name, **(latents[generation] if layout == "latent" else {"layout": layout}))
+        plan = _plan(kind, operation=name, **(LATENT if layout == "latent" else {"layout": layout}))
         assert (plan.kind, plan.method) == ("platform", f"forward_{generation}")
         assert operation.capability(plan.method).writes_pages
 
@@ -257,10 +256,11 @@ def test_every_name_of_the_operation_has_it(name: str) -> None:
 @pytest.mark.usefixtures("new_jax")
 @pytest.mark.parametrize(("generation", "name", "code"), [
     *(("hopper", *of) for of in WRITTEN.items()),
-    *(("blackwell", *of) for of in (WRITTEN | {"latents": None}).items() if of[0] in BLACKWELL_RUNS),
+    *(("blackwell", *of) for of in (WRITTEN | {"smaller latents": None}).items() if of[0] in BLACKWELL_RUNS),
 ])  # fmt: skip
 def test_which_rows_a_fused_update_writes_first(generation: str, name: str, code: str | None) -> None:
-    """What the kernel writes takes shared memory; the rest is noted. 128 heads of latents are two blocks' on Hopper."""
+    """What the kernel writes takes shared memory; the rest is noted. Latents of 128 heads have two blocks, or of 512 columns on
+    Blackwell."""
     given = RUNS[name] if generation == "hopper" else {"kind": B200} | BLACKWELL_RUNS[name]
     plan, of = _plan(**given | {"config": {"update": "fused"}}), PAGES[generation]
     found = [n.code for n in plan.notes if n.code.startswith("paged.fused")]
@@ -319,6 +319,21 @@ def test_sizes_for_blackwell_by_rule() -> None:
     assert BLACKWELL_SIZING.step(latent, 148).decode == PageTiles(128, 2, lines=128)
     counted = BLACKWELL_SIZING.shared_bytes(latent, PageTiles(128, 2, lines=128))
     assert (counted["query"], counted["key"], counted["value"]) == (73728, 147456, 0)
+
+
+def test_latents_on_blackwell_by_rule() -> None:
+    """Above 256 columns of values two blocks have them, and 256 columns of a query are in tensor memory beside 256 of sums and
+    two tiles of logits. 128 rows of the other 320 columns, and two tiles of 64 keys, are in shared memory."""
+    latent = StepShape(32, 128, 1, (576, 512), 64, True)
+    step = BLACKWELL_SIZING.step(latent, 148)
+    assert step.decode == step.chunks == PageTiles(64, 2, lines=128, column_blocks=2, held=256)
+    assert step.splits == 148
+    counted = BLACKWELL_SIZING.shared_bytes(latent, step.decode)
+    assert (counted["query"], counted["key"], counted["rows"]) == (2 * 128 * 320, 2 * 2 * 64 * 576, 4 * 4 * 128)
+    assert "512 columns of tensor memory, of 512" in BLACKWELL_SIZING.taken(latent, step.decode)
+    one = BLACKWELL_SIZING.step(latent._replace(dims=(576, 256)), 148)
+    assert one.decode == PageTiles(64, 2, lines=128, held=256)
+    assert rows_stored(16, 1, step.decode) == 128  # all rows are read
 
 
 def test_what_is_stored_of_quantised_pages_on_blackwell_by_rule() -> None:

@@ -26,7 +26,6 @@ if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: plans choose plain XLA", allow_module_level=True)
 
 DECODE, CHUNKS = (BLACKWELL_SIZING.kernel(chunks) for chunks in (False, True))
-SERVED = [name for name in MODELS if name != "deepseek-v3"]  # refused: no tensor memory for 512 columns of values
 MIXED = [1, 1, 100, 300, 1, 2, 40, 1]
 # The warpgroups share the 65536 registers of a multiprocessor, in units of 8: those of softmaxes and two more, and
 # those that widen.
@@ -56,12 +55,13 @@ def test_a_decoding_step() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", SERVED)
+@pytest.mark.parametrize("model", MODELS)
 def test_mixed_steps_of_models(model: str) -> None:
     found, sizes = kernels(model, "b200", q_lens=MIXED)
     assert set(found) == {DECODE, CHUNKS}
-    _check(found[DECODE], sizes.decode)
-    _check(found[CHUNKS], sizes.chunks)
+    spilled = 40 if sizes.decode.held else 8
+    _check(found[DECODE], sizes.decode, spilled)
+    _check(found[CHUNKS], sizes.chunks, spilled)
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_features(step: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "dtype", "scale"), [of for of in QUANTISED if of[0] in SERVED])
+@pytest.mark.parametrize(("model", "dtype", "scale"), [of for of in QUANTISED if of[0] != "deepseek-v3"])
 def test_quantised_pages(model: str, dtype: str, scale: str) -> None:
     """Numbers of 8 bits are widened by warpgroups of their own, of keys and of values, or of latents."""
     found, sizes = kernels(model, "b200", q_lens=MIXED, quantised={"dtype": dtype, "scale": scale})

@@ -118,6 +118,15 @@ class BlackwellRoles(BlockOfThreads):
                 self.take_registers(*widens)
                 self.used(work, lambda: self.widen_tiles(refs, work, names))
 
+    @property
+    def held(self) -> int:
+        """Columns of queries, the first, that are in tensor memory as `query_held<group>`."""
+        return 0
+
+    def wait_for_queries(self, refs: dict[str, Any], group: int) -> None:
+        """Before the first product of a group."""
+        plgpu.barrier_wait(refs["query_full"].at[group])
+
     def take_registers(self, number: int) -> None:
         """So many for each thread of a warpgroup, instead of an equal share."""
         share = REGISTERS // (THREADS * self.warpgroups) // 8 * 8
@@ -193,21 +202,22 @@ class BlackwellRoles(BlockOfThreads):
     def multiply(self, refs: dict[str, Any], count: Any) -> None:
         """Issue the products of all tiles."""
 
+        def product(keys: Any, group: int, at: Any, where: int) -> None:
+            to, full = refs[f"logits{group}{where}"], refs["logits_full"].at[at]
+            query, rest = refs["query_tile"].at[group], keys
+            if held := self.held:
+                first, rest = (keys.at[:, pl.ds(*at)] for at in ((0, held), (held, self.dims[0] - held)))
+                plgpu.tcgen05_mma(to, refs[f"query_held{group}"], first.transpose((1, 0)), accumulate=False)
+            plgpu.tcgen05_mma(to, query, rest.transpose((1, 0)), full, accumulate=held > 0)
+
         def logits(tile: Any, group: int) -> None:
             slot, last = lax.rem(tile, self.sizes.stages), group == self.groups - 1
             if group == 0:
                 plgpu.barrier_wait(refs["key_full"].at[slot])
-            keys = refs["key_tiles"].at[slot].transpose((1, 0))
             at = self.at(tile, group)
             if not self.apart:
                 pl.when(tile >= self.places)(lambda: plgpu.barrier_wait(refs["weights_free"].at[at]))
-            self.of_place(
-                tile,
-                lambda where: plgpu.tcgen05_mma(
-                    refs[f"logits{group}{where}"], refs["query_tile"].at[group], keys, refs["logits_full"].at[at],
-                    accumulate=False,
-                ),
-            )  # fmt: skip
+            self.of_place(tile, functools.partial(product, refs["key_tiles"].at[slot], group, at))
             if last and not self.in_key:
                 plgpu.tcgen05_commit_arrive(refs["key_free"].at[slot])
 
@@ -237,7 +247,7 @@ class BlackwellRoles(BlockOfThreads):
         @pl.when(count > 0)
         def _first() -> None:
             for group in range(self.groups):
-                plgpu.barrier_wait(refs["query_full"].at[group])
+                self.wait_for_queries(refs, group)
                 logits(jnp.int32(0), group)
 
         # The next keys take the only place of those whose values are still to be multiplied.
@@ -254,7 +264,7 @@ class BlackwellRoles(BlockOfThreads):
         @pl.when(count == 0)
         def _none() -> None:
             for group in range(self.groups):
-                plgpu.barrier_wait(refs["query_full"].at[group])
+                self.wait_for_queries(refs, group)
 
     def at(self, tile: Any, group: int) -> Any:
         """The number of the barrier of a tile's place."""
@@ -408,9 +418,9 @@ class BlackwellRoles(BlockOfThreads):
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See MosaicBlock."""
         sizes, dim, groups, number = self.sizes, self.dims[0], self.groups, self.groups * self.places
-        query = self.tiles(dtype, groups, ROWS, dim)
+        query = self.tiles(dtype, groups, ROWS, dim - self.held)
         made: dict[str, Any] = {"query_tile": query}
-        if self.columns != dim:
+        if self.columns != dim - self.held:
             made = {"query_tile output_tile": plgpu.RefUnion(query, self.tiles(dtype, groups, ROWS, self.columns))}
         for name, columns in zip(self.streams, self.dims, strict=False):
             made[f"{name}_tiles"] = self.tiles(dtype, sizes.stages, sizes.block_kv, columns, step=self.step(name))

@@ -46,6 +46,11 @@ class BlockOfThreads:
         """Of a block of threads."""
         raise NotImplementedError
 
+    @property
+    def across_warps(self) -> int:
+        """Bytes of shared memory for numbers that are reduced across warps: as many as Mosaic takes by default."""
+        return 2048
+
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """Places in memory, and barriers, by name; those that share a place by their names with a blank between."""
         raise NotImplementedError

@@ -56,7 +56,7 @@ def launch(
         num_threads=kernel.warpgroups,
         thread_name=WARPGROUPS,
         scratch_types=list(scratch.values()),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=kernel.across_warps),
         kernel_name=name,
         **interpreted,
     )

@@ -154,11 +154,11 @@ def paged_attention_mosaic(
     operands = with_spans(operands, spans, prefix_lengths)
     kernel = KERNELS[generation]
     if rows is not None:
-        _check_rows(operands, rows, layout, page_stride, kernel)
+        _check_rows(operands, rows, layout, page_stride, step.decode)
     return _attend(_Static(options, layout, value_dim, page_stride, step, score, interpret, kernel), operands, rows)
 
 
-def _check_rows(operands: PagedOperands, rows: PageRows, layout: str, stride: int, kernel: type[PagesBlock]) -> None:
+def _check_rows(operands: PagedOperands, rows: PageRows, layout: str, stride: int, tiles: PageTiles) -> None:
     """Refuse rows that aren't what the pages hold for a token, and what the kernel can't write."""
     tokens, form = len(operands.query), LAYOUTS[layout]
     for name, x, pages in (
@@ -175,11 +175,12 @@ def _check_rows(operands: PagedOperands, rows: PageRows, layout: str, stride: in
     kv_heads = page_shape(layout, operands.key_pages, operands.value_pages, operands.query.shape[2]).kv_heads
     columns = own_columns(form, operands.query.shape[2], _row_sizes(operands))
     size = operands.key_pages.dtype.itemsize
-    several = head_tiles(operands.query.shape[1] // kv_heads, kernel.sizing.lines) > 1
+    several = head_tiles(operands.query.shape[1] // kv_heads, tiles.lines) > 1 or tiles.column_blocks > 1
     if stride > 1 or several or not writable(columns, size):
         raise InputError(
             "rows are given, which the kernel doesn't write beside page_stride, for more than "
-            f"{kernel.sizing.lines} query heads of a kv head, or of these sizes: {columns}; write them before."
+            f"{tiles.lines} query heads of a kv head or values of {tiles.column_blocks} blocks, or of these sizes: {columns}; "
+            "write them before."
         )
 
 
@@ -320,7 +321,7 @@ class _Runs:
             "output": ((len(units.table), heads, stored, self.dims[1]), query.dtype),
             "lse": ((len(units.table), heads, stored), jnp.float32),
         }
-        name, number = kernel.sizing.kernel(chunks), len(units.table) * heads
+        name, number = kernel.sizing.kernel(chunks), len(units.table) * heads * sizes.column_blocks
         made = launch(kernel, name, "the kernel over pages", number, inputs, outputs, ("key", "value") if own else ())
         if self.rows is not None:
             self._take(made)

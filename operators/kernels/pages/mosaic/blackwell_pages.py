@@ -5,6 +5,7 @@ warpgroup that corrects sums also writes zeros over values that nobody may see; 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -46,6 +47,46 @@ class BlackwellPages(WideningBlock, BlackwellRoles):
         many = self.groups == 1 and self.sizes.block_kv > _ROWS_OF_ZEROS
         return (240, 200, 64) if many else super().registers
 
+    @property
+    def held(self) -> int:
+        """See BlackwellRoles."""
+        return self.sizes.held
+
+    @property
+    def across_warps(self) -> int:
+        """See BlockOfThreads. A thread has a whole row; where shared memory is full, nothing is left over."""
+        return 0 if self.held else super().across_warps
+
+    @property
+    def apart(self) -> bool:
+        """See BlackwellRoles. Queries have the place of weights."""
+        return not self.held and super().apart
+
+    def __call__(self, refs: dict[str, Any]) -> None:
+        """The roles."""
+        if self.held:
+            counts = {"shrink": self.places, "totals": 1, "lse_rows": 1}
+            begin = dict(zip(counts, itertools.accumulate(counts.values(), initial=0), strict=False))
+            rows = refs["row_numbers"]
+            refs = refs | {name: rows.at[pl.ds(begin[name], number)] for name, number in counts.items()}
+        super().__call__(refs)
+
+    def wait_for_queries(self, refs: dict[str, Any], group: int) -> None:
+        """See BlackwellRoles."""
+        super().wait_for_queries(refs, group)
+        if self.held:
+            plgpu.barrier_wait(refs["query_held"].at[group])
+
+    @property
+    def columns(self) -> int:
+        """See BlackwellRoles."""
+        return self.dims[1] // self.sizes.column_blocks
+
+    def part_of_columns(self, run: Callable[[int], None]) -> None:
+        """See BlackwellRoles."""
+        for number in range(self.sizes.column_blocks):
+            pl.when(self.columns_block() == number)(functools.partial(run, number))
+
     def load(self, refs: dict[str, Any], work: Work) -> None:
         """See BlackwellRoles. Who widens quantised pages loads them."""
         if not self.quantised:
@@ -63,8 +104,17 @@ class BlackwellPages(WideningBlock, BlackwellRoles):
         return self.visit(unit, lambda number, carry, masked: visit(unit.tile(number, masked), carry, masked), carry)
 
     def of_rows(self, refs: dict[str, Any], work: Work, group: int) -> dict[str, Any]:
-        """See BlackwellRoles."""
-        return self.score_rows(refs, work, pl.ds(group * ROWS, ROWS))
+        """See BlackwellRoles. First it takes its queries to tensor memory."""
+        rows = pl.ds(group * ROWS, ROWS)
+        if self.held:
+            for first in range(0, self.held, PART):
+                columns = pl.ds(first, PART)
+                query = refs["query"].at[work.unit.tile_of_rows, work.head, rows, columns]
+                query = plgpu.load(query, layout=TILE, optimized=False)  # type: ignore[call-arg] # of jax 0.10
+                plgpu.async_store_tmem(refs[f"query_held{group}"].at[:, columns], query)
+            plgpu.commit_tmem()
+            plgpu.barrier_arrive(refs["query_held"].at[group])
+        return self.score_rows(refs, work, rows)
 
     def parts(
         self,
@@ -128,9 +178,21 @@ class BlackwellPages(WideningBlock, BlackwellRoles):
             readers, stages = 1 + self.groups * (name in self.scaled), self.sizes.stages
             made[f"{name}_full"] = plgpu.Barrier(num_barriers=stages)
             made[f"{name}_free"] = plgpu.Barrier(num_arrivals=readers, num_barriers=stages, orders_tensor_core=True)
+        if self.held:
+            for name in ("shrink", "totals", "lse_rows"):
+                del made[name]
+            made["row_numbers"] = plgpu.SMEM((self.places + 2, ROWS), jnp.float32)
+            made["query_held"] = plgpu.Barrier(num_barriers=self.groups, orders_tensor_core=True)
+            made |= {f"query_held{n}": plgpu.TMEM((ROWS, self.held), dtype, packed=True) for n in range(self.groups)}
         return made
 
     def store(self, refs: dict[str, Any], work: Work, group: int, name: str, held: Any) -> None:
         """See BlackwellRoles."""
         target = refs[name].at[work.number, work.head, pl.ds(group * ROWS, self.rows)]
-        plgpu.copy_smem_to_gmem(held.at[pl.ds(0, self.rows)], target)
+        columns, several = self.columns, self.sizes.column_blocks > 1
+        if several and name == "output":
+            target = target.at[:, pl.ds(work.part * columns, columns)]
+
+        @pl.when(jnp.bool_(True) if not several or name == "output" else work.part == 0)
+        def _copy() -> None:
+            plgpu.copy_smem_to_gmem(held.at[pl.ds(0, self.rows)], target)

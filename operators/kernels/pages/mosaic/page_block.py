@@ -74,19 +74,20 @@ class Unit(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a block works on: a unit, its number, and a part of the heads."""
+    """What a block works on: a unit, its number, a part of the heads, and of the columns of values."""
 
     unit: Unit
     number: Any
     head: Any
+    part: Any = 0
 
 
 @dataclass(frozen=True)
 class PagesBlock(BlockOfThreads):
-    """Blocks are numbered (unit, part of the heads), the head fastest. A unit with a key of its own writes it to its page before
-    it loads that page; no other block has the page's row. page: tokens. heads: of that grid; head_tiles: parts of
-    the query heads of a kv head. in_key: values are the first columns of their keys. stored: the dtype of quantised pages;
-    scaled: 'key', 'value', where each token has a scale."""
+    """Blocks are numbered (unit, part of the heads, part of the values' columns), the last fastest. A unit with a key of its own
+    writes it to its page before it loads that page; no other block has the page's row. page: tokens. heads: of that grid;
+    head_tiles: parts of the query heads of a kv head. in_key: values are the first columns of their keys. stored: the dtype of
+    quantised pages; scaled: 'key', 'value', where each token has a scale."""
 
     sizes: PageTiles
     logits: TileLogits
@@ -108,9 +109,14 @@ class PagesBlock(BlockOfThreads):
 
     def work(self, refs: dict[str, Any]) -> Work:
         """This block's."""
-        block = lax.axis_index(BLOCKS)
+        block, part = lax.div(lax.axis_index(BLOCKS), jnp.int32(self.sizes.column_blocks)), self.columns_block()
         head, number = lax.rem(block, self.heads), lax.div(block, self.heads)
-        return Work(Unit(*(refs["units"][number, field] for field in range(len(FIELDS)))), number, head)
+        return Work(Unit(*(refs["units"][number, field] for field in range(len(FIELDS)))), number, head, part)
+
+    def columns_block(self) -> Any:
+        """Which part of the columns of values this block has."""
+        blocks = self.sizes.column_blocks
+        return 0 if blocks == 1 else lax.rem(lax.axis_index(BLOCKS), jnp.int32(blocks))
 
     def used(self, work: Work, role: Callable[[], None]) -> None:
         """Play a role, if the block has work."""
@@ -133,7 +139,7 @@ class PagesBlock(BlockOfThreads):
     @property
     def value_step(self) -> int:
         """Columns of a value that are swizzled together, of those of a key too where they are the first of them."""
-        of_part = self.dims[1] // self.sizes.parts
+        of_part = self.dims[1] // (self.sizes.parts * self.sizes.column_blocks)
         return swizzled_columns(of_part, *(self.dims if self.in_key else ()))
 
     def step(self, stream: str) -> int:
@@ -175,6 +181,8 @@ class PagesBlock(BlockOfThreads):
         """Those of the block's rows."""
         for group in range(self.sizes.row_groups):
             rows = refs["query"].at[work.unit.tile_of_rows, work.head, pl.ds(group * self.sizes.lines, self.rows)]
+            if held := self.sizes.held:
+                rows = rows.at[:, pl.ds(held, self.dims[0] - held)]
             target = refs["query_tile"].at[group, pl.ds(0, self.rows)]
             plgpu.copy_gmem_to_smem(rows, target, refs["query_full"].at[group])
 
@@ -289,7 +297,7 @@ class PagesBlock(BlockOfThreads):
 
     def zero_hidden(self, refs: dict[str, Any], unit: Unit, tile: Any, slot: Any) -> None:
         """Zeros for values that no row sees."""
-        size, step = self.sizes.block_kv, self.value_step
+        size, step, columns = self.sizes.block_kv, self.value_step, self.dims[1] // self.sizes.column_blocks
         values, first = refs[f"{self.streams[-1]}_tiles"].at[slot], tile * size
         bits = self.there(refs, unit, tile)
         some = (first < unit.first_key) | (first + size > unit.end_key) | (bits != (1 << self.copies) - 1)
@@ -299,8 +307,8 @@ class PagesBlock(BlockOfThreads):
             for row in range(0, size, _ROWS):
                 local = plgpu.broadcasted_iota(jnp.int32, (_ROWS, step), 0, layout=_HELD) + row
                 seen = self.seen(unit, local, first, bits)
-                for column in range(0, self.dims[1], step):
-                    part = values.at[pl.ds(row, _ROWS), pl.ds(column, step)]
+                for column in range(0, columns, step):
+                    part = values.at[pl.ds(row, _ROWS), pl.ds(self.columns_block() * columns + column, step)]
                     held = plgpu.load(part, layout=_HELD, optimized=False)  # type: ignore[call-arg] # of jax 0.10
                     part[...] = jnp.where(seen, held, jnp.zeros((), held.dtype))
             plgpu.commit_smem()

@@ -7,16 +7,20 @@ from typing import ClassVar
 
 from ....blackwell.kernel import blackwell_sizes
 from ....hopper.kernel import hopper_sizes
-from ....mosaic.kernel.mosaic_sizes import BARRIER, DIM_STEP, FLOAT, MosaicSizes
+from ....mosaic.kernel.mosaic_sizes import BARRIER, DIM_STEP, FLOAT, MosaicSizes, column_parts
 from .page_tiles import KEYS, PageSizing, PageTiles, StepShape
 
 __all__ = ["BLACKWELL_SIZING", "HOPPER_SIZING", "BlackwellPageSizing", "HopperPageSizing"]
 
 _COLUMNS = 256  # of values that a warpgroup's registers hold sums for
+_HELD = 256  # columns of a latents' query that tensor memory can hold beside sums and logits
 _NARROW = 64  # columns up to which a multiprocessor of Hopper takes two blocks that decode
 _WIDE = 128  # columns up to which a chunk's tile has the most keys
 _MOST_STAGES = 8
 _STAGES_OF_CHUNKS = 3  # a chunk's tiles take longer to compute than to load
+_ROW_NUMBERS = (
+    4 * FLOAT * blackwell_sizes.ROWS
+)  # bytes of what Blackwell's roles tell each other of a row, in one array
 _ALIGNMENT, _UNIT = 2560, 512  # bytes, as Mosaic lays arrays out
 
 
@@ -82,7 +86,7 @@ class BlackwellPageSizing(PageSizing):
     generation: ClassVar[str] = "blackwell"
     target: ClassVar[str] = "b200"
     lines: ClassVar[int] = blackwell_sizes.ROWS
-    most: ClassVar[tuple[int, int]] = (576, 256)
+    most: ClassVar[tuple[int, int]] = (576, 512)
     held: ClassVar[str] = "shared and tensor memory"
 
     def decode(self, shape: StepShape, keys: int | None) -> PageTiles:
@@ -109,11 +113,17 @@ class BlackwellPageSizing(PageSizing):
 
     def shared_bytes(self, shape: StepShape, tiles: PageTiles) -> dict[str, int]:
         """Those of a kernel over dense arrays, and of tiles of 8 bits with their tokens' scales."""
-        counted = blackwell_sizes.shared_bytes(_dense(tiles), *shape.dims)
+        dim, value_dim = shape.padded
+        counted = blackwell_sizes.shared_bytes(_dense(tiles), dim, value_dim, in_key=shape.latent)
+        if tiles.held:
+            counted |= {
+                "query": 2 * tiles.block_q * max(dim - tiles.held, value_dim // tiles.column_blocks),
+                "rows": _ROW_NUMBERS,
+            }
         counted |= {"own": _own_bytes(shape) + BARRIER * len(shape.rows)}
         if shape.quantised:
             counted |= _stored_bytes(shape, tiles) | {"alignment": _ALIGNMENT}
-        return counted | ({"value": 0} if shape.latent else {})
+        return counted
 
     def _fitted(self, shape: StepShape, keys: int | None, groups: int) -> PageTiles:
         """The most keys of which two stages fit, and as many of them as fit; what one takes may be too much. Of quantised tiles,
@@ -127,6 +137,9 @@ class BlackwellPageSizing(PageSizing):
         several = [PageTiles(n, stages, groups, lines=self.lines) for n in some for stages in (8, 4, 2)]
         alone = [PageTiles(n, 1, groups, lines=self.lines) for n in some if least == 1]
         ways = [*several, *alone]
+        if shape.latent and shape.padded[0] > _HELD:
+            blocks = column_parts(shape.padded[1])
+            ways += [PageTiles(keys or KEYS[0], 2, groups, lines=self.lines, column_blocks=blocks, held=_HELD)]
         return next((tiles for tiles in ways if self.fits(shape, tiles)), ways[-1])
 
 
@@ -135,6 +148,12 @@ def _dense(tiles: PageTiles) -> MosaicSizes:
 
 
 def _tensor_columns(shape: StepShape, tiles: PageTiles) -> int:
+    if tiles.held:  # weights take the place of their logits
+        return (
+            shape.padded[1] // tiles.column_blocks
+            + blackwell_sizes.places(_dense(tiles)) * tiles.block_kv
+            + tiles.held // 2
+        )
     return blackwell_sizes.tensor_columns(_dense(tiles), shape.dims[1])
 
 

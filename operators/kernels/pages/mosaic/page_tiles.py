@@ -35,7 +35,8 @@ _BLOCKS_A_CORE = 2  # of the parts of all keys: the last ones of a batch end at 
 class PageTiles(NamedTuple):
     """block_kv: keys of a tile. stages: tiles that shared memory holds. row_groups: warpgroups' rows of a block of threads.
     parts: warpgroups among which the columns of a group's values are divided. stored: tiles of quantised numbers that shared
-    memory holds beside those that are widened; 0 where pages aren't quantised. lines: rows of a warpgroup."""
+    memory holds beside those that are widened; 0 where pages aren't quantised. lines: rows of a warpgroup. column_blocks: of
+    threads, among which the columns of values are divided. held: columns of queries that are in tensor memory."""
 
     block_kv: int
     stages: int
@@ -43,6 +44,8 @@ class PageTiles(NamedTuple):
     parts: int = 1
     stored: int = 0
     lines: int = 64
+    column_blocks: int = 1
+    held: int = 0
 
     @property
     def consumers(self) -> int:
@@ -114,7 +117,8 @@ class PageSizing:
         decode = self.decode(shape, keys)
         chunks = self.chunks(shape, keys, 1 if len(tokens) == 1 or queries == tokens[0] else 2)
         if splits is None:
-            splits = math.ceil(_BLOCKS_A_CORE * cores / (shape.kv_heads * head_tiles(shape.group, decode.block_q)))
+            of_rows = shape.kv_heads * head_tiles(shape.group, decode.block_q) * decode.column_blocks
+            splits = math.ceil(_BLOCKS_A_CORE * cores / of_rows)
         # Where chunks alone fill the device, merging would cost more than it saves.
         few = math.ceil(shape.tokens / tokens_of_tile(shape.group, chunks.block_q)) < splits
         return PageStep(decode, chunks, splits, splits if few else 0)
@@ -177,7 +181,7 @@ def tokens_of_tile(group: int, rows: int) -> int:
 def rows_stored(group: int, tokens: int, tiles: PageTiles) -> int:
     """Rows of a block's result that are written: whole groups of eight."""
     used = tokens * heads_of_tile(group, tiles.block_q)
-    return tiles.block_q if tiles.row_groups > 1 else math.ceil(used / 8) * 8
+    return tiles.block_q if tiles.row_groups > 1 or tiles.held else math.ceil(used / 8) * 8
 
 
 def own_columns(form: PageLayout, dim: int, rows: tuple[int, int]) -> tuple[tuple[int, int], ...]:
