@@ -20,6 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 _ROWS = 8  # of a block that is inverted by forward substitution: those of a register
+_DEPTH = 128  # numbers that are summed up in half a matrix unit of v6e and tpu7x
 
 
 def dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any = jnp.float32) -> jax.Array:
@@ -45,7 +46,10 @@ def wide_dot(a: jax.Array, b: jax.Array, dtype: Any, a_axis: int = 1) -> jax.Arr
     if dtype != jnp.bfloat16:
         return dot(a, b, a_axis, 0)
     (high, low), (other, rest) = _parts(a, 2), _parts(b, 2)
-    small = dot(high, rest, a_axis, 0, dtype) + dot(low, other, a_axis, 0, dtype)
+    if b.shape[0] % _DEPTH == 0:  # both small products are one
+        small = dot(jnp.concatenate([high, low], a_axis), jnp.concatenate([rest, other], 0), a_axis, 0, dtype)
+    else:
+        small = dot(high, rest, a_axis, 0, dtype) + dot(low, other, a_axis, 0, dtype)
     return small + dot(high, other, a_axis, 0, dtype)
 
 
