@@ -46,8 +46,8 @@ def wide_dot(a: jax.Array, b: jax.Array, dtype: Any, a_axis: int = 1) -> jax.Arr
     if dtype != jnp.bfloat16:
         return dot(a, b, a_axis, 0)
     (high, low), (other, rest) = _parts(a, 2), _parts(b, 2)
-    if b.shape[0] % _DEPTH == 0:  # both small products are one
-        small = dot(jnp.concatenate([high, low], a_axis), jnp.concatenate([rest, other], 0), a_axis, 0, dtype)
+    if a_axis == 1 and b.shape[0] % _DEPTH == 0:  # both small products are one
+        small = dot(jnp.concatenate([high, low], 1), jnp.concatenate([rest, other], 0), 1, 0, dtype)
     else:
         small = dot(high, rest, a_axis, 0, dtype) + dot(low, other, a_axis, 0, dtype)
     return small + dot(high, other, a_axis, 0, dtype)
