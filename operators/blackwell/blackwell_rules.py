@@ -7,4 +7,12 @@ from .blackwell_sizes import BLACKWELL_FIELDS
 
 __all__ = ["BLACKWELL_RULES"]
 
-BLACKWELL_RULES = mosaic_rules(Generation("blackwell", BLACKWELL_FIELDS, "tensor memory", vma=False))
+BLACKWELL_RULES = mosaic_rules(
+    Generation(
+        "blackwell",
+        BLACKWELL_FIELDS,
+        "tensor memory",
+        lambda columns: f"{columns} columns of tensor memory beside those of a tile, of 512",
+        vma=False,
+    )
+)

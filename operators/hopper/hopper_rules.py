@@ -15,5 +15,6 @@ HOPPER_RULES = mosaic_rules(
         # A product with keys goes through 64 of them at once, and one for logits has at most 256 columns.
         | dict.fromkeys(("block_kv", "block_kv_dq"), KEYS),
         "registers",
+        lambda columns: f"{columns // 2} registers of a thread beside the 80 of a tile, of 240",
     )
 )

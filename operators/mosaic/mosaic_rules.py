@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -33,11 +33,13 @@ _PADDED = 4 / 3  # columns computed for each of a head's
 @dataclass(frozen=True)
 class Generation:
     """The kernels of a generation. name: in codes. fields: the sizes that can be declared, by field. sums: where a tile's sums
-    are held. warps: fields of warps that aren't read. vma: whether they are traced in a shard_map with check_vma=True."""
+    are held. room: what those of a gradient of so many columns take there. warps: fields of warps that aren't read.
+    vma: whether they are traced in a shard_map with check_vma=True."""
 
     name: str
     fields: Mapping[str, tuple[int, ...]]
     sums: str
+    room: Callable[[int], str]
     warps: tuple[str, ...] = WARPS
     vma: bool = True
 
@@ -182,8 +184,10 @@ def _latent_rules(of: Generation) -> tuple[Rule, ...]:
             f"{of.name}.latent_gradient",
             "mode",
             lambda p, c: p.value_columns is None or p.mode != "__train__",
-            f"mode 'train', and values are the first {{p.value_columns}} numbers of their keys: {of.sums} don't hold the sums of "
-            "such a gradient",
+            lambda p, c: (
+                f"mode 'train', and values are the first {p.value_columns} numbers of their keys: the sums of such a gradient "
+                f"take {of.room(columns(p)[0])}"
+            ),
             "Nothing to change: the kernel in Triton runs both passes. Pass mode='prefill' where there is no gradient.",
         ),
     )
