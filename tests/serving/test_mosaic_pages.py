@@ -116,6 +116,15 @@ def test_latents_of_the_largest_dim(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_quantised_latents_of_the_largest_dim(kind: str) -> None:
+    """One place of widened ones, whose next tile waits for the product with values."""
+    case = PagedCase(kind, (16, 1), (576, 512), latent=True, quantised="int8", scale="token_head", **BF16)
+    tiles = HELD._replace(stages=1, stored=1, column_blocks=2)
+    check(case, "latent", PageStep(tiles, tiles, 1, 0), generation="blackwell")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("generation", SIZES)
 def test_a_decode_batch_gives_the_same_without_knowing_it(generation: str) -> None:
     check(PagedCase("decode", (4, 2), **BF16, window=(70, 0)), max_q_len=None, generation=generation)

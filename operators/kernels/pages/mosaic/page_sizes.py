@@ -81,7 +81,8 @@ class HopperPageSizing(PageSizing):
 
 class BlackwellPageSizing(PageSizing):
     """Sums and logits are in tensor memory. Stages are powers of two, as in the kernels over dense arrays. A place of latents is
-    free once their product with weights has ended, so there are two at least."""
+    free once their product with weights has ended, so there are two; one where they come from places of 8 bits that leave no
+    room for more."""
 
     generation: ClassVar[str] = "blackwell"
     target: ClassVar[str] = "b200"
@@ -128,18 +129,17 @@ class BlackwellPageSizing(PageSizing):
     def _fitted(self, shape: StepShape, keys: int | None, groups: int) -> PageTiles:
         """The most keys of which two stages fit, and as many of them as fit; what one takes may be too much. Of quantised tiles,
         of 64 keys as registers allow, two stages are widened, and as many as fit are stored."""
-        least = 2 if shape.latent else 1
         some = KEYS[::-1] if keys is None else (keys,)
+        one = PageTiles(keys or KEYS[0], 2, groups, lines=self.lines)
+        held = one._replace(column_blocks=column_parts(shape.padded[1]), held=_HELD)
+        in_tensor_memory = [held] * (shape.latent and shape.padded[0] > _HELD)
         if shape.quantised:
-            sizes = [(wide, stored) for wide in (2, 1) for stored in (8, 4, 2, 1) if wide >= least]
-            ways = [PageTiles(keys or KEYS[0], wide, groups, stored=stored, lines=self.lines) for wide, stored in sizes]
-            return next((tiles for tiles in ways if self.fits(shape, tiles)), ways[-1])
-        several = [PageTiles(n, stages, groups, lines=self.lines) for n in some for stages in (8, 4, 2)]
-        alone = [PageTiles(n, 1, groups, lines=self.lines) for n in some if least == 1]
-        ways = [*several, *alone]
-        if shape.latent and shape.padded[0] > _HELD:
-            blocks = column_parts(shape.padded[1])
-            ways += [PageTiles(keys or KEYS[0], 2, groups, lines=self.lines, column_blocks=blocks, held=_HELD)]
+            sizes = [(wide, stored) for wide in (2, 1) for stored in (8, 4, 2, 1)]
+            ways = [tiles._replace(stages=w, stored=n) for tiles in (one, *in_tensor_memory) for w, n in sizes]
+        else:
+            ways = [one._replace(block_kv=n, stages=stages) for n in some for stages in (8, 4, 2)]
+            ways += [one._replace(block_kv=n, stages=1) for n in some if not shape.latent]
+            ways += in_tensor_memory
         return next((tiles for tiles in ways if self.fits(shape, tiles)), ways[-1])
 
 
