@@ -61,7 +61,7 @@ def page_features() -> dict[str, dict[str, Any]]:
         "decode latents of 128 heads": latent | {"heads": (128, 1)},
         "decode written by the kernel": {"writes": True},
         "decode written by the kernel, packed": {"writes": True, "layout": "packed"},
-        "decode written by the kernel, latents": latent | {"writes": True},
+        "decode written by the kernel, latents": latent | {"dims": (320, 256), "writes": True},
         "decode written by the kernel, int8": {"writes": True, "quantised": ("int8", "head"), "layout": "joined"},
         "chains": {"batch": "chains"},
         "chains latents": latent | {"batch": "chains"},
