@@ -115,7 +115,7 @@ def _parts(sizes: Sizes, kernel: str, how: Schedule) -> dict[str, int]:
     sums = 2 * chunk * dim * _WORD if how.parts > 1 else 0
     wide_sums = _WORD if how.copies > 1 else wide
     # Products of float32 are made of its parts.
-    each = 4 if wide < _WORD else 12 if sizes.by_channel else 8
+    each = (6 if sizes.by_channel else 4) if wide < _WORD else 12 if sizes.by_channel else 8
     worked = step * (chunk * (each * levels * dim + 2 * value_dim + 4 * row) * _WORD + state)
     return {
         "query_key": 2 * 2 * keys * chunk * dim * wide,
