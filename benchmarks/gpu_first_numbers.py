@@ -20,6 +20,7 @@ from attnops import (
     Prefix,
     SlidingWindow,
 )
+from attnops.operators.call.key_columns import KeyColumns
 from attnops.operators.kernels.local_mask import Dropout, dropout_seed
 from attnops.verify import reference_attention, reference_gradients
 from attnops.verify.closeness import row_error, row_sizes, term_sizes
@@ -34,7 +35,7 @@ INTERPRETED = {"hopper": "mosaic", "blackwell": "blackwell"}
 
 def features(length: int = LENGTH) -> dict[str, dict[str, Any]]:
     """Calls of that many tokens: mask, what else the call has, lengths (q, kv), heads (q, kv), dims (query, value), dtype,
-    layout."""
+    layout, the dtype that keys and values are stored in, whether values are columns of the keys."""
     third, both = length // 3, (length, length)
     ids = (np.arange(length) // (2 * length // 7)).astype(np.int32)[None]
     positions = np.arange(length, dtype=np.int32)[None] // 2
@@ -68,6 +69,22 @@ def features(length: int = LENGTH) -> dict[str, dict[str, Any]]:
         "alibi": {"call": {"score": ALiBi()}, "known": {"score": ALiBi()}},
         "dropout": {"call": dropped, "known": {"keep": keep, "keep_probability": 0.7}},
         "boolean array": {"call": {"mask": dense}, "seen": dense[0, 0]},
+        "int8": {"stored": "int8"},
+        "float8_e4m3fn": {"stored": "float8_e4m3fn"},
+        "int8, few queries": {
+            "stored": "int8",
+            "lengths": (1, length),
+            "heads": (8, 2),
+            "call": {"query_offset": length - 1},
+        },
+        "latents": {"latents": True, "dims": (576, 512), "heads": (2, 1)},
+        "latents, few queries": {
+            "latents": True,
+            "dims": (576, 512),
+            "heads": (16, 1),
+            "lengths": (3, length),
+            "call": {"query_offset": length - 3},
+        },
         **wide,
     }
     return {name: {"lengths": both} | feature for name, feature in made.items()}
@@ -110,7 +127,14 @@ def check(feature: dict[str, Any], generation: str, interpret: bool = False) -> 
     known = {
         "scale": dim**-0.5, "mask": seen[None, None], "soft_cap": call.get("logits_soft_cap"), "sinks": call.get("softmax_aux"),
     } | feature.get("known", {})  # fmt: skip
+    if "stored" in feature:
+        qkv[1:], scales = zip(*(_quantised(x, feature["stored"]) for x in qkv[1:]), strict=True)
+        call |= dict(zip(("key_scale", "value_scale"), scales, strict=True))
     wide = [x.astype(np.float64) for x in (*qkv, pull)]
+    wide[1:3] = [x * call.get(name, 1.0) for name, x in zip(("key_scale", "value_scale"), wide[1:3], strict=True)]
+    columns = ()
+    if "latents" in feature:
+        wide[2], columns, qkv = wide[1][..., :value_dim], (KeyColumns(value_dim),), qkv[:2]
     want = reference_attention(*wide[:3], **known)
     attend = operation(generation, dtype, interpret)
     traced = {name: jnp.asarray(x) for name, x in call.items() if isinstance(x, np.ndarray)}
@@ -120,11 +144,14 @@ def check(feature: dict[str, Any], generation: str, interpret: bool = False) -> 
     def order(x: Any) -> Any:
         return x if layout == "bthd" else x.swapaxes(1, 2)
 
-    def run(q: Any, k: Any, v: Any) -> Any:
-        return attend(q, k, v, return_lse=True, **static, **traced)
+    forward_only = "stored" in feature or "latents" in feature
+    static |= {"mode": "prefill"} if forward_only else {}
+
+    def run(*arrays: Any) -> Any:
+        return attend(*arrays, *columns, return_lse=True, **static, **traced)
 
     arrays = [order(jnp.asarray(x)) for x in qkv]
-    plan = attend.plan(*arrays, return_lse=True, **static, **traced)
+    plan = attend.plan(*arrays, *columns, return_lse=True, **static, **traced)
     if plan.kind == "refused":
         return {"agrees": True, "refused": [reason.code for rejected in plan.rejected for reason in rejected.reasons]}
     assert plan.method == f"forward_{generation}", plan.method
@@ -134,6 +161,8 @@ def check(feature: dict[str, Any], generation: str, interpret: bool = False) -> 
     row: dict[str, Any] = {"alike": alike, "forward": _error(order(first[0]), want.output)}
     row["lse"] = float(np.abs(np.asarray(first[1], np.float64) - want.lse)[np.isfinite(want.lse)].max())
     bounds = [(row["forward"], FORWARD[dtype]), (row["lse"], 1e-2)]
+    if forward_only:
+        return row | {"agrees": alike and all(error <= bound for error, bound in bounds)}
     gradient = jax.jit(lambda *x: jax.vjp(lambda *y: run(*y).attention_outputs, *x)[1](order(jnp.asarray(pull))))
     exact, terms = reference_gradients(*wide, **known), term_sizes(*wide, **known)
     found = jax.block_until_ready(gradient(*arrays))
@@ -145,6 +174,15 @@ def check(feature: dict[str, Any], generation: str, interpret: bool = False) -> 
         bounds.append((row[f"d_{name}"], 2 * FORWARD[dtype]))
     row["agrees"] = alike and all(error <= bound for error, bound in bounds)
     return row
+
+
+def _quantised(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of an 8-bit dtype, and the scale of each token and head."""
+    stored = jnp.dtype(dtype)
+    greatest = 127.0 if stored.kind == "i" else float(jnp.finfo(stored).max)
+    wide = np.asarray(x, np.float32)
+    scale = np.abs(wide).max(-1, keepdims=True) / np.float32(greatest)
+    return (np.rint(wide / scale) if stored.kind == "i" else wide / scale).astype(stored), scale
 
 
 def _error(got: Any, want: np.ndarray) -> float:

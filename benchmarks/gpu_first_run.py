@@ -34,11 +34,10 @@ def steps(generation: str) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     """What is checked and timed by itself: part, name, and what gives the row."""
     for name, feature in features().items():
         yield "numbers", name, lambda feature=feature: check(feature, generation)
-    if generation == "hopper":
-        for name, feature in page_features().items():
-            yield "numbers", f"pages: {name}", lambda feature=feature: check_pages(feature)
-        for name in STEPS:
-            yield "pages", name, lambda name=name: timed_pages(name)
+    for name, feature in page_features().items():
+        yield "numbers", f"pages: {name}", lambda feature=feature: check_pages(feature)
+    for name in STEPS:
+        yield "pages", name, lambda name=name: timed_pages(name)
 
 
 def page(data: dict[str, Any]) -> str:

@@ -27,6 +27,9 @@ CASES = (
     "sinks",
     "boolean array",
     "dropout",
+    "int8",
+    "float8_e4m3fn",
+    "latents, few queries",
 )
 
 
@@ -40,11 +43,12 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < JAX_NEEDED, reason=f"jax {jax.__version__}: no kernels in Mosaic GPU")
+@pytest.mark.parametrize("generation", ["hopper", "blackwell"])
 @pytest.mark.parametrize("name", CASES)
-def test_numbers_of_a_feature(benchmark: Any, name: str) -> None:
+def test_numbers_of_a_feature(benchmark: Any, name: str, generation: str) -> None:
     feature = benchmark.features(120)[name]
-    heads = {"heads": (4, 2) if name in ("gqa", "few queries") else (4, 4)}
-    row = benchmark.check(feature | {"dims": (64, 64)} | heads, "hopper", interpret=True)
+    heads = {"heads": (4, 2) if name in ("gqa", "few queries") else (4, 4), "dims": (64, 64)}
+    row = benchmark.check(feature if "latents" in feature else feature | heads, generation, interpret=True)
     assert "refused" not in row
     assert row["agrees"], row
 
