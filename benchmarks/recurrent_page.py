@@ -6,6 +6,7 @@ python benchmarks/recurrent_page.py
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,9 @@ def on_tpus(data: dict[str, Any]) -> Iterator[str]:
 def main() -> None:
     data = json.loads((HERE / "results" / "recurrent.json").read_text())
     lines = ["# Recurrent operations\n", *on_cpu(data), *on_tpus(data)]
-    text = "\n".join(lines).replace("\n\n\n", "\n\n").strip() + "\n"
-    (HERE / "recurrent.md").write_text(text)
+    text = "\n".join(lines).replace("\n\n\n", "\n\n").strip()
+    blocks = [x if x.startswith("|") else textwrap.fill(x, 127, break_on_hyphens=False) for x in text.split("\n\n")]
+    (HERE / "recurrent.md").write_text("\n\n".join(blocks) + "\n")
 
 
 if __name__ == "__main__":
