@@ -21,7 +21,11 @@ _DRAWS = {
     "dt": "np.exp({normal} - 1)",
     "A": "-np.exp({normal})",
     "dt_bias": "np.exp({normal} - 2)",
+    # A delta rule whose keys are longer than sqrt(2) makes every rounding error greater with each token.
     "key": "{normal} / np.sqrt({shape}[-1])",
+    "key_conv_weight": "{normal} / 4",
+    "key_conv_bias": "{normal} / np.sqrt(16 * {shape}[-1])",
+    "key_conv_window": "{normal} / np.sqrt({shape}[-1])",
 }
 _WIDE = ("decay", "dt", "A", "D", "dt_bias", "initial_state", "state")  # float32 in every call
 _REFERENCE = "from attnops.verify.recurrent_of_call import recurrent_reference"
