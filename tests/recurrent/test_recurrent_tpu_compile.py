@@ -82,7 +82,9 @@ def test_compiles_in_the_default_vmem(
         for kernel in found:
             assert kernel.vmem_limit is None  # the default is enough
             counted = sum(parts[kernel.name].values())
-            assert counted / 3 <= kernel.vmem_used <= 1.25 * counted
+            # The count is of heads that are worked on at once; without a triangular inverse fewer of them are.
+            least = counted / (3 if "beta" in call else 6)
+            assert least <= kernel.vmem_used <= 1.25 * counted
 
 
 _RAW = {"gate": "raw", "beta_form": "sigmoid", "normalise_qk": True}
