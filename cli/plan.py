@@ -36,7 +36,7 @@ def print_plan(
     def sourced(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
         return [(label, source if label == "platform" else line) for label, line in rows]
 
-    screen = plan.screen(notes, verbose)
+    screen = plan.screen("--verbose", notes, verbose)
     console.print(fields([runs_row(plan), *sourced(screen.rows)]))
     if screen.tensors:
         console.print("", _tensors(*screen.tensors), sep="\n")

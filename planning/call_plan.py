@@ -64,10 +64,10 @@ class Plan(PlanFields):
         """The decision as text: what runs and why, and what needs your attention. With `verbose`, all of it."""
         return explain(self, verbose=verbose)
 
-    def screen(self, notes: tuple[str, ...] = (), verbose: bool = False) -> Screen:
-        """One screen of the plan, or all of it, for a terminal; `notes` come after its own."""
+    def screen(self, more: str, notes: tuple[str, ...] = (), verbose: bool = False) -> Screen:
+        """See Decision."""
         if not verbose:
-            return Screen(screen_rows(self, notes, "--verbose"))
+            return Screen(screen_rows(self, notes, more))
         rows = self.rejected_rows
         for label, line in decision_rows(self):
             rows += [(label, text) for text in (self.config_lines() if label == "config" else [line])]
@@ -78,7 +78,7 @@ class Plan(PlanFields):
 
     def page_rows(self) -> list[tuple[str, str]]:
         """One screen of it as labelled lines, after what runs, for a page."""
-        return screen_rows(self)[:-1]  # the last one says how to see more
+        return [row for row in screen_rows(self) if row[0] != "more"]
 
     def draw(self, mesh: AnyMesh | None = None) -> drawing.DevicePicture:
         """Draw each tensor over the mesh, device by device, with dropped axes, copies, and arrows for what is sent.

@@ -139,8 +139,8 @@ class Decision(Generic[P, L]):
         """A labelled line for every reason why the others don't run."""
         return [("not", f"{r.implementation}: {reason}") for r in self.rejected for reason in r.reasons]
 
-    def screen(self, notes: tuple[str, ...] = (), verbose: bool = False) -> Screen:
-        """One screen of the plan, or all of it, for a terminal; `notes` come after its own."""
+    def screen(self, more: str, notes: tuple[str, ...] = (), verbose: bool = False) -> Screen:
+        """One screen of the plan, or all of it, for a terminal; `notes` come after its own. more: how a reader gets all of it."""
         raise NotImplementedError
 
     def page_rows(self) -> list[tuple[str, str]]:

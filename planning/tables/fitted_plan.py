@@ -73,8 +73,8 @@ class FittedPlan(Decision[P, L]):
             for x in self.tensors
         ]
 
-    def screen(self, notes: tuple[str, ...] = (), verbose: bool = False) -> Screen:
-        """One screen of the plan, or all of it, for a terminal; `notes` come after its own."""
+    def screen(self, more: str, notes: tuple[str, ...] = (), verbose: bool = False) -> Screen:
+        """See Decision."""
         every_note = (*self.notes, *notes)
         shown = [note for note in every_note if verbose or not is_info(note)]
         rows = [*self.rejected_rows, *self.rows(verbose), *(("note", str(note)) for note in shown)]
@@ -84,7 +84,7 @@ class FittedPlan(Decision[P, L]):
             return Screen(rows, tensors)
         asides = len(every_note) - len(shown)
         hidden = ["defaults of the config", *([] if whole else ["arrays"]), *([f"{asides} notes"] if asides else [])]
-        return Screen(rows, tensors, (("more", f"--verbose adds {', '.join(hidden)}"),))
+        return Screen(rows, tensors, (("more", f"{more} adds {', '.join(hidden)}"),))
 
     def page_rows(self) -> list[tuple[str, str]]:
         """One screen of it as labelled lines, after what runs, for a page."""

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from attnops import Causal
-from attnops.operators.blackwell.kernel import blackwell_attention, forward
+from attnops.operators.blackwell.kernel import blackwell_attention, forward, roles
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.operands import Operands, split_static
 from attnops.operators.mosaic.kernel import block
@@ -223,7 +223,7 @@ def main(which: str, name: str, times: str = "1") -> None:
     """Plant a mistake, run, compare."""
     kernel = KERNELS[which]
     LAST[0] = str(kernel.sizes.block_q // 128 - 1)
-    PLANTED.into(forward.BlackwellForward, (block, forward))
+    PLANTED.into(forward.BlackwellForward, (block, roles, forward))
     mistakes(which)[name]()
     for _ in range(int(times)):
         print("unnoticed" if right(kernel) else "numbers")

@@ -19,7 +19,7 @@ from mosaic_pages_runs import run
 from page_mistakes import right_written, widening, writing
 from paged_batches import PagedCase
 
-from attnops.operators.blackwell.kernel import forward
+from attnops.operators.blackwell.kernel import roles
 from attnops.operators.kernels.pages.mosaic import blackwell_pages, page_block, page_widening
 from attnops.operators.kernels.pages.mosaic.blackwell_pages import BlackwellPages
 from attnops.operators.kernels.pages.mosaic.page_tiles import PageStep, PageTiles
@@ -157,7 +157,7 @@ def main(which: str, name: str, times: str = "1") -> None:
     """Plant a mistake, run, compare."""
     case, sequences = CASES[which]
     LAST[0] = str(STEP.chunks.row_groups - 1 if which == "chunks" else 0)
-    PLANTED.into(BlackwellPages, (block, forward, page_block, page_widening, blackwell_pages))
+    PLANTED.into(BlackwellPages, (block, roles, page_block, page_widening, blackwell_pages))
     mutations(which)[name]()
     if which == "write":
         right_written(case, STEP, "blackwell", int(times))

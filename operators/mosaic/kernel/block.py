@@ -172,11 +172,8 @@ class MosaicBlock(BlockOfThreads):
     def _row(self, row: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         """Of the table."""
         batch, head, block = row
-        return (
-            batch,
-            head,
-            block if self.period is None else 0,
-        )  # to the mask all rows are one block, whatever their head
+        # To the mask, rows of several heads are one block.
+        return batch, head, block if self.period is None else 0
 
     def of_split(self, batch: Any, results: Any) -> Any:
         """The place of a batch row among results of all parts of the keys."""

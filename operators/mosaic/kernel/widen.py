@@ -24,27 +24,27 @@ def widen_part(
     wide: Any,
     at: tuple[Any, Any],
     change: Callable[[jax.Array], jax.Array] | None = None,
-    factors: jax.Array | None = None,
+    scales: jax.Array | None = None,
 ) -> None:
-    """Rows and columns of a place in shared memory to those of another, times factors, rounded once, or changed on the way.
+    """Rows and columns of a place in shared memory to those of another, times scales, rounded once, or changed on the way.
 
     GPUs convert int8 to bfloat16 and fp8 to float16 with few instructions, which is exact; others go through float32.
     """
     x = plgpu.load(stored.at[at], layout=WIDENED)  # type: ignore[call-arg] # of jax 0.10
     x = x.astype(jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16)
-    if factors is not None or x.dtype != wide.dtype:
+    if scales is not None or x.dtype != wide.dtype:
         x = x.astype(jnp.float32)
-        x = (x if factors is None else x * factors).astype(wide.dtype)
+        x = (x if scales is None else x * scales).astype(wide.dtype)
     wide[at] = x if change is None else change(x)
 
 
-def widen_tile(stored: Any, wide: Any, factors: Any) -> None:
-    """A whole tile [keys, columns]. factors: of its keys, with which its numbers are multiplied, or None."""
+def widen_tile(stored: Any, wide: Any, scales: Any) -> None:
+    """A whole tile [keys, columns]. scales: one of each key, or None."""
     keys, columns = wide.shape
     step, along = swizzled_columns(columns), None
     for row in range(0, keys, ROWS):
-        if factors is not None:
-            of_rows = plgpu.load(factors.at[pl.ds(row, ROWS)], layout=WIDENED.reduce(1), optimized=False)  # type: ignore[call-arg]
+        if scales is not None:
+            of_rows = plgpu.load(scales.at[pl.ds(row, ROWS)], layout=WIDENED.reduce(1), optimized=False)  # type: ignore[call-arg]
             along = lax.broadcast_in_dim(of_rows, (ROWS, step), (0,))
         for column in range(0, columns, step):
-            widen_part(stored, wide, (pl.ds(row, ROWS), pl.ds(column, step)), factors=along)
+            widen_part(stored, wide, (pl.ds(row, ROWS), pl.ds(column, step)), scales=along)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....blackwell.kernel.blackwell_sizes import PART, ROWS
-from ....blackwell.kernel.forward import BlackwellRoles
+from ....blackwell.kernel.roles import BlackwellRoles
 from ....blackwell.kernel.tile import TILE
 from .page_block import Work
 from .page_sizes import BLACKWELL_SIZING
