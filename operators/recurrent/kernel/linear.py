@@ -127,7 +127,8 @@ def _one_token(
     product = functools.partial(jnp.einsum, "bhik,bhkv->bhiv", precision=lax.Precision.HIGHEST)
     if beta is None:
         read = product(query * kept.whole, before)
-        # The value, as no decay is below 0: what depends on the read is written after it, so in place.
+        # Always the value, as no decay is below 0. The condition makes the new state follow from the read: XLA then writes it
+        # in place, after the read.
         update = jnp.where(jnp.abs(read) < -kept.whole[..., :1], read, value)
     else:
         both = product(jnp.concatenate([query, key], 2) * kept.whole, before)
