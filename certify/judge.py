@@ -14,16 +14,16 @@ from .case import Case
 from .convention import Convention
 from .source import part_names
 
-__all__ = ["TOLERANCES", "Judgement", "judged"]
+__all__ = ["DENORMAL", "TOLERANCES", "USUAL_LOGIT", "Judgement", "judged"]
 
 # Largest error of a row of outputs and of gradients, relative to the row's size. A function may compute its softmax in the call's
 # dtype: bfloat16 then rounds logits of 4 by 0.008. Larger logits are rounded by more, and the tolerance grows with them.
 TOLERANCES = {"float32": (1e-4, 3e-4), "bfloat16": (0.05, 0.1), "float16": (0.01, 0.02)}
-_LOGIT = 8.0  # the tolerances hold for logits up to this
+USUAL_LOGIT = 8.0  # the tolerances hold for logits up to this
 # Weights below the dtype's smallest number are 0, and whatever is multiplied to them: rows smaller than this, in terms of the
 # largest one, count as if they were so large.
 _SMALL = {"float32": 1e-30, "bfloat16": 1e-30, "float16": 1e-5}
-_DENORMAL = 1e-30  # where values are denormal, what is made of them may be flushed to 0; NaN and infinity are found
+DENORMAL = 1e-30  # where values are denormal, what is made of them may be flushed to 0; NaN and infinity are found
 _SCORES = {
     "alibi": ALiBi(),
     "temperature": Temperature(),
@@ -64,7 +64,7 @@ def judged(case: Case, convention: Convention, arrays: dict[str, Any]) -> Judgem
     d = numbers.get("d", np.zeros_like(want.output))
     sizes = term_sizes(q, k, v, d, **arguments)
     largest = float(np.abs(np.einsum("bihd,bjhd->bhij", q, np.repeat(k, case.heads // case.kv_heads, 2)) * scale).max())
-    grown = max(1.0, largest / _LOGIT)
+    grown = max(1.0, largest / USUAL_LOGIT)
     forward, backward = (tolerance * grown for tolerance in TOLERANCES[case.dtype])
 
     output = got["output"]
@@ -97,7 +97,7 @@ def _part(what: str, got: np.ndarray, want: np.ndarray, sizes: np.ndarray, toler
         return Judgement("wrong", f"{what} has shape {got.shape}; expected {want.shape}", -1.0)
     if not np.isfinite(got).all():
         return Judgement("wrong", f"{what} has NaN or infinity", -1.0)
-    least = _DENORMAL if case.levels["values"] == "denormal" else _SMALL[case.dtype] * float(sizes.max(initial=0.0))
+    least = DENORMAL if case.levels["values"] == "denormal" else _SMALL[case.dtype] * float(sizes.max(initial=0.0))
     error = row_error(got, want, np.maximum(sizes, least), case.dtype)
     if error <= tolerance:
         return Judgement("right", what, error)

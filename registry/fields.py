@@ -19,6 +19,8 @@ from .unset import UNSET, Unset
 
 if TYPE_CHECKING:
     from eformer.escale import PartitionManager
+else:  # for who reads annotations in a running program
+    PartitionManager = Any
 
 __all__ = ["MetadataFields", "ReadAs"]
 

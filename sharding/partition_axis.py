@@ -16,6 +16,8 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from eformer.escale import PartitionAxis as EformerAxis
     from eformer.escale import PartitionManager
+else:  # for who reads annotations in a running program
+    EformerAxis = PartitionManager = Any
 
 __all__ = [
     "AXIS_FIELDS", "NOT_GIVEN", "AnyPartitionAxis", "PartitionAxis", "axis_values", "eformers_axis", "is_not_given",
@@ -23,7 +25,6 @@ __all__ = [
 ]  # fmt: skip
 
 Axis: TypeAlias = str | tuple[str, ...] | None
-AnyPartitionAxis: TypeAlias = "PartitionAxis | EformerAxis"
 
 
 class _NotGiven(enum.Enum):
@@ -100,6 +101,9 @@ class PartitionAxis:
     def __hash__(self) -> int:
         # As eformer computes it, because objects that are equal have to have equal hashes.
         return hash((type(self).__qualname__, tuple(axis_values(self).items())))
+
+
+AnyPartitionAxis: TypeAlias = PartitionAxis | EformerAxis
 
 
 AXIS_FIELDS = tuple(field.name for field in dataclasses.fields(PartitionAxis))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..source import Subject
 from . import seen, sequences
 from .case import CallCase
-from .kind import DTYPES, TRANSFORMS, CallParts, Factors, Kind
+from .kind import DTYPES, TRANSFORMS, CallParts, Factors, Kind, sized
 from .lines import called, cast
 from .pages import SIDES
 
@@ -17,6 +17,7 @@ _OTHERS: Factors = {
     "top_k": {"one": "one key selected", "all": "as many as there are"},
     "ties": {"yes": "equal scores: the lower position"},
     "index_heads": {"one": "one index head"},
+    "values": {"large": "large scores"},
     "dtype": DTYPES,
     "transform": {name: title for name, title in TRANSFORMS.items() if name != "remat"},
 }
@@ -68,7 +69,8 @@ def _over_arrays(case: CallCase, subject: Subject) -> CallParts:
     batch, q_len, kv_len, heads, dim = (case.sizes[n] for n in ("batch", "q_len", "kv_len", "index_heads", "dim"))
     dtype, quantised = case.level("dtype"), case.has("quantised")
     inputs = [f"rng = np.random.default_rng({case.seed})", "x = {}"]
-    inputs += cast({"q": _drawn(case, (batch, q_len, heads, dim)), "w": _drawn(case, (batch, q_len, heads))}, dtype)
+    queries = sized(case, "large", _drawn(case, (batch, q_len, heads, dim)))
+    inputs += cast({"q": queries, "w": _drawn(case, (batch, q_len, heads))}, dtype)
     drawn = f"rng.integers(-127, 128, {(batch, kv_len, dim)})" if quantised else _drawn(case, (batch, kv_len, dim))
     inputs += cast({"k": drawn}, "int8" if quantised else dtype)
     if quantised:
@@ -103,8 +105,9 @@ def _over_pages(case: CallCase, subject: Subject) -> CallParts:
     tokens, longest = extra["tokens"], max(lengths)
     dtype = case.level("dtype")
     inputs = [f"rng = np.random.default_rng({case.seed})", "x = {}", *sequences.paged_lines(case)]
+    queries = sized(case, "large", _drawn(case, (tokens, heads, dim)))
     inputs += cast(
-        {"q": _drawn(case, (tokens, heads, dim)), "k": _drawn(case, (sum(lengths), dim)), "w": _drawn(case, (tokens, heads))},
+        {"q": queries, "k": _drawn(case, (sum(lengths), dim)), "w": _drawn(case, (tokens, heads))},
         dtype,
     )  # fmt: skip
     if case.sizes["spare"]:

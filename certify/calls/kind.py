@@ -10,10 +10,13 @@ from ..features import Feature
 from ..source import Subject
 from .case import CallCase
 
-__all__ = ["DTYPES", "TRANSFORMS", "CallParts", "Factors", "Kind"]
+__all__ = ["DTYPES", "LARGE_LOGITS", "TRANSFORMS", "VALUES", "CallParts", "Factors", "Kind", "sized"]
 
 Factors = Mapping[str, Mapping[str, str]]  # factor -> {level: its title}
 
+VALUES = {"large": "large logits", "denormal": "denormal values"}
+LARGE_LOGITS = {"values.large": 450.0}  # of queries that are sized as large, against keys of the usual size
+_SIZES = {"large": "100", "denormal": "1e-39"}
 DTYPES = {"bfloat16": "bfloat16", "float16": "float16"}
 TRANSFORMS = {
     "eager": "outside jit", "vmap": "vmap", "scan": "scan", "remat": "remat", "shard_map": "shard_map", "x64": "x64 enabled",
@@ -45,6 +48,7 @@ class Kind:
     of factors or features that exclude each other, or have no meaning together. steps: smaller sizes that are tried, the
     boldest first. asked: factors that a convention needs an argument for. absent: why a subject can't be asked for a feature,
     beside what its convention says; None if it can. parts: a case as source. infinite: what a result that isn't finite means.
+    rounds: the largest logits of a feature, by its name, where they are larger than usual.
     """
 
     plain: str
@@ -52,6 +56,7 @@ class Kind:
     sizes: Mapping[str, int]
     parts: Callable[[CallCase, Subject], CallParts]
     changes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    rounds: Mapping[str, float] = field(default_factory=dict)
     brings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     apart: tuple[tuple[str, str], ...] = ()
     steps: tuple[Mapping[str, int], ...] = ()
@@ -97,3 +102,12 @@ class Kind:
     def changed(self, levels: Mapping[str, str]) -> frozenset[str]:
         """The sizes that the levels say."""
         return frozenset(name for one in self.of(levels) for name in self.changes.get(one.name, {}))
+
+    def largest_logit(self, levels: Mapping[str, str]) -> float:
+        """The largest logit that the levels make; 0 where it is as usual."""
+        return max((self.rounds.get(one.name, 0.0) for one in self.of(levels)), default=0.0)
+
+
+def sized(case: CallCase, level: str, drawn: str) -> str:
+    """An expression of numbers, of another size where the case's values are at this level."""
+    return f"{_SIZES[level]} * {drawn}" if case.level("values") == level else drawn

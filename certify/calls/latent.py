@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..source import Subject
 from . import seen
 from .case import CallCase
-from .kind import DTYPES, TRANSFORMS, CallParts, Kind
+from .kind import DTYPES, LARGE_LOGITS, TRANSFORMS, VALUES, CallParts, Kind, sized
 from .lines import called, cast
 from .selected import softmax_lines
 
@@ -14,6 +14,7 @@ __all__ = ["LATENT"]
 _SCALE, _CAP = 0.5, 2.0
 _QUERY_DIM = 10  # of a query's own latent
 _WEIGHTS = ("w_uk", "w_uv", "w_uq")
+_QUERIES = ("query_latent", "q_nope", "q_rope")
 
 
 def _parts(case: CallCase, subject: Subject) -> CallParts:
@@ -32,7 +33,9 @@ def _parts(case: CallCase, subject: Subject) -> CallParts:
     inputs = [f"rng = np.random.default_rng({case.seed})", "x = {}"]
     for name, shape in shapes.items():
         smaller = f" / {shape[0]} ** 0.5" if name in _WEIGHTS else ""
-        inputs += cast({name: f"rng.standard_normal({shape}){smaller}"}, case.level("dtype"))
+        drawn = f"rng.standard_normal({shape}){smaller}"
+        drawn = sized(case, "large", drawn) if name in _QUERIES else drawn
+        inputs += cast({name: sized(case, "denormal", drawn) if name == "w_uv" else drawn}, case.level("dtype"))
     if made:
         inputs += [
             f"angle = rng.uniform(0, 3, {(batch, q_len, rope // 2)})",
@@ -101,6 +104,7 @@ LATENT = Kind(
         "sinks": {"yes": "sinks"},
         "heads": {"one": "one head", "three": "three heads"},
         "dims": {"value": "value dim of its own", "odd": "odd dims"},
+        "values": VALUES,
         "dtype": DTYPES,
         "layout": {"bhtd": "layout [batch, heads, length, dim]"},
         "gradient": {"yes": "gradient"},
@@ -117,7 +121,8 @@ LATENT = Kind(
     brings={
         "window.both": {"causal": "no"}, "window.open": {"causal": "no"}, "transform.remat": {"gradient": "yes"},
     },
-    apart=(("offset", "lens"), ("lse", "gradient")),
+    rounds=LARGE_LOGITS,
+    apart=(("offset", "lens"), ("lse", "gradient"), ("values.denormal", "dtype")),
     steps=(
         *seen.STEPS, {"heads": 1}, *({"nope_dim": n, "value_dim": n, "latent_dim": n} for n in (1, 2)), {"rope_dim": 2},
     ),

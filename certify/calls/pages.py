@@ -7,7 +7,7 @@ from typing import Any
 
 from ..source import Subject
 from .case import CallCase
-from .kind import DTYPES, TRANSFORMS, CallParts, Kind
+from .kind import DTYPES, LARGE_LOGITS, TRANSFORMS, VALUES, CallParts, Kind, sized
 from .lines import called, cast
 from .sequences import CHANGES, ROWS, SIZES, STEPS, UNUSED, paged_lines, paged_sizes, sequences
 
@@ -26,9 +26,9 @@ def _parts(case: CallCase, subject: Subject) -> CallParts:
     drawn = "np.clip(np.round(40 * rng.standard_normal({})), -127, 127)" if quantised else "rng.standard_normal({})"
     stored = {"k": drawn.format((total, kv, dim))}
     if not latent:
-        stored["v"] = drawn.format((total, kv, size["value_dim"]))
+        stored["v"] = sized(case, "denormal", drawn.format((total, kv, size["value_dim"])))
     inputs = [f"rng = np.random.default_rng({case.seed})", "x = {}", *paged_lines(case)]
-    inputs += cast({"q": f"rng.standard_normal({(tokens, heads, dim)})"}, case.level("dtype"))
+    inputs += cast({"q": sized(case, "large", f"rng.standard_normal({(tokens, heads, dim)})")}, case.level("dtype"))
     inputs += cast(stored, "int8" if quantised else case.level("dtype"))
     if size["spare"]:
         inputs.append(f'x["q"] = x["q"].at[{tokens - size["spare"]}:].set({case.junk})')
@@ -196,6 +196,7 @@ PAGES = Kind(
         "latent": {"yes": "values are the first numbers of their keys"},
         "quantised": {"int8": "int8 pages, a scale for each token and head"},
         "layout_of_pages": {name: f"pages of layout {name}" for name in ("heads", "joined", "interleaved", "packed")},
+        "values": VALUES,
         "dtype": DTYPES,
         "lse": {"yes": "log-sum-exp"},
         "transform": {name: title for name, title in TRANSFORMS.items() if name != "remat"},
@@ -216,7 +217,9 @@ PAGES = Kind(
         *(("drafts", name) for name in ("causal", "window", "chunks", "spans", "prefix", "selected", "score", "positions")),
         *(("latent", name) for name in ("heads", "dims", "quantised", "layout_of_pages")), ("layout_of_pages", "dims"),
         ("quantised", "layout_of_pages"), ("update", "quantised"),
+        *(("values.denormal", name) for name in ("dtype", "latent", "quantised")),
     ),
+    rounds=LARGE_LOGITS,
     steps=(*STEPS, {"kv_heads": 1}, *({"dim": n, "value_dim": n} for n in (1, 2, 4))),
     asked=(
         "update", "causal", "window", "chunks", "spans", "prefix", "drafts", "selected", "score", "positions", "scale",

@@ -8,12 +8,15 @@ from typing import Any
 from ..features import Feature
 from ..source import Subject
 from .case import CallCase
-from .kind import DTYPES, TRANSFORMS, CallParts, Kind
+from .kind import DTYPES, TRANSFORMS, VALUES, CallParts, Kind, sized
 from .lines import called
 
-__all__ = ["ARRAYS", "absent_from", "drawn_arrays", "recurrences"]
+__all__ = ["ARRAYS", "NARROW", "STATE_VALUES", "absent_from", "drawn_arrays", "recurrences"]
 
 ARRAYS = {"decay": "decay", "beta": "beta", "D": "D", "dt_bias": "bias of dt", "bias": "bias"}
+STATE_VALUES = VALUES | {"large": "large values"}
+NARROW = (("values.large", "dtype.float16"), ("values.denormal", "dtype"))  # which the dtype can't hold
+_VALUES = ("value", "x")  # of which every result is a sum
 _OF_CALLS = {"initial_state": "initial state", "segment_ids": "segment ids", "lengths": "lengths by row"}
 _DRAWS = {
     "decay": "-np.exp(2 * {normal} - 2)",
@@ -48,7 +51,7 @@ def recurrences(operation: Any) -> Kind:
             elif name == "lengths":
                 inputs.append(f'x["{name}"] = np.maximum({tokens} - 1 - np.arange({batch}), 0).astype(np.int32)')
             else:
-                inputs += drawn_arrays(table, (name,), _sizes(case), case.level("dtype"), layout)
+                inputs += drawn_arrays(table, (name,), _sizes(case), case, layout)
         run = [*called(case, subject.convention, layout=layout), "return r.attention_outputs, r.state"]
         expected = (
             f'plan = f.plan(**x, layout="{layout}")',
@@ -64,6 +67,7 @@ def recurrences(operation: Any) -> Kind:
             "tokens": {"odd": "odd length", "one": "one token", "chunks": "more than one chunk of tokens"},
             "heads": {"gqa": "grouped heads"},
             "dims": {"value": "value dim of its own"},
+            "values": STATE_VALUES,
             "dtype": DTYPES,
             "layout": {"bhtd": "layout [batch, heads, length, dim]", "thd": "packed layout [length, heads, dim]"},
             "gradient": {"yes": "gradient"},
@@ -76,7 +80,7 @@ def recurrences(operation: Any) -> Kind:
             "heads.gqa": {"group": 2}, "dims.value": {"value_dim": 6}, "layout.thd": {"batch": 1},
         },
         brings={"transform.remat": {"gradient": "yes"}},
-        apart=(("layout.thd", "lengths"),),
+        apart=(("layout.thd", "lengths"), *NARROW),
         steps=(
             {"batch": 1}, *({"tokens": n} for n in (1, 2, 3, 5)), {"kv_heads": 1},
             *({"dim": n, "value_dim": n} for n in (1, 2, 4)),
@@ -110,11 +114,13 @@ def _sizes(case: CallCase) -> dict[str, int]:
     }  # fmt: skip
 
 
-def drawn_arrays(table: Any, names: Any, size: Mapping[str, int], dtype: str, layout: str) -> list[str]:
+def drawn_arrays(table: Any, names: Any, size: Mapping[str, int], case: CallCase, layout: str) -> list[str]:
     """Lines that draw arrays into `x`."""
     lines = []
     for name in names:
         shape = tuple(size[dim] for dim in table[name].dims_in(layout))
         drawn = _DRAWS.get(name, "{normal}").format(normal=f"rng.standard_normal({shape})", shape=shape)
-        lines.append(f'x["{name}"] = jnp.asarray({drawn}, jnp.{"float32" if name in _WIDE else dtype})')
+        if name in _VALUES:
+            drawn = sized(case, "large", sized(case, "denormal", drawn))
+        lines.append(f'x["{name}"] = jnp.asarray({drawn}, jnp.{"float32" if name in _WIDE else case.level("dtype")})')
     return lines

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...verify.closeness import row_error
-from ..judge import TOLERANCES, Judgement
+from ..judge import DENORMAL, TOLERANCES, USUAL_LOGIT, Judgement
 from ..lines_runner import LinesRunner
 from ..source import Subject
 from .case import CallCase
@@ -60,7 +60,8 @@ class CallRunner(LinesRunner):
         )
 
     def _judged(self, case: CallCase, names: tuple[str, ...], space: dict[str, Any]) -> Judgement:
-        forward, backward = TOLERANCES[case.level("dtype")]
+        grown = max(1.0, self.kind.largest_logit(case.levels) / USUAL_LOGIT)
+        forward, backward = (tolerance * grown for tolerance in TOLERANCES[case.level("dtype")])
         found = []
         # Where a gradient is 0, as of the logit of a row's only key, rounding is in terms of what the loss is a sum of.
         terms = [np.where(np.isfinite(y), y * z, 0) for y, z in zip(space["want"], space.get("d", ()), strict=False)]
@@ -84,6 +85,8 @@ class CallRunner(LinesRunner):
             else:  # a row is as large as its largest number, and no smaller than is usual
                 rows = np.abs(want).max(axis=-1, keepdims=True, initial=0.0)
                 sizes = np.maximum(rows, np.sqrt((want**2).mean()))
+            if case.level("values") == "denormal":
+                sizes = np.maximum(sizes, DENORMAL)
             error = row_error(got, want, sizes, case.level("dtype"))
             if error > tolerance:
                 return Judgement(

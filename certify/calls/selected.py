@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..source import Subject
 from . import seen
 from .case import CallCase
-from .kind import DTYPES, TRANSFORMS, CallParts, Kind
+from .kind import DTYPES, LARGE_LOGITS, TRANSFORMS, VALUES, CallParts, Kind, sized
 from .lines import called, cast
 
 __all__ = ["SELECTED", "softmax_lines"]
@@ -36,7 +36,9 @@ def _parts(case: CallCase, subject: Subject) -> CallParts:
         "v": (batch, kv_len, kv, size["value_dim"]),
     }
     inputs = [f"rng = np.random.default_rng({case.seed})", "x = {}"]
-    inputs += cast({name: f"rng.standard_normal({shape})" for name, shape in shapes.items()}, case.level("dtype"))
+    drawn = {name: f"rng.standard_normal({shape})" for name, shape in shapes.items()}
+    drawn |= {"q": sized(case, "large", drawn["q"]), "v": sized(case, "denormal", drawn["v"])}
+    inputs += cast(drawn, case.level("dtype"))
     count = min(size["selected"], kv_len)
     inputs += [
         f"selected = np.argsort(rng.random({(batch, q_len, kv_len)}))[..., :{count}].astype(np.int32)  # in any order",
@@ -83,6 +85,7 @@ SELECTED = Kind(
         "sinks": {"yes": "sinks"},
         "heads": {"gqa": "grouped heads, 2 by 2", "groups_of_3": "grouped heads, 3 by 3", "mqa": "one key head"},
         "dims": {"value": "value dim of its own", "odd": "odd head dim"},
+        "values": VALUES,
         "dtype": DTYPES,
         "layout": {"bhtd": "layout [batch, heads, length, dim]"},
         "gradient": {"yes": "gradient"},
@@ -99,7 +102,8 @@ SELECTED = Kind(
     brings={
         "window.both": {"causal": "no"}, "window.open": {"causal": "no"}, "transform.remat": {"gradient": "yes"},
     },
-    apart=(("offset", "lens"), ("lse", "gradient")),
+    rounds=LARGE_LOGITS,
+    apart=(("offset", "lens"), ("lse", "gradient"), ("values.denormal", "dtype")),
     steps=(*seen.STEPS, {"kv_heads": 1}, {"selected": 1}, {"selected": 2}, *({"dim": n, "value_dim": n} for n in (1, 2, 4))),
     asked=("causal", "window", "segments", "lengths", "offset", "scale", "soft_cap", "sinks", "lse"),
 )  # fmt: skip

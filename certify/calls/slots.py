@@ -10,7 +10,7 @@ from ..source import Subject
 from .case import CallCase
 from .kind import DTYPES, TRANSFORMS, CallParts, Kind
 from .lines import called
-from .recurrence import ARRAYS, absent_from, drawn_arrays
+from .recurrence import ARRAYS, NARROW, STATE_VALUES, absent_from, drawn_arrays
 
 __all__ = ["steps_over_slots"]
 
@@ -32,7 +32,7 @@ def steps_over_slots(operation: Any) -> Kind:
         names = [row.name for row in table if not row.optional or case.has(row.name) or _convolves(case, row.name)]
         windows = [name for name in names if name.endswith(CONV_ROWS[2])]
         inputs = [f"rng = np.random.default_rng({case.seed})", "x = {}"]
-        inputs += drawn_arrays(table, names, size, case.level("dtype"), "thd")
+        inputs += drawn_arrays(table, names, size, case, "thd")
         of_tokens = [name for name in names if table[name].dims[0] == "tokens"]
         inputs += _batch(case, size, ["state", *windows], of_tokens)
         run = called(case, subject.convention, longest=size["longest"])
@@ -69,6 +69,7 @@ def steps_over_slots(operation: Any) -> Kind:
             "longest": {"yes": "a longest row declared"},
             "heads": {"gqa": "grouped heads"},
             "dims": {"value": "value dim of its own"},
+            "values": STATE_VALUES,
             "dtype": DTYPES,
             "transform": {name: title for name, title in TRANSFORMS.items() if name != "remat"},
         },
@@ -80,6 +81,7 @@ def steps_over_slots(operation: Any) -> Kind:
         },
         steps=({"rows": 1}, {"rows": 2}, {"kv_heads": 1}, *({"dim": n, "value_dim": n} for n in (1, 2, 4))),
         brings={"conv_activation.silu": {"conv": "yes"}},
+        apart=NARROW,
         asked=("longest", "conv_activation"),
         absent=absent,
     )  # fmt: skip

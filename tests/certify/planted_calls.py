@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from planted import half_gradient
 
 
-def _softmax(x, see, v, sinks=None):
+def _softmax(x, see, v, sinks=None, wrong=""):
     """Of logits [heads, q, kv] to values [kv, heads, dim]: the output and the log-sum-exp, 0 and -inf for a row without keys."""
     x = jnp.where(see, x, -jnp.inf)
     top = jnp.maximum(x.max(-1, keepdims=True), -1e30)
+    top = jnp.zeros_like(top) if wrong == "maximum" else top
     top = top if sinks is None else jnp.maximum(top, sinks[:, None, None])
     e = jnp.exp(x - top)
     total = e.sum(-1, keepdims=True) + (0.0 if sinks is None else jnp.exp(sinks[:, None, None] - top))
@@ -53,7 +54,7 @@ def over_pages(
         see = (j < length) & _shown(i, j, causal, window, wrong)
         see = see if selected is None else see & (jnp.asarray(selected)[token][:, None] == j[None]).any(0)
         x = jnp.einsum("hd,jhd->hj", q[token].astype(jnp.float32), k)[:, None] * scale
-        out, lse = _softmax(x, see, v, None if wrong == "sinks" else sinks)
+        out, lse = _softmax(x, see, v, None if wrong == "sinks" else sinks, wrong)
         return out[0], lse[:, 0]
 
     out, lse = jax.vmap(one)(tokens, row)
@@ -79,7 +80,7 @@ def latent(
     see = jnp.broadcast_to(_shown(i, j, causal, window, wrong), (latent.shape[0], i.shape[1], j.shape[2]))
     see = see if lengths is None else see & (j < lengths[:, None, None])
     values = jnp.einsum("bjc,chv->bjhv", latent, w_uv)
-    return jax.vmap(lambda x, see, v: _softmax(x * scale, see, v)[0])(x, see, values).astype(dtype)
+    return jax.vmap(lambda x, see, v: _softmax(x * scale, see, v, wrong=wrong)[0])(x, see, values).astype(dtype)
 
 
 class Selected(NamedTuple):
@@ -122,10 +123,12 @@ pages_length = _wrong(over_pages, "length")
 pages_position = _wrong(over_pages, "position")
 pages_sinks = _wrong(over_pages, "sinks")
 pages_of_nobody = _wrong(over_pages, "tokens of nobody")
+pages_maximum = _wrong(over_pages, "maximum")
 pages_in_a_mesh = _wrong(over_pages, "in a mesh")
 latent_window = _wrong(latent, "window")
 latent_scale = _wrong(latent, "default scale")
 latent_rotary = _wrong(latent, "rotary keys")
+latent_maximum = _wrong(latent, "maximum")
 latent_gradient = _wrong(latent, "gradient")
 indexer_relu = _wrong(indexer, "relu")
 indexer_ties = _wrong(indexer, "ties")

@@ -65,6 +65,8 @@ PLANTED = [
     ("pages", "pages_position", ("rows.prefill", "window.left"), {"plain", "window.left"}),
     ("pages", "pages_of_nobody", ("unused.tokens", "unused.rows"), {"unused.tokens"}),
     ("pages", "pages_in_a_mesh", ("transform.vmap", "transform.shard_map"), {"transform.shard_map"}),
+    ("pages", "pages_maximum", ("values", "scale"), {"values.large"}),
+    ("latent", "latent_maximum", ("values", "heads.one"), {"values.large"}),
     ("latent", "latent_window", ("window.left", "lengths"), {"window.left"}),
     ("latent", "latent_scale", ("scale",), {"plain"}),
     ("latent", "latent_rotary", ("heads.one",), {"plain", "heads.one"}),

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from attnops import Attention, Plan, dot_product_attention
+from attnops import Attention, OperationMetadata, Plan, dot_product_attention
 from attnops.call_arguments import CALL_ARGUMENTS, CALL_OPTIONS, CallArguments, PlainArguments
 from attnops.operators.api.attention_types import ArrayOperation, AttentionKeywords
 from attnops.registry import OperationRegistry
@@ -47,6 +47,12 @@ PUBLIC = [
 def test_annotations_can_be_read_in_a_running_program(function: Any) -> None:
     assert "return" in get_type_hints(function)
     assert not [x for x in get_type_hints(function).values() if isinstance(x, str)]
+
+
+def test_fields_of_a_declaration_can_be_read_in_a_running_program() -> None:
+    hints = get_type_hints(OperationMetadata)
+    assert hints.keys() >= {"partition_axis", "partition_manager", "mesh", "runtime_dtype"}
+    assert not [x for x in hints.values() if isinstance(x, str)]
 
 
 @pytest.mark.slow
