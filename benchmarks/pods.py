@@ -140,8 +140,9 @@ def _layer(attend: Any, mesh: Any) -> dict[str, Any]:
         return (wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-5)).astype(x.dtype)
 
     def rotated(x: jax.Array) -> jax.Array:
-        angle = jnp.arange(LENGTH)[:, None] * 500000.0 ** (-jnp.arange(0, DIM, 2) / DIM)
-        cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
+        rates = 500000.0 ** (-jnp.arange(0, DIM, 2, dtype=jnp.float32) / DIM)
+        angle = jnp.outer(jnp.arange(LENGTH, dtype=jnp.float32), rates)[None, :, None]
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
         a, b = jnp.split(x.astype(jnp.float32), 2, -1)
         return jnp.concatenate((a * cos - b * sin, a * sin + b * cos), -1).astype(x.dtype)
 

@@ -84,7 +84,13 @@ def _promotion(request: pytest.FixtureRequest) -> Iterator[None]:
     assert mark.args, "say in the mark why the test needs it"
     import jax
 
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with (
+        pytest.MonkeyPatch.context() as environment,
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        for name in ("JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTION"):  # of processes that the test starts
+            environment.delenv(name)
         yield
 
 

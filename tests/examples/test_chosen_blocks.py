@@ -43,6 +43,7 @@ def test_a_later_token_changes_nothing_before_it(blocksparse: ModuleType) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.default_promotion("optax multiplies floats and integers")
 def test_it_learns_as_the_dense_one_does(blocksparse: ModuleType) -> None:
     text = blocksparse.corpus()
     alphabet = blocksparse.Alphabet(text)

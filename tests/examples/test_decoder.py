@@ -82,6 +82,7 @@ def test_the_entropy_of_letters(decoder: ModuleType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_promotion("optax multiplies floats and integers")
 def test_the_whole_example(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "loss.png"

@@ -163,6 +163,7 @@ def test_training_on_eight_devices_is_training_on_one(hybrid: ModuleType, name: 
 
 
 @pytest.mark.slow
+@pytest.mark.default_promotion("optax multiplies floats and integers")
 def test_the_whole_example() -> None:
     command = [sys.executable, str(FOLDER / "main.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

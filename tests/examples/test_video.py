@@ -94,6 +94,7 @@ def test_training_lowers_the_loss(video: ModuleType, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
+@pytest.mark.default_promotion("optax multiplies floats and integers")
 def test_the_whole_example(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")

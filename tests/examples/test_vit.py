@@ -70,6 +70,7 @@ def test_some_steps_lower_the_loss(vit: ModuleType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_promotion("optax multiplies floats and integers")
 def test_the_whole_example_is_right_on_nineteen_of_twenty(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
