@@ -100,10 +100,11 @@ def _of_buckets(index: jax.Array, table: jax.Array) -> jax.Array:
     return values.transpose(1, 2, 0, 3).reshape(batch, heads, -1)[..., :n]
 
 
-def _place(n: Any, width: int) -> tuple[Any, Any]:
+def _place(n: Any, width: Any) -> tuple[Any, Any]:
     """(row, column) of places. What there is for a negative one, before a class token, isn't used."""
     if isinstance(n, jax.Array):  # // and % of jax.numpy are ten instructions, for negative numbers
-        return lax.div(n, np.int32(width)), lax.rem(n, np.int32(width))
+        width = n.dtype.type(width)
+        return lax.div(n, width), lax.rem(n, width)
     return n // width, n % width
 
 

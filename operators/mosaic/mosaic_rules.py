@@ -9,7 +9,6 @@ import jax
 
 from ...devices import gpu_variant
 from ...planning import STATIC_MASKS, AttentionProblem, Rule
-from ...scores.steps import Lookup, Product
 from ..choices.dtype_rules import float32_softmax
 from ..choices.function_rules import MOSAIC_GPU, function_rules
 from ..flash.flash_config import FlashAttention2Config
@@ -26,7 +25,6 @@ MOSAIC_FEATURES = STATIC_MASKS | {
 }  # fmt: skip
 _MAX_DIM = 256
 _MAX_LATENT = 576, 512  # dims of key and value where values are the first numbers of their keys
-_GATHERED = frozenset({Lookup.name, Product.name})  # steps of a score
 _PADDED = 4 / 3  # columns computed for each of a head's
 
 
@@ -58,12 +56,6 @@ def _asked(config: FlashAttention2Config) -> bool:
 def _widened(problem: AttentionProblem) -> float:
     dims = problem.head_dim, problem.value_dim
     return sum(map(padded_dim, dims)) / sum(dims)
-
-
-def _gathered(problem: AttentionProblem) -> list[str]:
-    """The score's steps that read a number for each pair from a place that follows from both."""
-    names = frozenset() if problem.score is None else problem.score.step_names(problem.contiguous_positions)
-    return sorted(names & _GATHERED)
 
 
 def _size_rule(of: Generation, name: str) -> Rule:
@@ -151,16 +143,6 @@ def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
         ),
         *(_size_rule(of, name) for name in of.fields),
         *(_warps_rule(of, name) for name in of.warps),
-        Rule(
-            f"{of.name}.score_gathered",
-            "score",
-            lambda p, c: not _gathered(p),
-            lambda p, c: (
-                f"the score {p.score} adds numbers by {', '.join(_gathered(p))}: Mosaic GPU loads tiles, not a "
-                "number for each pair of a query and a key"
-            ),
-            "Nothing to change: the kernel in Triton gathers them.",
-        ),
         *function_rules(of.name, MOSAIC_GPU),
         _vma_rule(of),
     )

@@ -9,7 +9,6 @@ import jax
 from ...page_layouts import LAYOUTS
 from ...planning import OperationConfig, Rule
 from ...planning.paged.paged_problem import PagedProblem
-from ...scores.steps import Lookup
 from ..choices.function_rules import MOSAIC_GPU, score_function_rule
 from ..kernels.pages.mosaic.page_tiles import KEYS, PAGES
 from ..mosaic.kernel.mosaic_sizes import DIM_STEP, padded_dim
@@ -42,11 +41,6 @@ def _rows_fit(problem: PagedProblem) -> bool:
     return first % DIM_STEP == 0 and all(columns <= row for row, columns in _rows_stored(problem).values())
 
 
-def _gathers(problem: PagedProblem) -> bool:
-    """Whether a number of a table belongs to each pair of a query and a key."""
-    return problem.score is not None and Lookup.name in problem.score.step_names(problem.contiguous_positions)
-
-
 def _scores_drafts(problem: PagedProblem) -> bool:
     """Whether a score reads how deep the keys of a tree of drafts are."""
     parts = () if problem.score is None or "draft_tree" not in problem.features else problem.score.parts()
@@ -58,13 +52,6 @@ def page_rules(of: MosaicPages) -> tuple[Rule, ...]:
     return (
         BY_HEAD,
         POSITIONS,
-        Rule(
-            f"paged.{of.name}_score_gathered",
-            "score",
-            lambda p, c: not _gathers(p),
-            "the score {p.score} reads a table: Mosaic GPU loads tiles, not a number for each pair of a query and a key",
-            "Nothing to change: plain XLA gathers them. Without learnt numbers, write it as a function of the distance.",
-        ),
         Rule(
             f"paged.{of.name}_score_drafts",
             "score",

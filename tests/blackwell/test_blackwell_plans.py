@@ -19,6 +19,7 @@ from attnops import (
     OperationRegistry,
     Positions,
     RelativeBias,
+    RelativeBias2D,
     register_mask_function,
 )
 from attnops.compat import abstract_device
@@ -69,7 +70,6 @@ REFUSED = {
     "blackwell.block_q_dq": {"config": {"block_q_dq": 64}},
     "blackwell.block_kv_dq": {"config": {"block_kv_dq": 256}},
     "feature.return_weights": {"call": {"return_weights": True}},
-    "blackwell.score_gathered": {"call": {"score": "t5"}},
     "blackwell.mask_function_operation": {"call": {"mask": "sine"}},
 }
 
@@ -79,16 +79,35 @@ REFUSED = {
 def test_triton_runs_what_it_refuses(code: str) -> None:
     given = dict(REFUSED[code])
     call = dict(given.pop("call", {}))
-    if "score" in call:  # by arrays of positions: no number for each distance
-        places = jax.ShapeDtypeStruct((2, 4096), "int32")
-        call = {"score": RelativeBias(buckets=T5()), "table": jax.ShapeDtypeStruct((32, 32), "float32")}
-        call |= {"mask": Positions(places, places), "query_offset": None}
     if call.get("mask") == "sine":
         register_mask_function("blackwell.sine", override=True)(lambda x, j: jnp.sin(x.astype(jnp.float32)) < j)
         call["mask"] = MaskFunction("blackwell.sine")
     plan = _plan(call=call, **given)
     assert plan.method != "forward_blackwell"
     assert code in _codes(plan)
+
+
+# Scores that read a number for each pair: by arrays of positions there is none for each distance of two indices.
+_PLACES, _SHAPE = jax.ShapeDtypeStruct((2, 4096), "int32"), jax.ShapeDtypeStruct
+GATHERED: dict[str, dict[str, Any]] = {
+    "buckets of positions": {
+        "score": RelativeBias(buckets=T5()), "table": _SHAPE((32, 32), "float32"),
+        "mask": Positions(_PLACES, _PLACES), "query_offset": None,
+    },
+    "grid": {"score": RelativeBias2D(grid=(64, 64)), "table": _SHAPE((16129, 32), "float32")},
+    "decomposed": {
+        "score": RelativeBias2D(grid=(64, 64), decomposed=True),
+        "height": _SHAPE((2, 32, 4096, 64), "float32"), "width": _SHAPE((2, 32, 4096, 64), "float32"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("mode", ["prefill", "train"])
+@pytest.mark.parametrize("name", GATHERED)
+def test_numbers_of_tables_and_products(name: str, mode: str) -> None:
+    plan = _plan(call=GATHERED[name] | {"mode": mode})
+    assert (plan.method, plan.rejected) == ("forward_blackwell", ())
 
 
 @pytest.mark.usefixtures("new_jax")

@@ -19,6 +19,7 @@ from attnops import (
     OperationRegistry,
     Positions,
     RelativeBias,
+    RelativeBias2D,
     register_mask_function,
 )
 from attnops.compat import abstract_device
@@ -75,7 +76,6 @@ REFUSED = {
     "hopper.num_warps_dkv": {"config": {"num_warps_dkv": 8}},
     "hopper.num_warps_dq": {"config": {"num_warps_dq": 8}},
     "feature.return_weights": {"call": {"return_weights": True}},
-    "hopper.score_gathered": {"call": {"score": "t5"}},
     "hopper.mask_function_operation": {"call": {"mask": "sine"}},
 }
 
@@ -85,10 +85,6 @@ REFUSED = {
 def test_triton_runs_what_it_refuses(code: str) -> None:
     given = dict(REFUSED[code])
     call = dict(given.pop("call", {}))
-    if "score" in call:  # by arrays of positions: no number for each distance
-        places = jax.ShapeDtypeStruct((2, 2048), "int32")
-        call = {"score": RelativeBias(buckets=T5()), "table": jax.ShapeDtypeStruct((32, 32), "float32")}
-        call |= {"mask": Positions(places, places), "query_offset": None}
     if call.get("mask") == "sine":
         register_mask_function("hopper.sine", override=True)(lambda x, j: jnp.sin(x.astype(jnp.float32)) < j)
         call["mask"] = MaskFunction("hopper.sine")
@@ -107,6 +103,29 @@ def test_what_triton_only_does_better_can_be_declared() -> None:
 def test_numbers_by_distance() -> None:
     call = {"score": RelativeBias(buckets=T5()), "table": jax.ShapeDtypeStruct((32, 32), "float32")}
     plan = _plan(call=call)
+    assert (plan.method, plan.rejected) == ("forward_hopper", ())
+
+
+# Scores that read a number for each pair: by arrays of positions there is none for each distance of two indices.
+_PLACES, _SHAPE = jax.ShapeDtypeStruct((2, 2048), "int32"), jax.ShapeDtypeStruct
+GATHERED: dict[str, dict[str, Any]] = {
+    "buckets of positions": {
+        "score": RelativeBias(buckets=T5()), "table": _SHAPE((32, 32), "float32"),
+        "mask": Positions(_PLACES, _PLACES), "query_offset": None,
+    },
+    "grid": {"score": RelativeBias2D(grid=(32, 64)), "table": _SHAPE((8001, 32), "float32")},
+    "decomposed": {
+        "score": RelativeBias2D(grid=(32, 64), decomposed=True),
+        "height": _SHAPE((2, 32, 2048, 32), "float32"), "width": _SHAPE((2, 32, 2048, 64), "float32"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("mode", ["prefill", "train"])
+@pytest.mark.parametrize("name", GATHERED)
+def test_numbers_of_tables_and_products(name: str, mode: str) -> None:
+    plan = _plan(call=GATHERED[name] | {"mode": mode})
     assert (plan.method, plan.rejected) == ("forward_hopper", ())
 
 

@@ -132,6 +132,7 @@ RUNS: dict[str, dict[str, Any]] = {
         }
     },
     "distances": {"call": {"score": ALiBi()}},
+    "buckets": {"call": {"score": RelativeBias(np.ones((32, 32), np.float32))}},
     "positions": {
         "call": {
             "score": PositionTemperature(),
@@ -204,7 +205,6 @@ REFUSED = {
         "quantised": {"dtype": "int8", "scale": "token_head"},
         "rope_dtype": "bfloat16",
     },
-    "paged.hopper_score_gathered": {"call": {"score": RelativeBias(np.ones((32, 32), np.float32))}},
     "paged.hopper_score_drafts": {
         "call": {"score": ALiBi(), "draft_tree": jax.ShapeDtypeStruct((32, 4, 4), "bool"), "max_q_len": 4}
     },

@@ -11,7 +11,17 @@ import paged_batches as batches
 import pytest
 from paged_batches import PagedCase
 
-from attnops import ALiBi, Distance, ScoreFunction, SoftCap, Temperature, register_score_function
+from attnops import (
+    ALiBi,
+    Clip,
+    Distance,
+    RelativeBias,
+    RelativeBias2D,
+    ScoreFunction,
+    SoftCap,
+    Temperature,
+    register_score_function,
+)
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 from attnops.scores import PositionTemperature
 
@@ -33,6 +43,10 @@ def _root(distance: Any) -> Any:
     return -0.1 * jnp.sqrt(jnp.abs(distance).astype(jnp.float32))
 
 
+def _numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(5).standard_normal(shape).astype(np.float32)
+
+
 BF16: dict[str, Any] = {"dtype": "bfloat16", "page": 16}
 OF_HEADS = np.random.default_rng(4).uniform(0.1, 1.0, 4).astype(np.float32)
 # Logits of several scores; rows of several tokens, whose heads differ, and devices that have every other page.
@@ -48,6 +62,15 @@ CASES = {
         ScoreFunction("tests.hopper_pages.gated", {"gain": (OF_HEADS, ("heads",))}),
         "interleaved",
         PagedCase("mixed", (4, 2), **BF16),
+    ),
+    "buckets": (RelativeBias(_numbers(32, 4)), "split", PagedCase("mixed", (4, 2), **BF16)),
+    "tables": (
+        RelativeBias(_numbers(34, 4), Clip(30, 3)) >> ALiBi() >> RelativeBias(_numbers(9, 4), Clip(4, 4)),
+        "heads",
+        PagedCase("speculate", (4, 1), sinks=True, **BF16),
+    ),
+    "grid": (
+        RelativeBias2D(grid=(20, 16), table=_numbers(39 * 31, 4)), "joined", PagedCase("decode", (4, 2), cap=3.0, **BF16)
     ),
     "chain": (
         SoftCap(3.0) >> ALiBi() >> SoftCap(9.0), "latent", PagedCase("decode", (4, 1), (128, 64), latent=True, **BF16)

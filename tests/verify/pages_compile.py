@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnops import OperationMetadata, OperationRegistry
+import numpy as np
+
+from attnops import Clip, OperationMetadata, OperationRegistry, RelativeBias, RelativeBias2D
 from attnops.operators.kernels.pages.mosaic.page_tiles import PageStep
 from attnops.operators.paged.declared_step import declared_step
 from attnops.operators.paged.mosaic_kernel import BLACKWELL_PAGES, HOPPER_PAGES, MosaicPages
 from attnops.registry.declaration import Declaration
+from attnops.scores import Score
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse
 from attnops.verify.paged_step import PlannedStep
 from attnops.verify.passes import target_reports
@@ -39,6 +42,12 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"score": {"kind": "position_temperature"}, "q_positions": True},
     {"dtype": "float16"},
 )
+# Tables of 32 query heads, of which a number belongs to each pair.
+TABLES: dict[str, Score] = {
+    "t5": RelativeBias(np.ones((32, 32), np.float32)),
+    "clip": RelativeBias(np.ones((128, 32), np.float32), Clip(127)),
+    "grid": RelativeBias2D(grid=(64, 64), table=np.ones((127 * 127, 32), np.float32)),
+}
 # (the model, the dtype of its pages, their scales)
 QUANTISED = (
     ("llama-3-8b", "int8", "token_head"),
@@ -85,10 +94,18 @@ def _of(target: str) -> MosaicPages:
 
 
 def kernels(
-    model: str, target: str = "h100", *, q_lens: Any = 1, step: dict[str, Any] | None = None, **cache: Any
+    model: str,
+    target: str = "h100",
+    *,
+    q_lens: Any = 1,
+    step: dict[str, Any] | None = None,
+    score: Score | None = None,
+    **cache: Any,
 ) -> tuple[dict[str, GpuKernelUse], PageStep]:
-    """(the kernels of a step by name, the sizes)."""
-    planned = PlannedStep(*declared(model, target, q_lens=q_lens, cache=cache, **(step or {})))
+    """(the kernels of a step by name, the sizes). score: with arrays, for which a file has no place."""
+    operation, of_file = declared(model, target, q_lens=q_lens, cache=cache, **(step or {}))
+    options = of_file.options | ({} if score is None else {"score": score})
+    planned = PlannedStep(operation, of_file._replace(options=options))
     *_, report = target_reports(planned, target)
     assert [one.failure for one in report.passes] == [None]
     of = _of(target)

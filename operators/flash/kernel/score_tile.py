@@ -54,19 +54,17 @@ class TileScores:
     def lookup(self, step: Lookup, unit: float) -> jax.Array:
         """See ScoreTile."""
         q, kv = (jnp.broadcast_to(x, self.tile.shape) for x in self.tile.positions())
-        return self._gathered(step.reads[0], step.index(q, kv)) * unit
+        numbers: jax.Array = self.tile.of_table(_name(step.reads[0]), step.index(q, kv))
+        return numbers * unit
 
     def product(self, step: Product, unit: float) -> jax.Array:
         """See ScoreTile."""
         _, kv = self.tile.positions()
-        return self._gathered(step.reads[0], self.tile.local_rows(), step.index(kv)) * unit
+        numbers: jax.Array = self.tile.of_columns(_name(step.reads[0]), step.index(kv))
+        return numbers * unit
 
     def places(self, shape: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
         """See ScoreTile."""
         every = (*self.tile.row_and_head(), *self.tile.positions())
         batch, head, q, kv = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in every)
         return batch, head, q, kv
-
-    def _gathered(self, number: int, *last: Any) -> jax.Array:
-        gathered: jax.Array = self.tile.gathered(_name(number), *last)
-        return gathered

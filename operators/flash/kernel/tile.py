@@ -196,9 +196,17 @@ class Tile(TileMask):
     def diagonal(self, name: str, rows: int) -> jax.Array:
         """Numbers of a Diagonal's array, for so many rows of the whole problem."""
         of_tile, keys = self.global_places()
-        return self.gathered(name, keys - of_tile + (rows - 1))
+        return self._gathered(name, keys - of_tile + (rows - 1))
 
-    def gathered(self, name: str, *last: Any) -> jax.Array:
+    def of_table(self, name: str, index: jax.Array) -> jax.Array:
+        """Numbers of a Lookup's array, by their places in a head's."""
+        return self._gathered(name, index)
+
+    def of_columns(self, name: str, index: jax.Array) -> jax.Array:
+        """Numbers of a Product's array, by their places in a row's."""
+        return self._gathered(name, self.local_rows(), index)
+
+    def _gathered(self, name: str, *last: Any) -> jax.Array:
         """Numbers of an array, by their places in its last axes; those beyond an end read what is there."""
         ref = self.refs[name]
         leading = (self.batch, self.query_heads())[2 - (len(ref.shape) - len(last)) :]

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...flash.kernel.tile_schedule import Overlapped, TileSchedule
-from ...kernels.tile_mask import TileLogits
 from .mosaic_sizes import MosaicSizes, swizzled_columns
+from .tile import MosaicLogits
 from .widen import widen_tile
 
 __all__ = ["BLOCKS", "WARPGROUPS", "BlockOfThreads", "Copies", "MosaicBlock", "along_columns", "along_rows"]
@@ -32,7 +32,7 @@ class BlockOfThreads:
     once."""
 
     sizes: Any  # of its tiles; stages: tiles that shared memory holds
-    logits: TileLogits
+    logits: MosaicLogits
     dims: tuple[int, int]  # of keys and of values, padded
     in_key: bool
     interpret: bool
@@ -107,7 +107,7 @@ class MosaicBlock(BlockOfThreads):
     """
 
     sizes: MosaicSizes
-    logits: TileLogits
+    logits: MosaicLogits
     table: TileSchedule
     layout: str
     heads: int

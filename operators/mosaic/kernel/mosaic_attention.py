@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ....scores.steps import Diagonal
+from ....scores.steps import Diagonal, Steps
 from ...flash.kernel.partial_gpu import PartialGpu
 from ...flash.kernel.tile_schedule import tile_schedule
 from ...kernels.block_words import block_words
@@ -20,10 +20,11 @@ from ...kernels.local_mask import Dropout, LocalMask
 from ...kernels.lse import merge_stacked
 from ...kernels.operands import DynamicArgs, Operands, Results, StaticArgs, join_static
 from ...kernels.seen_keys import seen_keys, zero_where_hidden
-from ...kernels.tile_mask import TileLogits, traced_numbers
+from ...kernels.tile_mask import traced_numbers
 from .block import MosaicBlock
 from .launch import launch
 from .mosaic_sizes import MosaicSizes, MosaicTiles, latent_columns, padded_dim
+from .tile import MosaicLogits
 
 __all__ = ["PartialMosaic"]
 
@@ -191,13 +192,8 @@ class _Pass:
         self.stored = tuple((name, x.dtype.name) for name, x in by_name if x is not None and x.dtype.itemsize == 1)
         if operands.bias is not None:
             self.inputs["bias"] = self._by_tiles(operands.bias, _BY_PAIR)
-        steps = () if static_args.score is None else static_args.score.steps
-        rows_of = {read: step.rows for step in steps if isinstance(step, Diagonal) for read in step.reads}
-        for number, x in enumerate(operands.captures):
-            diagonal = number in rows_of
-            self.inputs[f"capture{number}"] = (
-                self._diagonal(x, rows_of[number], mask) if diagonal else self._by_tiles(x, _BY_PAIR)
-            )
+        if static_args.score is not None:
+            self.inputs |= self._of_score(static_args.score, operands.captures, mask)
 
     def launch(
         self, more: dict[str, jax.Array], outputs: dict[str, tuple[tuple[int, ...], Any]]
@@ -206,7 +202,7 @@ class _Pass:
         part = self.part
         kernel = part.kernels[self.which](
             self.sizes,
-            TileLogits(part.scale, part.soft_cap, self.static_args),
+            MosaicLogits(part.scale, part.soft_cap, self.static_args, part.interpret),
             self.table,
             part.layout,
             self.kv_heads if self.slow == "kv" else self.heads,
@@ -239,6 +235,18 @@ class _Pass:
         x = jnp.pad(x, [(0, n) for n in short]) if any(short) else x
         return x.swapaxes(2, 3) if len(dims) == 4 and self.slow == "kv" else x
 
+    def _of_score(self, score: Steps, captures: tuple[jax.Array, ...], mask: LocalMask) -> dict[str, jax.Array]:
+        """What tiles read of a score's arrays."""
+        rows_of = {read: step.rows for step in score.steps if isinstance(step, Diagonal) for read in step.reads}
+        made: dict[str, Callable[[int, jax.Array], jax.Array]] = {
+            "aligned": lambda number, x: self._by_tiles(x, _BY_PAIR),
+            "diagonal": lambda number, x: self._diagonal(x, rows_of[number], mask),
+            "table": lambda number, x: x,
+            "columns": lambda number, x: self._columns(x),
+        }
+        forms = enumerate(zip(captures, score.forms, strict=True))
+        return {f"capture{number}": made[form](number, x) for number, (x, form) in forms}
+
     def _diagonal(self, x: jax.Array, rows: int, mask: LocalMask) -> jax.Array:
         """A Diagonal's array [batch, heads, rows + keys - 1] as [batch, heads, lines, places]: a line of any tile is a run of it.
 
@@ -256,6 +264,13 @@ class _Pass:
         before, after = (kv, q) if self.slow == "kv" else (q, kv)
         places = np.arange(-before, after, dtype=np.int32)[None] - np.arange(self.part.lines, dtype=np.int32)[:, None]
         return at(-places if self.slow == "kv" else places)
+
+    def _columns(self, x: jax.Array) -> jax.Array:
+        """A Product's array [batch, heads, q, entries] as [batch, heads, entries, rows]: rows that are read together lie beside
+        each other."""
+        x = x if self.folded is None else self.folded.array(x, _BY_PAIR)
+        short = -x.shape[2] % self.sizes.block_q if x.shape[2] > 1 else 0
+        return jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0))).swapaxes(2, 3)
 
     def _of_mask(self, mask: LocalMask, dropout: Dropout | None, rows: int, tables: int) -> dict[str, jax.Array]:
         """What tiles read of the mask and the dropout."""

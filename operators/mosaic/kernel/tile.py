@@ -7,6 +7,7 @@ whole shape: the layouts of a warpgroup's registers know no tile of one row. The
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -18,9 +19,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ....masks import Mask, Not
 from ...kernels.local_mask import Dropout
 from ...kernels.tile_mask import TileLogits, TileMask
+from .gather import gathered
 from .mosaic_sizes import MosaicSizes
 
-__all__ = ["MosaicTile"]
+__all__ = ["MosaicLogits", "MosaicTile"]
+
+
+@dataclass(frozen=True)
+class MosaicLogits(TileLogits):
+    """interpret: no MLIR."""
+
+    interpret: bool
 
 
 class _Negated(Mask):
@@ -59,7 +68,7 @@ class MosaicTile(TileMask):
 
     def __init__(
         self,
-        logits: TileLogits,
+        logits: MosaicLogits,
         refs: dict[str, Any],
         place: tuple[Any, Any],
         first_row: Any,
@@ -153,6 +162,25 @@ class MosaicTile(TileMask):
         cut = ref.at[(*place, slice(None), pl.ds(start, self.shape[1]))]
         numbers: jax.Array = plgpu.load(cut, layout=self.in_registers, optimized=False)  # type: ignore[call-arg] # of jax 0.10
         return numbers
+
+    def of_table(self, name: str, index: jax.Array) -> jax.Array:
+        """Numbers of a Lookup's array, by their places in a head's; those beyond an end read what is there."""
+        ref, heads = self.refs[name], self.query_heads()
+        index = jnp.clip(index, 0, ref.shape[1] - 1)
+        if ref.shape[0] == 1 or self.period is None:
+            return self._gathered(ref.at[heads if ref.shape[0] > 1 else 0], index)
+        return self._gathered(ref, jnp.minimum(heads, ref.shape[0] - 1) * ref.shape[1] + index)
+
+    def of_columns(self, name: str, index: jax.Array) -> jax.Array:
+        """Numbers of a Product's array, which is here [batch, heads, entries, rows of whole tiles], any but the third 1."""
+        ref = self.refs[name]
+        place = tuple(at if n > 1 else 0 for at, n in zip((self.batch, self.head), ref.shape[:2], strict=True))
+        entries, rows = ref.shape[2:]
+        index = jnp.clip(index, 0, entries - 1)
+        return self._gathered(ref.at[place], index if rows == 1 else index * rows + self._numbers("q"))
+
+    def _gathered(self, ref: Any, places: jax.Array) -> jax.Array:
+        return gathered(ref, places, self.in_registers, self.logits.interpret)
 
     def _padded(self, dim: str) -> int:
         """Rows or keys of this device, in whole tiles."""

@@ -17,9 +17,9 @@ from .....page_layouts import LAYOUTS
 from .....scores.steps import Function, Steps
 from ....mosaic.kernel.launch import launch
 from ....mosaic.kernel.mosaic_sizes import padded_dim
+from ....mosaic.kernel.tile import MosaicLogits
 from ...lse import merge_stacked
 from ...operands import StaticArgs
-from ...tile_mask import TileLogits
 from ...varying import alike
 from ..page_layout import page_shape
 from ..paged import places, with_spans
@@ -30,6 +30,7 @@ from .blackwell_pages import BlackwellPages
 from .hopper_pages import HopperPages
 from .page_block import PagesBlock
 from .page_rows import OwnKeys, RowKeys, RowTiles, row_keys
+from .page_tile import table_name
 from .page_tiles import (
     PageStep,
     PageTiles,
@@ -295,14 +296,14 @@ class _Runs:
         if operands.sinks is not None:
             inputs["sinks"] = by_heads(operands.sinks.astype(jnp.float32))
         if self.score is not None:
-            inputs |= {name: by_heads(x) for name, x in self._of_heads(self.score).items()}
+            inputs |= {name: by_heads(x) for name, x in self._of_heads(self.score).items()} | self._tables(self.score)
             inputs["positions"] = of_rows(self._positions(tiles, keys))
             if operands.shard is not None:
                 inputs["shard"] = jnp.stack([operands.shard.reshape(()), jnp.int32(self.own.stride)])
         no_mask = StaticArgs(Full(), sizes.block_q, sizes.block_kv, 0, 0, 0.0, score=self.score)
         kernel = self.static.kernel(
             sizes,
-            TileLogits(options.scale, options.soft_cap, no_mask),
+            MosaicLogits(options.scale, options.soft_cap, no_mask, self.static.interpret),
             self.form,
             self.page,
             self.pages,
@@ -365,13 +366,25 @@ class _Runs:
         return found
 
     def _of_heads(self, score: Steps) -> dict[str, jax.Array]:
-        """What a score reads by query heads, [heads]: its arrays, and the heads' numbers for a function."""
+        """What a score reads by query heads, [heads]: its arrays, where a head's numbers begin in a table, and the heads' numbers
+        for a function."""
         arrays, heads = self.operands.of_score, self.kv_heads * self.group
         assert arrays is not None
-        found = {f"capture{n}": jnp.broadcast_to(x.reshape(-1), (heads,)) for n, x in enumerate(arrays.captures)}
+        found: dict[str, jax.Array] = {}
+        for n, (x, form) in enumerate(zip(arrays.captures, score.forms, strict=True)):
+            if form == "table":
+                x = jnp.arange(x.shape[0], dtype=np.int32) * np.int32(x.shape[1])
+            found[f"capture{n}"] = jnp.broadcast_to(x.reshape(-1), (heads,))
         if Function.name in score.names:
             found["heads"] = jnp.arange(heads, dtype=np.int32) + arrays.head_start.reshape(())
         return found
+
+    def _tables(self, score: Steps) -> dict[str, jax.Array]:
+        """Those of which a score reads a number for each pair, [heads | 1, entries]."""
+        arrays = self.operands.of_score
+        assert arrays is not None
+        forms = enumerate(zip(arrays.captures, score.forms, strict=True))
+        return {table_name(f"capture{n}"): x for n, (x, form) in forms if form == "table"}
 
     def _positions(self, tiles: RowTiles, keys: RowKeys) -> jax.Array:
         """Those by which a score knows the tiles' tokens."""

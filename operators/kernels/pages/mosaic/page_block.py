@@ -23,9 +23,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .....page_layouts import PageLayout
 from ....mosaic.kernel.block import BLOCKS, BlockOfThreads, along_rows
 from ....mosaic.kernel.mosaic_sizes import swizzled_columns
+from ....mosaic.kernel.tile import MosaicLogits
 from ...block_words import seen_by_words
 from ...lse import LOG2E
-from ...tile_mask import TileLogits
 from ..paged_mask import BITS
 from .page_tile import PageTile, score_rows
 from .page_tiles import PageSizing, PageTiles, row_copies
@@ -90,7 +90,7 @@ class PagesBlock(BlockOfThreads):
     quantised pages; scaled: 'key', 'value', where each token has a scale."""
 
     sizes: PageTiles
-    logits: TileLogits
+    logits: MosaicLogits
     form: PageLayout
     page: int
     pages: int

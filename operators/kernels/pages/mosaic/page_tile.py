@@ -11,11 +11,17 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....mosaic.kernel.block import along_rows
-from ...tile_mask import TileLogits
+from ....mosaic.kernel.gather import gathered
+from ....mosaic.kernel.tile import MosaicLogits
 
-__all__ = ["PageTile", "score_rows"]
+__all__ = ["PageTile", "score_rows", "table_name"]
 
 _OF_HEADS = "capture"  # how the names of a score's arrays begin, as in flash.kernel.score_tile
+
+
+def table_name(name: str) -> str:
+    """Of a table whose heads' places have this name."""
+    return f"table_of_{name}"
 
 
 def score_rows(refs: dict[str, Any], tile_of_rows: Any, head: Any, rows: Any) -> dict[str, Any]:
@@ -30,7 +36,7 @@ class PageTile:
     batch row; first: the first key, counted over the device's own pages of `page` tokens. layout: in registers. value_scale: that
     of each column's value, where it has one; one that no row sees may be NaN."""
 
-    logits: TileLogits
+    logits: MosaicLogits
     of_block: dict[str, Any]  # references
     seen: list[jax.Array]
     shape: tuple[int, ...]
@@ -63,6 +69,12 @@ class PageTile:
     def dense(self, name: str) -> jax.Array:
         """A score's array by query heads."""
         return along_rows(self.numbers[name], self.shape)
+
+    def of_table(self, name: str, index: jax.Array) -> jax.Array:
+        """Numbers of a Lookup's array, by their places in a head's; those beyond an end read what is there."""
+        table = self.of_block[table_name(name)]
+        places = along_rows(self.numbers[name], self.shape) + jnp.clip(index, 0, table.shape[1] - 1)
+        return gathered(table, places, self.layout, self.logits.interpret)
 
     def row_and_head(self) -> tuple[Any, Any]:
         """The batch row, and each row's query head in the whole problem."""
