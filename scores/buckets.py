@@ -27,6 +27,11 @@ class BucketRule:
     def count(self) -> int:
         raise NotImplementedError
 
+    @property
+    def reach(self) -> tuple[int, int] | None:
+        """The farthest distances before and after the query from which on the row is the same; None if that isn't known."""
+        return None
+
     def index(self, distance: Any, xp: Any) -> Any:
         """int32 in [0, count) for integer distances."""
         raise NotImplementedError
@@ -83,6 +88,12 @@ class T5(BucketRule):
         index = np.minimum(exact + (ratio * np.float32(side - exact)).astype(np.int32), side - 1)
         return tuple(int(away[np.argmax(index >= n)]) for n in range(exact + 1, side) if (index >= n).any())
 
+    @property
+    def reach(self) -> tuple[int, int]:
+        exact = self.buckets // (4 if self.bidirectional else 2)
+        farthest = max((exact, *self._starts))
+        return farthest, farthest if self.bidirectional else 0
+
     def index(self, distance: Any, xp: Any) -> Any:
         side = self.buckets // 2 if self.bidirectional else self.buckets
         exact = side // 2
@@ -111,6 +122,10 @@ class Clip(BucketRule):
     @property
     def count(self) -> int:
         return self.left + self.right + 1
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        return self.left, self.right
 
     def index(self, distance: Any, xp: Any) -> Any:
         return xp.clip(distance, -self.left, self.right) + self.left

@@ -68,7 +68,8 @@ class RelativeBias(Score):
     def lower(self, arrays: Sequence[jax.Array], lowering: Lowering) -> None:
         table = arrays[0].astype(lowering.dtype)
         if not lowering.contiguous:
-            lowering.add(Lookup((lowering.array(table.T, "table"),), index=_OfPair(self.buckets)))
+            reads, rule = (lowering.array(table.T, "table"),), self.buckets
+            lowering.add(Lookup(reads, index=_OfPair(rule), reach=rule.reach))
             return
         index = self.buckets.index(lowering.distances(), jnp)
         values = _of_buckets(index, table)

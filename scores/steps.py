@@ -69,10 +69,14 @@ class Diagonal(Step):
 
 @dataclass(frozen=True)
 class Lookup(Step):
-    """x plus a number of a table [heads, n], at an index that is a function of the positions of query and key."""
+    """x plus a number of a table [heads, n], at an index that is a function of the positions of query and key.
+
+    reach: where that is a function of their distance, how far before and after the query it still changes.
+    """
 
     name: ClassVar[str] = "lookup"
     index: Callable[[Any, Any], Any] = field(default=lambda q, kv: kv)
+    reach: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

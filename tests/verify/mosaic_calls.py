@@ -19,6 +19,7 @@ from attnops import (
     Positions,
     Prefix,
     RelativeBias,
+    RelativeBias2D,
     ScoreFunction,
     SegmentIds,
     SlidingWindow,
@@ -58,6 +59,17 @@ FEATURES: list[dict[str, Any]] = [
     {"score": ALiBi()},
     {"score": GATED},
     {"score": RelativeBias(buckets=T5()), "table": jax.ShapeDtypeStruct((32, 4), "float32")},
+    {
+        "score": RelativeBias(buckets=T5()),
+        "table": jax.ShapeDtypeStruct((32, 4), "float32"),
+        "mask": Positions(_IDS, _IDS),
+    },
+    {"score": RelativeBias2D(grid=(32, 32)), "table": jax.ShapeDtypeStruct((63 * 63, 4), "float32"), "mask": Full()},
+    {
+        "score": RelativeBias2D(grid=(32, 32), decomposed=True),
+        "mask": Full(),
+        **dict.fromkeys(("height", "width"), jax.ShapeDtypeStruct((1, 4, 1024, 32), "float32")),
+    },
     {"mask": Dense(jax.ShapeDtypeStruct((1, 1, 1024, 1024), "bool"))},
     DROPOUT,
 ]

@@ -1,7 +1,8 @@
 """The products of a tile: on a GPU by wgmma, in Pallas' interpreter by reads and a dot.
 
 The interpreter's wgmma takes no factor from registers, has no accumulator that starts from an array, and doesn't check its reads
-for races. Plain reads are checked. All that a compiled kernel and an interpreted one don't share is in this file.
+for races. Plain reads are checked. Beside `gather`'s numbers of tables, all that a compiled kernel and an interpreted one don't
+share is in this file.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax
@@ -22,6 +22,7 @@ from ...kernels.operands import DynamicArgs, Operands, Results, StaticArgs, join
 from ...kernels.seen_keys import seen_keys, zero_where_hidden
 from ...kernels.tile_mask import traced_numbers
 from .block import MosaicBlock
+from .distance_tables import by_distance
 from .launch import launch
 from .mosaic_sizes import MosaicSizes, MosaicTiles, latent_columns, padded_dim
 from .tile import MosaicLogits
@@ -150,6 +151,9 @@ class _Pass:
         which: str,
         folded: FoldedRows | None = None,
     ) -> None:
+        if static_args.score is not None:
+            score, captures = by_distance(static_args.score, operands.captures)
+            static_args, operands = replace(static_args, score=score), operands._replace(captures=captures)
         self.part, self.static_args, self.which, self.folded = part, static_args, which, folded
         self.sizes: MosaicSizes = getattr(part.tiles, which)
         mask, dropout = join_static(static_args, dynamic)

@@ -15,6 +15,7 @@ from .....errors import InputError
 from .....masks import Full
 from .....page_layouts import LAYOUTS
 from .....scores.steps import Function, Steps
+from ....mosaic.kernel.distance_tables import by_distance
 from ....mosaic.kernel.launch import launch
 from ....mosaic.kernel.mosaic_sizes import padded_dim
 from ....mosaic.kernel.tile import MosaicLogits
@@ -236,9 +237,11 @@ class _Runs:
     """The calls of the kernel for a step. The first writes rows, if there are any; others read the pages after it."""
 
     def __init__(self, static: _Static, operands: PagedOperands, batch: Batch, rows: PageRows | None) -> None:
-        self.options, self.operands, self.batch, self.static = static.options, operands, batch, static
-        self.rows = rows
-        self.score = static.score
+        self.options, self.batch, self.static, self.rows, self.score = static.options, batch, static, rows, static.score
+        if static.score is not None and operands.of_score is not None:
+            self.score, captures = by_distance(static.score, operands.of_score.captures)
+            operands = operands._replace(of_score=operands.of_score._replace(captures=captures))
+        self.operands = operands
         self.form, heads, dim = LAYOUTS[static.layout], *operands.query.shape[1:]
         shape = page_shape(static.layout, operands.key_pages, operands.value_pages, dim, static.value_dim)
         self.pages, self.page, self.kv_heads = shape.pages, shape.page, shape.kv_heads
