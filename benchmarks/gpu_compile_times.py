@@ -3,9 +3,9 @@
     python benchmarks/gpu_compile_times.py --json FILE --target h100 [--dims 64,128] [--rounds 3]
     python benchmarks/gpu_compile_times.py --json FILE --report
 
-Each round lowers and compiles every case of both kinds in turn, with a scale of its own, so that no cache has seen it. Times are
-seconds of the processor, all threads and children together, which a busy machine changes less than the clock's; medians over
-rounds. Mosaic GPU compiles for one generation in a process: run it once for each target.
+Each round lowers and compiles every case of both kinds in turn, each pass with a scale of its own, so that no cache has seen it.
+Times are seconds of the processor, all threads and children together, which a busy machine changes less than the clock's;
+medians over rounds. Mosaic GPU compiles for one generation in a process: run it once for each target.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure(target: str, kind: str, dim: int, part: str, number: int) -> dict[st
     metadata = OperationMetadata(mesh=mesh, fallback="error", tuning="off", operation_configs=configs)
     attend = OperationRegistry.create("flash_attn2", metadata)
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, dim), jnp.bfloat16, sharding=here)
-    scale = dim**-0.5 * (1 + 0.001 * number)
+    scale = dim**-0.5 * (1 + 0.001 * (2 * number + PASSES.index(part)))
     mode = "train" if part == "backward" else "prefill"
 
     def run(q: Any, k: Any, v: Any) -> Any:

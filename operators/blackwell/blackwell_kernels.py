@@ -25,7 +25,7 @@ class BlackwellKernels(MosaicKernels):
     architecture: ClassVar[str] = "blackwell"
     interpreted_as: ClassVar[str] = "blackwell"
     helping: ClassVar[int] = 2 * WARPS_OF_GROUP  # forward a group corrects sums; backward one issues products
-    programs: ClassVar[int] = 2
+    programs: ClassVar[int] = 1
     sizing: ClassVar[Sizing] = BlackwellSizing()
     capability = declares(
         consumes=MOSAIC_FEATURES,

@@ -57,31 +57,34 @@ KERNELS = {
 PLANTED = Planted(STAGES)
 
 
-def _mma(change: Callable[[str, Any, dict[str, Any]], dict[str, Any] | None]) -> None:
-    """Products with other options, by the name of what they sum into and what they read last; None: no product."""
+def _mma(change: Callable[[str, Any, Any, dict[str, Any]], dict[str, Any]]) -> None:
+    """Products with other options. change: of "logits" or "sums", their barrier, what they read last and their options. Places of
+    tensor memory that others take too have no name of their own, but barriers do; of logits only the last product has one."""
 
     def mma(to: Any, a: Any, b: Any, barrier: Any = None, **options: Any) -> None:
-        made = change(PLANTED.name(to), b, options)
-        if made is not None:
-            plgpu.tcgen05_mma(to, a, b, barrier, **made)
+        of = "logits" if barrier is None else PLANTED.name(barrier).removesuffix("_full")
+        plgpu.tcgen05_mma(to, a, b, barrier, **change(of, barrier, b, options))
 
     PLANTED.changed["tcgen05_mma"] = mma
 
 
-def _released_before(sums: str, name: str) -> None:
+def _released_before(which: str, name: str) -> None:
     """A place of tiles is said to be free before the product is issued that reads it."""
 
-    def early(to: str, b: Any, options: dict[str, Any]) -> dict[str, Any]:
-        if to.startswith(sums) and to[len(sums)] == LAST[0]:
-            slot = next(one.indices[0] for one in b.transforms if hasattr(one, "indices"))
-            plgpu.tcgen05_commit_arrive(PLANTED.refs[name].at[slot])
+    def early(of: str, barrier: Any, b: Any, options: dict[str, Any]) -> dict[str, Any]:
+        if of == which and barrier is not None and (LAST[0] == 0 or int(_first_index(barrier)) == LAST[0]):
+            plgpu.tcgen05_commit_arrive(PLANTED.refs[name].at[_first_index(b)])
         return options
 
     _mma(early)
     PLANTED.without("tcgen05_commit_arrive", name)
 
 
-LAST = ["1"]  # the number of the last softmax
+LAST = [1]  # the number of the last softmax
+
+
+def _first_index(ref: Any) -> Any:
+    return next(one.indices[0] for one in ref.transforms if hasattr(one, "indices"))
 
 
 def _without_of(function: str, names: tuple[str, ...]) -> None:
@@ -142,8 +145,8 @@ def mutations(kernel: type[Any] = forward.BlackwellForward) -> dict[str, Callabl
         "weights not committed": lambda: PLANTED.nothing("commit_tmem"),
         "output not committed": lambda: PLANTED.nothing("commit_smem"),
         "loads of tensor memory not waited for": lambda: PLANTED.nothing("wait_load_tmem"),
-        "sums start anew": lambda: _mma(lambda to, b, o: o | {"accumulate": False}),
-        "logits are added": lambda: _mma(lambda to, b, o: o | {"accumulate": True} if to.startswith("logits") else o),
+        "sums start anew": lambda: _mma(lambda of, at, b, o: o | {"accumulate": False}),
+        "logits are added": lambda: _mma(lambda of, at, b, o: o | {"accumulate": True} if of == "logits" else o),
         "keys waited for as values": lambda: PLANTED.wait_for("key_full", "value_full"),
         "values waited for as keys": lambda: PLANTED.wait_for("value_full", "key_full"),
         "weights said to be there with what shrinks sums": lambda: _arrive_early("weights_full", "shrink_full"),
@@ -222,7 +225,7 @@ def right(kernel: Kernel) -> bool:
 def main(which: str, name: str, times: str = "1") -> None:
     """Plant a mistake, run, compare."""
     kernel = KERNELS[which]
-    LAST[0] = str(kernel.sizes.block_q // 128 - 1)
+    LAST[0] = kernel.sizes.block_q // 128 - 1
     PLANTED.into(forward.BlackwellForward, (block, roles, forward))
     mistakes(which)[name]()
     for _ in range(int(times)):

@@ -156,7 +156,7 @@ def mutations(case: str) -> dict[str, Callable[[], None]]:
 def main(which: str, name: str, times: str = "1") -> None:
     """Plant a mistake, run, compare."""
     case, sequences = CASES[which]
-    LAST[0] = str(STEP.chunks.row_groups - 1 if which == "chunks" else 0)
+    LAST[0] = STEP.chunks.row_groups - 1 if which == "chunks" else 0
     PLANTED.into(BlackwellPages, (block, roles, page_block, page_widening, blackwell_pages))
     mutations(which)[name]()
     if which == "write":

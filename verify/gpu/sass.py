@@ -107,9 +107,14 @@ def converting_loops(text: str) -> tuple[TileLoop, ...]:
 
 
 def sum_loops(text: str) -> tuple[TileLoop, ...]:
-    """The innermost loops that read and write tensor memory without exponentials: those of warps that correct sums there."""
+    """The innermost loops that read and write tensor memory without exponentials and products: those of warps that correct sums
+    there. A wait whose code lies behind all loops branches back over products too."""
     return _inner_loops(
-        text, lambda body: _some(body, _READ) and _some(body, _WRITTEN) and not _some(body, _EXPONENTIAL)
+        text,
+        lambda body: (
+            all(_some(body, kind) for kind in (_READ, _WRITTEN))
+            and not any(_some(body, kind) for kind in (_EXPONENTIAL, _TENSOR))
+        ),
     )
 
 

@@ -50,13 +50,10 @@ class BlackwellGradients(MosaicBlock):
     def __call__(self, refs: dict[str, Any]) -> None:
         warpgroup = lax.axis_index(WARPGROUPS)
 
-        def compute(which: int) -> None:
+        @pl.when(warpgroup < COMPUTING)
+        def _compute() -> None:
             plgpu.set_max_registers(_MANY, action="increase")
-            self.compute(refs, self.place(), which)
-
-        # A program for each: the compiler then knows where its columns lie.
-        for number in range(COMPUTING):
-            pl.when(warpgroup == number)(functools.partial(compute, number))
+            self.compute(refs, self.place(), warpgroup)  # one program for both
 
         @pl.when(warpgroup == _MULTIPLIES)
         def _multiply() -> None:
@@ -68,7 +65,7 @@ class BlackwellGradients(MosaicBlock):
             plgpu.set_max_registers(_FEW, action="decrease")
             self.load(refs, self.place())
 
-    def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], which: int) -> None:
+    def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], which: Any) -> None:
         """What a warpgroup does with its half of the columns."""
         raise NotImplementedError
 
@@ -94,21 +91,27 @@ class BlackwellGradients(MosaicBlock):
         plgpu.commit_tmem()
         plgpu.barrier_arrive(refs[f"{name}_full"])
 
-    def store(self, refs: dict[str, Any], which: int, some: Any, of: list[tuple[str, float, Any, Any]]) -> None:
+    def store(self, refs: dict[str, Any], which: Any, some: Any, of: list[tuple[str, float, Any, Any]]) -> None:
         """Sums, each by half of its columns, through shared memory. some: whether there are any. of: for each its name, a factor,
         a place in shared memory and one in an array."""
         for number, (name, scale, held, _) in enumerate(of):
-            for columns in _columns(held.shape[1], (which + number) % COMPUTING):
-                x = plgpu.async_load_tmem(refs[name].at[:, columns], layout=OUTPUT) * scale
-                x = jnp.where(jnp.broadcast_to(some, x.shape), x, 0.0)  # nothing was written where there are none
-                held.at[:, columns][...] = x.astype(held.dtype)
+            step, own = _step(held.shape[1]), lax.rem(which + number, COMPUTING)
+            for first in range(0, held.shape[1], COMPUTING * step):
+                columns = pl.ds(first + own * step, step)
+                keep = functools.partial(self._keep, refs[name], scale, some, held, columns)
+                pl.when(own == 0)(keep) if first + step == held.shape[1] else keep()  # a last piece has no other
         plgpu.wait_load_tmem()
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs["stored"])
         plgpu.barrier_wait(refs["stored"])
-        for _, _, held, target in of[which::COMPUTING]:
-            plgpu.copy_smem_to_gmem(held, target)
+        for number, (_, _, held, target) in enumerate(of):
+            pl.when(which == number)(functools.partial(plgpu.copy_smem_to_gmem, held, target))
         plgpu.wait_smem_to_gmem(0)
+
+    def _keep(self, sums: Any, scale: float, some: Any, held: Any, columns: Any) -> None:
+        x = plgpu.async_load_tmem(sums.at[:, columns], layout=OUTPUT) * scale
+        x = jnp.where(jnp.broadcast_to(some, x.shape), x, 0.0)  # nothing was written where there are none
+        held.at[:, columns][...] = x.astype(held.dtype)
 
     def products(self, *names: str) -> dict[str, Any]:
         """Barriers of tiles of products."""
@@ -119,7 +122,6 @@ class BlackwellGradients(MosaicBlock):
         return made
 
 
-def _columns(columns: int, which: int) -> list[Any]:
-    """A warpgroup's share of a tile's columns, in pieces: shared memory swizzles 64 columns at once, or 32."""
-    step = 64 if columns % 64 == 0 else 32
-    return [pl.ds(first, step) for first in range(which * step, columns, COMPUTING * step)]
+def _step(columns: int) -> int:
+    """Of a tile's columns, those of a warpgroup in turn: shared memory swizzles 64 at once, or 32."""
+    return 64 if columns % 64 == 0 else 32

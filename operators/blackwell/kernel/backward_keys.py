@@ -141,7 +141,7 @@ class BlackwellKeyGradients(BlackwellGradients):
             add_last(count, name)
         return count
 
-    def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], which: int) -> None:
+    def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], which: Any) -> None:
         """See BlackwellGradients."""
         batch, kv_head, kv_block = place
         scales = {"key": self.logits.scale, "value": 1.0}
@@ -157,11 +157,11 @@ class BlackwellKeyGradients(BlackwellGradients):
                 for name in names
             ]  # fmt: skip
             self.store(refs, which, count > before, sums)
-            if number < len(self.turns) - 1 and which == 0:  # which has written what it stored
-                plgpu.barrier_arrive(refs["value_free"])
+            if number < len(self.turns) - 1:  # the first has written what it stored
+                pl.when(which == 0)(lambda: plgpu.barrier_arrive(refs["value_free"]))
 
     def _compute(
-        self, refs: dict[str, Any], place: tuple[Any, Any, Any], which: int, names: tuple[str, ...], count: Any
+        self, refs: dict[str, Any], place: tuple[Any, Any, Any], which: Any, names: tuple[str, ...], count: Any
     ) -> Any:
         """The factors of all tiles for the gradients of keys, of values or of both. count: as in `_multiply`."""
         batch, kv_head, kv_block = place

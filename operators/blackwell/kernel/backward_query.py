@@ -66,7 +66,7 @@ class BlackwellQueryGradient(BlackwellGradients):
         if ahead:
             pl.when(count > 0)(lambda: add(count - 1))
 
-    def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], which: int) -> None:
+    def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], which: Any) -> None:
         """See BlackwellGradients."""
         batch, head, q_block = place
         sizes, first_row, dtype = self.sizes, q_block * ROWS, refs["query_tile"].dtype

@@ -91,7 +91,7 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         """See BlackwellRoles."""
         return self.fold_tiles(refs, work, visit, carry)
 
-    def of_rows(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: int) -> Any:
+    def of_rows(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: Any) -> Any:
         """The number of the first."""
         del refs
         return self._first_row(work, group)
@@ -100,7 +100,7 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         self,
         refs: dict[str, Any],
         work: tuple[Any, Any, Any],
-        group: int,
+        group: Any,
         tile: Any,
         count: Any,
         masked: bool,
@@ -125,7 +125,7 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
             for first in range(0, self.sizes.block_kv, PART)
         ]
 
-    def start(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: int) -> tuple[jax.Array, jax.Array]:
+    def start(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: Any) -> tuple[jax.Array, jax.Array]:
         """See BlackwellRoles."""
         if "sinks" not in refs:
             return _filled(-jnp.inf), _filled(0.0)
@@ -145,7 +145,7 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         taken = logits.soft_cap is not None or logits.static_args.score is not None
         return 0 if taken or any(name.startswith(_IN_REGISTERS) for name in refs) else _BY_PRODUCTS
 
-    def store(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: int, name: str, held: Any) -> None:
+    def store(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: Any, name: str, held: Any) -> None:
         """See BlackwellRoles."""
         (batch, head, _), rows = work, pl.ds(self._first_row(work, group), ROWS)
         if name == "lse":
@@ -155,7 +155,7 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
             target = self.rows(refs[name], batch, head, self._first_row(work, group), ROWS)
             plgpu.copy_smem_to_gmem(held, self._own_columns(target))
 
-    def unrounded(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: int) -> Any:
+    def unrounded(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: Any) -> Any:
         """See BlackwellRoles. A part's, to be merged with the others'."""
         if self.splits == 1:
             return None
@@ -165,7 +165,7 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
     def _own_columns(self, rows: Any) -> Any:
         return rows.at[:, pl.ds(self.columns_block() * self.columns, self.columns)]
 
-    def _first_row(self, work: tuple[Any, Any, Any], group: int) -> Any:
+    def _first_row(self, work: tuple[Any, Any, Any], group: Any) -> Any:
         return work[2] * self.sizes.block_q + group * ROWS
 
 

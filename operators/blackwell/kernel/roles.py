@@ -86,12 +86,11 @@ class BlackwellRoles(BlockOfThreads):
     def __call__(self, refs: dict[str, Any]) -> None:
         warpgroup, work = lax.axis_index(WARPGROUPS), self.work(refs)
         soft, corrects, helps, *widens = self.registers
-        for group in range(self.groups):
 
-            @pl.when(warpgroup == group)
-            def _softmax(group: int = group) -> None:
-                self.take_registers(soft)
-                self.used(work, lambda: self.softmax(refs, work, group))
+        @pl.when(warpgroup < self.groups)
+        def _softmax() -> None:  # one program for all of them
+            self.take_registers(soft)
+            self.used(work, lambda: self.softmax(refs, work, 0 if self.groups == 1 else warpgroup))
 
         @pl.when(warpgroup == self.groups)
         def _correct() -> None:
@@ -116,7 +115,7 @@ class BlackwellRoles(BlockOfThreads):
 
     @property
     def held(self) -> int:
-        """Columns of queries, the first, that are in tensor memory as `query_held<group>`."""
+        """Columns of queries, the first, that are in tensor memory as `held_columns`."""
         return 0
 
     def wait_for_queries(self, refs: dict[str, Any], group: int) -> None:
@@ -155,12 +154,12 @@ class BlackwellRoles(BlockOfThreads):
         """visit(tile, carry, masked) for all of them."""
         raise NotImplementedError
 
-    def of_rows(self, refs: dict[str, Any], work: Any, group: int) -> Any:
+    def of_rows(self, refs: dict[str, Any], work: Any, group: Any) -> Any:
         """What stays in registers of a group's rows for all their tiles. Default: nothing."""
         del refs, work, group
 
     def parts(
-        self, refs: dict[str, Any], work: Any, group: int, tile: Any, count: Any, masked: bool, of_rows: Any
+        self, refs: dict[str, Any], work: Any, group: Any, tile: Any, count: Any, masked: bool, of_rows: Any
     ) -> Sequence[Any]:
         """Of a group's rows and a tile's keys, PART of these each, as `weigh` takes them. count: of the tiles before."""
         raise NotImplementedError
@@ -173,7 +172,7 @@ class BlackwellRoles(BlockOfThreads):
         del refs, work
         return share
 
-    def start(self, refs: dict[str, Any], work: Any, group: int) -> tuple[jax.Array, jax.Array]:
+    def start(self, refs: dict[str, Any], work: Any, group: Any) -> tuple[jax.Array, jax.Array]:
         """(peak, total) of rows that have seen no key: a sink is a key without a value."""
         raise NotImplementedError
 
@@ -185,11 +184,11 @@ class BlackwellRoles(BlockOfThreads):
     def clean(self, refs: dict[str, Any], work: Any, tile: Any, masked: bool | None) -> None:
         """Before the weights of a tile meet its values; masked: None where it isn't known. Default: nothing."""
 
-    def store(self, refs: dict[str, Any], work: Any, group: int, name: str, held: Any) -> None:
+    def store(self, refs: dict[str, Any], work: Any, group: Any, name: str, held: Any) -> None:
         """Copy a group's output or lse from shared memory."""
         raise NotImplementedError
 
-    def unrounded(self, refs: dict[str, Any], work: Any, group: int) -> Any:
+    def unrounded(self, refs: dict[str, Any], work: Any, group: Any) -> Any:
         """Where a group's output goes in float32, which shared memory has no place for. Default: nowhere."""
         del refs, work, group
 
@@ -198,12 +197,11 @@ class BlackwellRoles(BlockOfThreads):
     def multiply(self, refs: dict[str, Any], count: Any) -> None:
         """Issue the products of all tiles."""
 
-        def product(keys: Any, group: int, at: Any, where: int) -> None:
-            to, full = refs[f"logits{group}{where}"], refs["logits_full"].at[at]
-            query, rest = refs["query_tile"].at[group], keys
+        def product(keys: Any, group: int, at: Any, to: Any) -> None:
+            query, rest, full = refs["query_tile"].at[group], keys, refs["logits_full"].at[at]
             if held := self.held:
                 first, rest = (keys.at[:, pl.ds(*at)] for at in ((0, held), (held, self.dims[0] - held)))
-                plgpu.tcgen05_mma(to, refs[f"query_held{group}"], first.transpose((1, 0)), accumulate=False)
+                plgpu.tcgen05_mma(to, self.held_at(refs, group), first.transpose((1, 0)), accumulate=False)
             plgpu.tcgen05_mma(to, query, rest.transpose((1, 0)), full, accumulate=held > 0)
 
         def logits(tile: Any, group: int) -> None:
@@ -213,28 +211,27 @@ class BlackwellRoles(BlockOfThreads):
             at = self.at(tile, group)
             if not self.apart:
                 pl.when(tile >= self.places)(lambda: plgpu.barrier_wait(refs["weights_free"].at[at]))
-            self.of_place(tile, functools.partial(product, refs["key_tiles"].at[slot], group, at))
+            self.of_place(refs, "logits", at, functools.partial(product, refs["key_tiles"].at[slot], group, at))
             if last and not self.in_key:
                 plgpu.tcgen05_commit_arrive(refs["key_free"].at[slot])
 
         def values(tile: Any, group: int) -> None:
             slot, last = lax.rem(tile, self.sizes.stages), group == self.groups - 1
-            plgpu.barrier_wait(refs["weights_full"].at[self.at(tile, group)])
+            at = self.at(tile, group)
+            plgpu.barrier_wait(refs["weights_full"].at[at])
             if group == 0 and not self.in_key:
                 plgpu.barrier_wait(refs["value_full"].at[slot])
             held = refs[f"{self.streams[-1]}_tiles"].at[slot]
 
-            def add(where: int, part: int) -> None:
+            def add(part: int, weights: Any) -> None:
                 some = held.at[:, pl.ds(part * self.columns, self.columns)] if self.in_key else held
-                plgpu.tcgen05_mma(
-                    refs[f"sums{group}"], refs[f"weights{group}{where}"], some,
-                    refs["sums_full"].at[group], accumulate=tile > 0,
-                )  # fmt: skip
+                to, full = self.sums_at(refs, group), refs["sums_full"].at[group]
+                plgpu.tcgen05_mma(to, weights, some, full, accumulate=tile > 0)
 
-            self.part_of_columns(lambda part: self.of_place(tile, lambda where: add(where, part)))
+            self.part_of_columns(lambda part: self.of_place(refs, "weights", at, functools.partial(add, part)))
             if last:
                 plgpu.tcgen05_commit_arrive(refs[f"{self.streams[-1]}_free"].at[slot])
-            at = self.at(tile, group)  # the last tiles' are waited for by nobody
+            # The last tiles' are waited for by nobody.
             pl.when(tile + self.places < count)(lambda: plgpu.tcgen05_commit_arrive(refs["weights_free"].at[at]))
 
         def next_logits(tile: Any, group: int) -> None:
@@ -262,21 +259,38 @@ class BlackwellRoles(BlockOfThreads):
             for group in range(self.groups):
                 self.wait_for_queries(refs, group)
 
-    def at(self, tile: Any, group: int) -> Any:
-        """The number of the barrier of a tile's place."""
+    def at(self, tile: Any, group: Any) -> Any:
+        """The number of a tile's place, among those of all groups."""
         return group if self.places == 1 else group * self.places + lax.rem(tile, self.places)
 
-    def of_place(self, tile: Any, run: Callable[[int], None]) -> None:
-        """run(number) for the place of a tile: tensor memory isn't indexed by traced numbers."""
-        for number in range(self.places):
-            if self.places == 1:
-                run(number)
-            else:
-                pl.when(lax.rem(tile, self.places) == number)(functools.partial(run, number))
+    def of_place(self, refs: dict[str, Any], name: str, at: Any, run: Callable[[Any], Any]) -> Any:
+        """run(reference) for the logits or the weights of a place.
+
+        Compiled, those of all places are one array, so that one program serves them. To the interpreter's race detection an array
+        whose place another one takes is indivisible: there each place has its own.
+        """
+        if self._separate:
+            some = [functools.partial(run, refs[f"{name}{place}"]) for place in range(2)]
+            return some[at]() if isinstance(at, int) else lax.cond(at == 0, *some)
+        step = self.sizes.block_kv
+        return run(refs[name].at[:, pl.ds(at * (step if name == "logits" or self.apart else 2 * step), step)])
+
+    @property
+    def _separate(self) -> bool:
+        """See of_place."""
+        return self.interpret and not self.apart
+
+    def sums_at(self, refs: dict[str, Any], group: Any, first: Any = 0, count: int | None = None) -> Any:
+        """The sums of a group's rows: `count` of their columns, or all."""
+        return refs["sums"].at[:, pl.ds(group * self.columns + first, count or self.columns)]
+
+    def held_at(self, refs: dict[str, Any], group: Any, first: int = 0, count: int | None = None) -> Any:
+        """Columns of a group's queries that are in tensor memory."""
+        return refs["held_columns"].at[:, pl.ds(group * self.held + first, count or self.held)]
 
     # -- those that compute ------------------------------------------------------------------------------------------
 
-    def softmax(self, refs: dict[str, Any], work: Any, group: int) -> None:
+    def softmax(self, refs: dict[str, Any], work: Any, group: Any) -> None:
         """The weights of a warpgroup's rows, and their lse."""
         dtype, of_rows, by_products = refs["query_tile"].dtype, self.of_rows(refs, work, group), self.by_products(refs)
 
@@ -284,7 +298,8 @@ class BlackwellRoles(BlockOfThreads):
             count, peak, total = carry
             at = self.at(count, group)
             plgpu.barrier_wait(refs["logits_full"].at[at])
-            raw = self._read(refs, count, group)
+            whole = self.of_place(refs, "logits", at, _read)
+            raw = [whole[:, first : first + PART] for first in range(0, self.sizes.block_kv, PART)]
             tiles, xs, factor = self.parts(refs, work, group, kv_block, count, masked, of_rows), [], 1.0
             for tile, one in zip(tiles, raw, strict=True):
                 x, factor, _ = weigh(tile, one, masked)
@@ -308,7 +323,7 @@ class BlackwellRoles(BlockOfThreads):
             self.weighed(refs, count)
             if self.apart:
                 pl.when(count >= self.places)(lambda: plgpu.barrier_wait(refs["weights_free"].at[at]))
-            self._write(refs, count, group, written)
+            self.of_place(refs, "weights", at, functools.partial(_write, written))
             plgpu.barrier_arrive(refs["weights_full"].at[at])
             return count + 1, new_peak, total
 
@@ -327,32 +342,6 @@ class BlackwellRoles(BlockOfThreads):
         """How many of a part's exponentials are computed by products, in tiles without a mask; see exponentials.py."""
         del refs
         return 0
-
-    def _read(self, refs: dict[str, Any], count: Any, group: int) -> list[jax.Array]:
-        """The products of a tile, part by part."""
-        parts = range(0, self.sizes.block_kv, PART)
-
-        def read(where: int) -> list[jax.Array]:
-            ref = refs[f"logits{group}{where}"]
-            made = [plgpu.async_load_tmem(ref.at[:, pl.ds(first, PART)], layout=TILE) for first in parts]
-            plgpu.wait_load_tmem()
-            return made
-
-        if self.places == 1:
-            return read(0)
-        made: list[jax.Array] = lax.cond(lax.rem(count, 2) == 0, lambda: read(0), lambda: read(1))
-        return made
-
-    def _write(self, refs: dict[str, Any], count: Any, group: int, parts: list[jax.Array]) -> None:
-        """The weights of a tile."""
-
-        def write(where: int) -> None:
-            ref = refs[f"weights{group}{where}"]
-            for number, part in enumerate(parts):
-                plgpu.async_store_tmem(ref.at[:, pl.ds(number * PART, PART)], part)
-            plgpu.commit_tmem()
-
-        self.of_place(count, write)
 
     def correct(self, refs: dict[str, Any], work: Any) -> None:
         """Shrink the sums where a row's maximum has grown; after the last tile write the output."""
@@ -376,7 +365,7 @@ class BlackwellRoles(BlockOfThreads):
                 shrink = plgpu.load(refs["shrink"].at[at], layout=BY_ROW, optimized=False)  # type: ignore[call-arg]
                 plgpu.barrier_wait(refs["sums_full"].at[group])
                 for first in range(0, self.columns, self.chunk):
-                    ref = refs[f"sums{group}"].at[:, pl.ds(first, self.chunk)]
+                    ref = self.sums_at(refs, group, first, self.chunk)
                     sums = plgpu.async_load_tmem(ref, layout=TILE)
                     plgpu.wait_load_tmem()
                     plgpu.async_store_tmem(ref, sums * along_rows(shrink, sums.shape))
@@ -385,29 +374,35 @@ class BlackwellRoles(BlockOfThreads):
 
         for begin, end, masked in self.turns(work, count):
             pl.loop(begin, end)(functools.partial(shrink_sums, masked=masked))
-        for group in range(self.groups):
-            plgpu.barrier_wait(refs["totals_full"].at[group])
-            total = plgpu.load(refs["totals"].at[group], layout=OUTPUT.reduce(1), optimized=False)  # type: ignore[call-arg]
-            # Without tiles there are no sums, whatever the total: a sink's.
-            seen = (total > 0) & (count > 0)
-            share = self.shares(refs, work, jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0))
-            pl.when(count > 0)(functools.partial(plgpu.barrier_wait, refs["sums_full"].at[group]))
-            step = self.chunk if self.columns % (2 * self.chunk) else 2 * self.chunk
-            output, unrounded = refs.get("output_tile", refs["query_tile"]).at[group], self.unrounded(refs, work, group)
-            for first in range(0, self.columns, step):
-                columns = pl.ds(first, step)
-                sums = plgpu.async_load_tmem(refs[f"sums{group}"].at[:, columns], layout=OUTPUT)
-                shares = along_rows(share, sums.shape)
-                made = jnp.where(shares > 0, sums * shares, 0.0)
-                if unrounded is None:
-                    output.at[:, columns][...] = made.astype(output.dtype)
-                else:
-                    plgpu.store(unrounded.at[:, columns], made, optimized=False)  # type: ignore[attr-defined] # of jax 0.10
-            plgpu.wait_load_tmem()
-            if unrounded is None:
-                plgpu.commit_smem()
-                self.store(refs, work, group, "output", output)
+        _each(self.groups, lambda group: self.write(refs, work, group, count))
         plgpu.wait_smem_to_gmem(0)
+
+    def write(self, refs: dict[str, Any], work: Any, group: Any, count: Any) -> None:
+        """A group's output, of so many tiles."""
+        plgpu.barrier_wait(refs["totals_full"].at[group])
+        total = plgpu.load(refs["totals"].at[group], layout=OUTPUT.reduce(1), optimized=False)  # type: ignore[call-arg]
+        # Without tiles there are no sums, whatever the total: a sink's.
+        seen = (total > 0) & (count > 0)
+        share = self.shares(refs, work, jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0))
+        pl.when(count > 0)(lambda: plgpu.barrier_wait(refs["sums_full"].at[group]))
+        step = self.chunk if self.columns % (2 * self.chunk) else 2 * self.chunk
+        output, unrounded = refs.get("output_tile", refs["query_tile"]).at[group], self.unrounded(refs, work, group)
+
+        def part(number: Any) -> None:
+            columns = pl.ds(number * step, step)
+            sums = plgpu.async_load_tmem(self.sums_at(refs, group, number * step, step), layout=OUTPUT)
+            shares = along_rows(share, sums.shape)
+            made = jnp.where(shares > 0, sums * shares, 0.0)
+            if unrounded is None:
+                output.at[:, columns][...] = made.astype(output.dtype)
+            else:
+                plgpu.store(unrounded.at[:, columns], made, optimized=False)  # type: ignore[attr-defined] # of jax 0.10
+
+        _each(self.columns // step, part)
+        plgpu.wait_load_tmem()
+        if unrounded is None:
+            plgpu.commit_smem()
+            self.store(refs, work, group, "output", output)
 
     # -- places and barriers -----------------------------------------------------------------------------------------
 
@@ -433,10 +428,34 @@ class BlackwellRoles(BlockOfThreads):
             "totals_full": plgpu.Barrier(num_barriers=groups),
             **self.barriers(dict.fromkeys(self.streams, self.copies), 1, orders_tensor_core=True),
         }
-        for group in range(groups):
-            made[f"sums{group}"] = plgpu.TMEM((ROWS, self.columns), jnp.float32)
-            for place in range(self.places):
-                names, shape = (f"logits{group}{place}", f"weights{group}{place}"), (ROWS, sizes.block_kv)
-                both = plgpu.TMEM(shape, jnp.float32), plgpu.TMEM(shape, dtype, packed=True)
-                made |= dict(zip(names, both, strict=True)) if self.apart else {" ".join(names): plgpu.RefUnion(*both)}
-        return made
+        made["sums"] = plgpu.TMEM((ROWS, groups * self.columns), jnp.float32)
+        keys = sizes.block_kv if self._separate else number * sizes.block_kv
+        # In the place of logits only the first half of the columns has weights.
+        halves = 1 if self.apart or self._separate else 2
+        logits, weights = plgpu.TMEM((ROWS, keys), jnp.float32), plgpu.TMEM((ROWS, halves * keys), dtype, packed=True)
+        if self.apart:
+            return made | {"logits": logits, "weights": weights}
+        places = range(number) if self._separate else ("",)
+        return made | {f"logits{place} weights{place}": plgpu.RefUnion(logits, weights) for place in places}
+
+
+def _read(logits: Any) -> jax.Array:
+    """The products of a tile."""
+    raw: jax.Array = plgpu.async_load_tmem(logits, layout=TILE)
+    plgpu.wait_load_tmem()
+    return raw
+
+
+def _write(parts: list[jax.Array], weights: Any) -> None:
+    """The weights of a tile."""
+    for number, part in enumerate(parts):
+        plgpu.async_store_tmem(weights.at[:, pl.ds(number * PART, PART)], part)
+    plgpu.commit_tmem()
+
+
+def _each(count: int, run: Callable[[Any], None]) -> None:
+    """run(number) for so many numbers, in one program."""
+    if count == 1:
+        run(0)
+    else:
+        pl.loop(0, count)(run)

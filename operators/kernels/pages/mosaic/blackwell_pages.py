@@ -103,7 +103,7 @@ class BlackwellPages(WideningBlock, BlackwellRoles):
         unit = work.unit
         return self.visit(unit, lambda number, carry, masked: visit(unit.tile(number, masked), carry, masked), carry)
 
-    def of_rows(self, refs: dict[str, Any], work: Work, group: int) -> dict[str, Any]:
+    def of_rows(self, refs: dict[str, Any], work: Work, group: Any) -> dict[str, Any]:
         """See BlackwellRoles. First it takes its queries to tensor memory."""
         rows = pl.ds(group * ROWS, ROWS)
         if self.held:
@@ -111,7 +111,7 @@ class BlackwellPages(WideningBlock, BlackwellRoles):
                 columns = pl.ds(first, PART)
                 query = refs["query"].at[work.unit.tile_of_rows, work.head, rows, columns]
                 query = plgpu.load(query, layout=TILE, optimized=False)  # type: ignore[call-arg] # of jax 0.10
-                plgpu.async_store_tmem(refs[f"query_held{group}"].at[:, columns], query)
+                plgpu.async_store_tmem(self.held_at(refs, group, first, PART), query)
             plgpu.commit_tmem()
             plgpu.barrier_arrive(refs["query_held"].at[group])
         return self.score_rows(refs, work, rows)
@@ -120,7 +120,7 @@ class BlackwellPages(WideningBlock, BlackwellRoles):
         self,
         refs: dict[str, Any],
         work: Work,
-        group: int,
+        group: Any,
         tile: Any,
         count: Any,
         masked: bool,
@@ -183,10 +183,10 @@ class BlackwellPages(WideningBlock, BlackwellRoles):
                 del made[name]
             made["row_numbers"] = plgpu.SMEM((self.places + 2, ROWS), jnp.float32)
             made["query_held"] = plgpu.Barrier(num_barriers=self.groups, orders_tensor_core=True)
-            made |= {f"query_held{n}": plgpu.TMEM((ROWS, self.held), dtype, packed=True) for n in range(self.groups)}
+            made["held_columns"] = plgpu.TMEM((ROWS, self.groups * self.held), dtype, packed=True)
         return made
 
-    def store(self, refs: dict[str, Any], work: Work, group: int, name: str, held: Any) -> None:
+    def store(self, refs: dict[str, Any], work: Work, group: Any, name: str, held: Any) -> None:
         """See BlackwellRoles."""
         target = refs[name].at[work.number, work.head, pl.ds(group * ROWS, self.rows)]
         columns, several = self.columns, self.sizes.column_blocks > 1
