@@ -30,6 +30,7 @@ from attnops import (
     T5,
     ALiBi,
     Attention,
+    Clip,
     Forgetting,
     InputError,
     OperationMetadata,
@@ -269,3 +270,16 @@ def test_a_bias_beside_a_score_goes_around_a_ring(fields: dict[str, Any]) -> Non
     gradient, output = jax.jit(jax.grad(total, has_aux=True))(jnp.asarray(bias, jnp.float32))
     np.testing.assert_allclose(output, np.einsum("bhij,bjhd->bihd", weights, v), atol=1e-5)
     np.testing.assert_allclose(gradient, of_bias, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [T5(), T5(bidirectional=False), T5(16, 64), T5(4, 1000), T5(32, 9), T5(8, 100, False), Clip(5, 3), Clip(0)],
+    ids=lambda rule: rule.describe(),
+)
+def test_a_row_stays_the_same_from_the_reach_on(rule: T5 | Clip) -> None:
+    """And changes up to there."""
+    before, after = rule.reach
+    index = rule.index(np.arange(-1200, 1201, dtype=np.int32), np)
+    changes = np.flatnonzero(np.diff(index)) - 1200  # from this distance to the next
+    assert (-changes.min(), changes.max() + 1) == (before, after) if len(changes) else (before, after) == (0, 0)

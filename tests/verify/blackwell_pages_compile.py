@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import pytest
-from pages_compile import FEATURES, MODELS, QUANTISED, check_written_in_place, declared, kernels
+from pages_compile import FEATURES, MODELS, QUANTISED, TABLES, check_written_in_place, declared, kernels
 
 from attnops.operators.kernels.pages.mosaic.page_sizes import BLACKWELL_SIZING
 from attnops.operators.kernels.pages.mosaic.page_tiles import PageTiles
@@ -80,6 +80,14 @@ def test_features(step: dict[str, Any]) -> None:
     found, sizes = kernels("llama-3-8b", "b200", q_lens=MIXED, step=step, **dtype)
     _check(found[DECODE], sizes.decode, spilled, of_each)
     _check(found[CHUNKS], sizes.chunks, spilled, of_each)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLES)
+def test_tables(name: str) -> None:
+    found, sizes = kernels("llama-3-8b", "b200", q_lens=MIXED, score=TABLES[name])
+    _check(found[DECODE], sizes.decode, 32)
+    _check(found[CHUNKS], sizes.chunks, 48)
 
 
 @pytest.mark.slow

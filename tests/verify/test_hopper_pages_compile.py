@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import pytest
-from pages_compile import FEATURES, MODELS, QUANTISED, check_written_in_place, declared, kernels
+from pages_compile import FEATURES, MODELS, QUANTISED, TABLES, check_written_in_place, declared, kernels
 
 from attnops.operators.kernels.pages.mosaic.page_sizes import HOPPER_SIZING
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
@@ -114,6 +114,13 @@ def test_layouts_and_pages(layout: str, page: int) -> None:
 def test_features(step: dict[str, Any]) -> None:
     dtype = {"dtype": step["dtype"]} if "dtype" in step else {}
     found, _ = kernels("llama-3-8b", q_lens=[1, 1, 100, 300, 1, 2, 40, 1], step=step, **dtype)
+    assert {kernel.stack_bytes for kernel in found.values()} == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLES)
+def test_tables(name: str) -> None:
+    found, _ = kernels("llama-3-8b", q_lens=[1, 1, 100, 300, 1, 2, 40, 1], score=TABLES[name])
     assert {kernel.stack_bytes for kernel in found.values()} == {0}
 
 
