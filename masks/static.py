@@ -56,6 +56,10 @@ class Causal(OffsetMask):
     kind: ClassVar[str] = "causal"
     offset: int | None = None
 
+    @property
+    def by_distance(self) -> bool:
+        return True
+
     def __post_init__(self) -> None:
         self._check_offset()
 
@@ -82,6 +86,10 @@ class SlidingWindow(OffsetMask):
     left: int | None = None
     right: int | None = 0
     offset: int | None = None
+
+    @property
+    def by_distance(self) -> bool:
+        return True
 
     def __post_init__(self) -> None:
         check_distances(self)

@@ -54,8 +54,10 @@ class BlackwellSizing(Sizing):
         return sizes.block_q if q_len > _ROWS[which][0] else _ROWS[which][0]
 
     def passed_over(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:
-        """See Sizing. Beside a warpgroup that widens keys and values, two for softmaxes have registers for fewer keys."""
-        return which == "forward" and bool(problem.quantised) and sizes.block_q > ROWS and sizes.block_kv > STEPS[0]
+        """See Sizing. Dropout's numbers take the registers of so many logits; beside a warpgroup that widens keys and values, two
+        for softmaxes have registers for fewer keys too."""
+        fewer = "dropout" in problem.features or (bool(problem.quantised) and sizes.block_q > ROWS)
+        return which == "forward" and fewer and sizes.block_kv > STEPS[0]
 
     def fits(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:
         """See Sizing."""

@@ -147,7 +147,11 @@ class TileMask:
         rows = self._global_rows(rows)
         positions = self.position(rows)
         parts = mask.map_leaves(evaluate).conjuncts()
-        return [part.test(rows, positions, keys) for part in parts if not isinstance(part, Full)]
+        return [self._test(part, rows, positions, keys) for part in parts if not isinstance(part, Full)]
+
+    def _test(self, mask: Mask, rows: Any, positions: Any, keys: Any) -> Any:
+        """A mask without arrays on the tile."""
+        return mask.test(rows, positions, keys)
 
     def _blocks(self, name: str, atom: Any, keys: jax.Array, *where: Any) -> Mask:
         """A leaf of blocks evaluated on the tile; Full where a visited tile is known to be visible."""

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ....masks import Mask
 from ...mosaic.kernel.tile import MosaicTile
 from .blackwell_sizes import ROWS
 
@@ -17,7 +18,15 @@ OUTPUT = plgpu.Layout.TCGEN05  # what can be written to swizzled shared memory
 
 
 class BlackwellTile(MosaicTile):
-    """A part of a warpgroup's tile."""
+    """A part of a warpgroup's tile. A thread has one of its lines: counted from the first key, the numbers of keys are known when
+    the kernel is compiled."""
 
     lines: ClassVar[int] = ROWS
     in_registers: ClassVar[Any] = TILE
+
+    def _test(self, mask: Mask, rows: Any, positions: Any, keys: Any) -> Any:
+        """See TileMask. Beside arrays of keys the numbers of keys take fewer registers."""
+        if self.axis["q"] or not mask.by_distance or any(name.startswith("leaf") for name in self.refs):
+            return super()._test(mask, rows, positions, keys)
+        first = self._global_keys(self.first["kv"])
+        return mask.test(rows - first, positions - first, keys - first)
