@@ -48,7 +48,5 @@ def test_spills(gpu: str, dim: int) -> None:
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == 3 * 2 * 3
     hopper = gpu_specs()[gpu].capability >= (9, 0)
-    # Keys' gradients of grouped heads are summed up over the heads: at 128, 16 bytes of a thread.
-    most = {"attnops_hopper_dkv": 16 if dim == 128 else 0}
-    spilled = [one for one in found if one[2] > most.get(one[1], 0) and (one[1] == "attnops_flash_forward" or hopper)]
+    spilled = [one for one in found if one[2] and (one[1] == "attnops_flash_forward" or hopper)]
     assert not spilled

@@ -46,10 +46,12 @@ class TileSchedule:
         carry: Any,
         instead: tuple[Any, Callable[[Any, Any, bool], Any]] | None = None,
         overlapped: Overlapped | None = None,
+        times: int = 1,
     ) -> Any:
         """visit(tile, carry, masked) for the `part`-th of `parts` shares of a row's tiles. head: one of those with a table.
 
         instead: whether another function is to visit the partial tiles, and that function. overlapped: what visits the full ones.
+        times: visits of each tile, one after another; of several, visit's first argument is (tile, number of the visit).
         """
         row = (batch if self.table.shape[0] > 1 else 0, head if self.table.shape[1] > 1 else 0, block)
         partial, total, masked_tiles, full_tiles = self._tiles(lambda i: ref[(*row, i)])
@@ -60,13 +62,13 @@ class TileSchedule:
             of_full, of_partial = (jnp.maximum(low - partial, 0), high - partial), (low, jnp.minimum(high, partial))
         if self.some_full:
             if overlapped is None:
-                carry = full_tiles.fold_tiles(*of_full, visit, carry, False)
+                carry = full_tiles.fold_tiles(*of_full, visit, carry, False, times)
             else:
                 carry = full_tiles.overlap_tiles(*of_full, overlapped, carry)
         if self.some_partial:
             start, end = of_partial
             middle = end if instead is None else jnp.where(instead[0], start, end)
-            carry = masked_tiles.fold_tiles(start, middle, visit, carry, True)
+            carry = masked_tiles.fold_tiles(start, middle, visit, carry, True, times)
             if instead is not None:  # a loop of its own: a choice in the loop would cost time in each turn
                 carry = masked_tiles.fold_tiles(middle, end, instead[1], carry, True)
         return carry
@@ -105,13 +107,23 @@ class _Run(NamedTuple):
     first: Any
     tile: Callable[[Any], Any] = lambda place: place
 
-    def fold_tiles(self, start: Any, end: Any, visit: Callable[[Any, Any, bool], Any], carry: Any, masked: bool) -> Any:
-        """visit(tile, carry, masked) for the tiles from the start-th to the end-th."""
+    def fold_tiles(
+        self,
+        start: Any,
+        end: Any,
+        visit: Callable[[Any, Any, bool], Any],
+        carry: Any,
+        masked: bool,
+        times: int = 1,
+    ) -> Any:
+        """visit(tile, carry, masked) for the tiles from the start-th to the end-th. times: see TileSchedule."""
 
-        def turn(place: Any, carry: Any) -> Any:
-            return visit(self.tile(place), carry, masked)
+        def turn(turn: Any, carry: Any) -> Any:
+            if times == 1:
+                return visit(self.tile(turn), carry, masked)
+            return visit((self.tile(lax.div(turn, jnp.int32(times))), lax.rem(turn, jnp.int32(times))), carry, masked)
 
-        return lax.fori_loop(self.first + start, self.first + end, turn, carry)
+        return lax.fori_loop((self.first + start) * times, (self.first + end) * times, turn, carry)
 
     def overlap_tiles(self, start: Any, end: Any, tiles: Overlapped, carry: Any) -> Any:
         """The same of visits that end the work of the tile before."""

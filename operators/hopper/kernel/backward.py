@@ -118,23 +118,17 @@ class HopperKeyGradients(HopperBlock):
 
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """See HopperBlock."""
-        batch, kv_head, kv_block = place
-        block_q = self.sizes.block_q
+        batch, block_q = place[0], self.sizes.block_q
 
-        def of_head(number: Any, count: Any) -> Any:
-            head = kv_head * self.group + number
+        def copies(at: tuple[Any, Any]) -> dict[str, Copies]:
+            head, tile = at
+            first = tile * block_q
+            some = [(self.rows(refs[name], batch, head, first, block_q), f"{name}_tiles") for name in _ROWS]
+            numbers = [(refs[name].at[batch, head, pl.ds(first, block_q)], f"{name}_tiles") for name in _ROWS.values()]
+            return {"rows": [*some, *numbers]}
 
-            def copies(tile: Any) -> dict[str, Copies]:
-                first = tile * block_q
-                some = [(self.rows(refs[name], batch, head, first, block_q), f"{name}_tiles") for name in _ROWS]
-                numbers = [
-                    (refs[name].at[batch, head, pl.ds(first, block_q)], f"{name}_tiles") for name in _ROWS.values()
-                ]
-                return {"rows": [*some, *numbers]}
-
-            return self.fill(refs, (batch, head, kv_block), copies, count)
-
-        self.drain(refs, self._of_heads(of_head, jnp.int32(0)), ("rows",))
+        count = self.fill(refs, place, copies, jnp.int32(0), self.fold_heads)
+        self.drain(refs, count, ("rows",))
 
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], warpgroup: Any) -> None:
         """See HopperBlock."""
@@ -159,44 +153,39 @@ class HopperKeyGradients(HopperBlock):
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
         dtype = held["key"].dtype
 
-        def of_head(number: Any, carry: Any) -> Any:
-            head = kv_head * self.group + number
-
-            def visit(q_block: Any, carry: Any, masked: bool) -> Any:
-                count, sums = carry
-                slot = lax.rem(count, sizes.stages)
-                queries, d_outputs = (refs[f"{name}_tiles"].at[slot] for name in _ROWS)
-                plgpu.barrier_wait(refs["rows_full"].at[slot])
-                factors = [(held["key"], queries), (held["value"], d_outputs)]
-                # Dropout's random numbers take the registers that the gradients of weights would.
-                both = "key" in names and "dropout" not in refs
-                raw, *d_weights = products.logits(*factors[: 2 if both else 1])
-                tile = HopperTile(
-                    self.logits, refs, (batch, head), q_block * sizes.block_q, first_key, sizes, columns, by_keys=True
-                )
-                x, factor, pull = weigh(tile, raw, masked)
-                shifts = along_columns(products.numbers(refs["lse_tiles"].at[slot], BY_COLUMN), x.shape)
-                x = without_padded_rows(self.logits.static_args.score, x, shifts)
-                weights, keep = jnp.exp2(x * factor - shifts), tile.keep()
-                if "key" in names and not both:
-                    d_weights = list(products.logits(factors[1]))
-                terms = {"value": (tile.dropped(weights, keep), d_outputs)}
-                if d_weights:
-                    delta = products.numbers(refs["delta_tiles"].at[slot], BY_COLUMN)
-                    d_kept = tile.dropped(d_weights[0], keep)
-                    terms["key"] = (pull(weights) * (d_kept - along_columns(delta, x.shape)), queries)
-                added = [
-                    (total, terms[name][0].astype(dtype), terms[name][1])
-                    for name, total in zip(names, sums, strict=True)
-                ]
-                sums = products.add_values(*added)
-                plgpu.barrier_arrive(refs["rows_free"].at[slot])
-                return count + 1, sums
-
-            return self.table.fold_tiles(refs["schedule"], batch, head, kv_block, 0, 1, visit, carry)
+        def visit(at: tuple[Any, Any], carry: Any, masked: bool) -> Any:
+            head, q_block = at
+            count, sums = carry
+            slot = lax.rem(count, sizes.stages)
+            queries, d_outputs = (refs[f"{name}_tiles"].at[slot] for name in _ROWS)
+            plgpu.barrier_wait(refs["rows_full"].at[slot])
+            factors = [(held["key"], queries), (held["value"], d_outputs)]
+            # Dropout's random numbers take the registers that the gradients of weights would.
+            both = "key" in names and "dropout" not in refs
+            raw, *d_weights = products.logits(*factors[: 2 if both else 1])
+            tile = HopperTile(
+                self.logits, refs, (batch, head), q_block * sizes.block_q, first_key, sizes, columns, by_keys=True
+            )
+            x, factor, pull = weigh(tile, raw, masked)
+            shifts = along_columns(products.numbers(refs["lse_tiles"].at[slot], BY_COLUMN), x.shape)
+            x = without_padded_rows(self.logits.static_args.score, x, shifts)
+            weights, keep = jnp.exp2(x * factor - shifts), tile.keep()
+            if "key" in names and not both:
+                d_weights = list(products.logits(factors[1]))
+            terms = {"value": (tile.dropped(weights, keep), d_outputs)}
+            if d_weights:
+                delta = products.numbers(refs["delta_tiles"].at[slot], BY_COLUMN)
+                d_kept = tile.dropped(d_weights[0], keep)
+                terms["key"] = (pull(weights) * (d_kept - along_columns(delta, x.shape)), queries)
+            added = [
+                (total, terms[name][0].astype(dtype), terms[name][1]) for name, total in zip(names, sums, strict=True)
+            ]
+            sums = products.add_values(*added)
+            plgpu.barrier_arrive(refs["rows_free"].at[slot])
+            return count + 1, sums
 
         sums = tuple(zeros(self.dims[name == "value"]) for name in names)
-        _, sums = self._of_heads(of_head, (jnp.int32(0), sums))
+        _, sums = self.fold_heads(refs, place, visit, (jnp.int32(0), sums))
         if self.divided:  # the other warpgroup may still read what is written here
             plgpu.barrier_arrive(refs["keys_free"])
             plgpu.barrier_wait(refs["keys_free"])
@@ -207,9 +196,25 @@ class HopperKeyGradients(HopperBlock):
             plgpu.copy_smem_to_gmem(held[name], self.rows(refs[f"d_{name}"], batch, kv_head, first_key, ROWS))
         plgpu.wait_smem_to_gmem(0)
 
-    def _of_heads(self, of_head: Any, carry: Any) -> Any:
-        """of_head(number, carry) for the query heads of a kv head."""
-        return of_head(0, carry) if self.group == 1 else lax.fori_loop(0, self.group, of_head, carry)
+    def fold_heads(self, refs: dict[str, Any], place: tuple[Any, Any, Any], visit: Any, carry: Any) -> Any:
+        """visit((query head, tile), carry, masked) for the tiles of a kv head's query heads. Where these have one table, a tile
+        is visited for each in turn: a loop over heads around the one over tiles takes registers, which are few beside the sums
+        of key and value."""
+        batch, kv_head, kv_block = place
+
+        def of_head(number: Any, carry: Any) -> Any:
+            head = kv_head * self.group + number
+            return self.fold_tiles(refs, (batch, head, kv_block), lambda tile, *rest: visit((head, tile), *rest), carry)
+
+        def of_all(at: tuple[Any, Any], *rest: Any) -> Any:
+            tile, number = at
+            return visit((kv_head * self.group + number, tile), *rest)
+
+        if self.group == 1:
+            return of_head(0, carry)
+        if self.divided or _by_pair(refs) or self.table.table.shape[1] > 1:
+            return lax.fori_loop(0, self.group, of_head, carry)
+        return self.table.fold_tiles(refs["schedule"], batch, 0, kv_block, 0, 1, of_all, carry, times=self.group)
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See HopperBlock."""
@@ -228,3 +233,9 @@ class HopperKeyGradients(HopperBlock):
         if self.divided:
             made["keys_free"] = plgpu.Barrier(num_arrivals=2)
         return made
+
+
+def _by_pair(refs: dict[str, Any]) -> bool:
+    """Whether a bias or a score has a number for each pair of a row and a key, which is loaded into registers."""
+    arrays = [ref for name, ref in refs.items() if name == "bias" or name.startswith("capture")]
+    return any(min(ref.shape[2:]) > 1 for ref in arrays)

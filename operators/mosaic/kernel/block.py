@@ -232,10 +232,15 @@ class MosaicBlock(BlockOfThreads):
         self.drain(refs, count, tuple(loaded.values()))
 
     def fill(
-        self, refs: dict[str, Any], row: tuple[Any, Any, Any], copies: Callable[[Any], dict[str, Copies]], count: Any
+        self,
+        refs: dict[str, Any],
+        row: tuple[Any, Any, Any],
+        copies: Callable[[Any], dict[str, Copies]],
+        count: Any,
+        fold: Callable[..., Any] | None = None,
     ) -> Any:
         """Every tile of a row of the table into the next place, once that is free. copies: of a tile, by the name of their
-        barriers. count: the tiles before; returns them with these."""
+        barriers. count: the tiles before; returns them with these. fold: as fold_tiles, what goes through them."""
         stages = self.sizes.stages
 
         def load(tile: Any, count: Any, masked: bool) -> Any:
@@ -250,7 +255,7 @@ class MosaicBlock(BlockOfThreads):
                     plgpu.copy_gmem_to_smem(source, refs[target].at[slot], refs[f"{name}_full"].at[slot])
             return count + 1
 
-        return self.fold_tiles(refs, row, load, count)
+        return (fold or self.fold_tiles)(refs, row, load, count)
 
     def rows(self, ref: Any, batch: Any, head: Any, first: Any, count: int) -> Any:
         """Rows of a head in an array of the call's layout."""
