@@ -63,11 +63,6 @@ class Mask(Drawn["Mask"]):
     def __str__(self) -> str:
         return self.describe()
 
-    @property
-    def by_distance(self) -> bool:
-        """Whether only the distance of a key from its row matters, not where they are."""
-        return bool(self.children()) and all(child.by_distance for child in self.children())
-
     def bounds(self) -> tuple[Mask, Mask]:
         """Static masks (lower, upper) with lower ⊆ self ⊆ upper for any values of the dynamic leaves. For a static mask both
         are the mask."""

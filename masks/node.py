@@ -76,6 +76,11 @@ class Node(Generic[M]):
         """The masks that this node combines; empty for a leaf."""
         return ()
 
+    @property
+    def by_distance(self) -> bool:
+        """Whether only the distance of a key from its row matters, not where they are."""
+        return bool(self.children()) and all(child.by_distance for child in self.children())
+
     def with_children(self, children: Sequence[M]) -> M:
         """This node with other children. The node must not be a leaf."""
         raise NotImplementedError

@@ -24,9 +24,9 @@ class BlackwellTile(MosaicTile):
     lines: ClassVar[int] = ROWS
     in_registers: ClassVar[Any] = TILE
 
-    def _test(self, mask: Mask, rows: Any, positions: Any, keys: Any) -> Any:
+    def _part(self, mask: Mask, rows: Any, positions: Any, keys: Any) -> Any:
         """See TileMask. Beside arrays of keys the numbers of keys take fewer registers."""
         if self.axis["q"] or not mask.by_distance or any(name.startswith("leaf") for name in self.refs):
-            return super()._test(mask, rows, positions, keys)
+            return super()._part(mask, rows, positions, keys)
         first = self._global_keys(self.first["kv"])
         return mask.test(rows - first, positions - first, keys - first)
