@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..mosaic.mosaic_rules import Generation, mosaic_rules
-from .kernel.hopper_sizes import KEYS, ROWS
+from .kernel.hopper_sizes import FEW, KEYS, ROWS
 
 __all__ = ["HOPPER_RULES"]
 
@@ -11,10 +11,11 @@ _BLOCKS = (ROWS, 2 * ROWS)  # a warpgroup has 64 rows, and one or two of them co
 HOPPER_RULES = mosaic_rules(
     Generation(
         "hopper",
-        dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq", "block_kv_dkv"), _BLOCKS)
-        # A product with keys goes through 64 of them at once, and one for logits has at most 256 columns.
-        | dict.fromkeys(("block_kv", "block_kv_dq"), KEYS),
+        dict.fromkeys(("block_q", "block_q_dq", "block_kv_dkv"), _BLOCKS)
+        # A product with keys goes through 64 of them at once, and one for logits has at most 256 columns. Of gradients, where
+        # tiles are swizzled by half as many columns, it is 32.
+        | {"block_q_dkv": (FEW, *_BLOCKS), "block_kv": KEYS, "block_kv_dq": (FEW, *KEYS)},
         "registers",
-        lambda columns: f"{columns // 2} registers of a thread beside the 80 of a tile, of 240",
+        room=None,
     )
 )

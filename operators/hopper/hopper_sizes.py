@@ -10,13 +10,18 @@ from ...errors import ConfigError
 from ...planning import AttentionProblem
 from ..mosaic.kernel.mosaic_sizes import MosaicSizes, column_parts
 from ..mosaic.mosaic_sizes import MOSAIC_FIELDS, Sizing, columns
-from .kernel.hopper_sizes import KEYS, ROWS, conversions, divided, shared_bytes
+from .kernel.hopper_sizes import FEW, KEYS, ROWS, conversions, divided, latent_sums, shared_bytes
 
 __all__ = ["HopperSizing"]
 
 _STAGES_FROM_DIM = 64
 # Of one warpgroup's rows: a tile is loaded in more time than it is computed, so that as many as fit are on their way.
 _FEW = tuple(MosaicSizes(ROWS, 64, stages) for stages in range(8, 0, -1))
+# Where values are a part of their keys, each of two warpgroups has half of the columns of a gradient.
+_LATENTS = {
+    "dkv": tuple(MosaicSizes(FEW, ROWS, stages) for stages in (4, 2, 1)),
+    "dq": tuple(MosaicSizes(ROWS, FEW, stages) for stages in (4, 2, 1)),
+}
 # What takes registers beside the numbers that are counted: then a tile for the gradients of key and value has 64 rows.
 _IN_REGISTERS = frozenset({
     "segment_ids", "positions", "dense_mask", "blocks", "chosen_blocks", "bias", "score", "logits_soft_cap", "dropout",
@@ -32,6 +37,7 @@ class HopperSizing(Sizing):
     device: ClassVar[str] = "h100"
     lines: ClassVar[int] = ROWS
     least: ClassVar[Mapping[str, int]] = dict.fromkeys(MOSAIC_FIELDS, ROWS)
+    of_latents: ClassVar[tuple[str, ...]] = tuple(MOSAIC_FIELDS)
     # One stage is loaded while another is read; two more tiles fit at 64, where a tile takes half the time. The rest of a
     # division by another number than a power of two takes a twentieth of a turn.
     tiles: ClassVar[Mapping[str, tuple[MosaicSizes, ...]]] = {
@@ -49,13 +55,15 @@ class HopperSizing(Sizing):
         """See Sizing."""
         # Beside warpgroups that convert keys or values, two that compute would have registers for fewer columns.
         wide = problem.quantised and columns(problem)[1] > 128
+        if which != "forward" and problem.value_columns is not None:
+            return _LATENTS[which]
         few = rows <= ROWS or wide or column_parts(columns(problem)[1]) > 1
         return _FEW if which == "forward" and few else self.tiles[which]
 
     def rows(self, which: str, sizes: MosaicSizes, q_len: int) -> int:
         """See Sizing."""
         del which
-        return sizes.block_q if q_len > ROWS else ROWS
+        return sizes.block_q if q_len > ROWS else min(sizes.block_q, ROWS)
 
     def passed_over(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:
         """See Sizing."""
@@ -65,7 +73,7 @@ class HopperSizing(Sizing):
 
     def fits(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:
         """See Sizing."""
-        if which == "dkv" and divided(*columns(problem)) and sizes.block_kv != ROWS:
+        if which == "dkv" and _together(problem) and sizes.block_kv != ROWS:
             return False
         return self.fits_shared(which, problem, sizes) and _registers(which, problem, sizes) <= _most(
             which, problem, sizes
@@ -83,22 +91,30 @@ class HopperSizing(Sizing):
                 f"FlashAttention2Config: block_q={sizes.block_q}, with value dim {problem.value_dim}: the columns of {ROWS} rows "
                 f"are shared by the warpgroups that compute. Hint: block_q={ROWS}."
             )
-        if which == "dkv" and divided(*columns(problem)) and sizes.block_kv != ROWS:
-            block_kv = MOSAIC_FIELDS[which][1]
+        lines = {"dkv": 1, "dq": 0}.get(which)
+        alike = _together(problem) if which == "dkv" else problem.value_columns is not None
+        if lines is not None and alike and (sizes.block_q, sizes.block_kv)[lines] != ROWS:
+            name, given = MOSAIC_FIELDS[which][lines], (sizes.block_q, sizes.block_kv)[lines]
             raise ConfigError(
-                f"FlashAttention2Config: {block_kv}={sizes.block_kv}, with head_dim={problem.head_dim} and value dim "
-                f"{problem.value_dim}: the gradients of key and value are summed by a warpgroup each, of the same {ROWS} "
-                f"keys. Hint: {block_kv}={ROWS}."
+                f"FlashAttention2Config: {name}={given}, with head_dim={problem.head_dim} and value dim {problem.value_dim}: two "
+                f"warpgroups share the sums of the same {ROWS} {('rows', 'keys')[lines]}. Hint: {name}={ROWS}."
             )
 
     def near(self, which: str, sizes: MosaicSizes) -> list[MosaicSizes]:
         """See Sizing."""
-        keys = [n for n in (sizes.block_kv, sizes.block_kv * 2, sizes.block_kv // 2) if n in KEYS]
-        blocks = [n for n in (sizes.block_q, sizes.block_q * 2, sizes.block_q // 2) if ROWS <= n <= 2 * ROWS]
+        possible = KEYS if which != "dq" else (FEW, *KEYS)
+        keys = [n for n in (sizes.block_kv, sizes.block_kv * 2, sizes.block_kv // 2) if n in possible]
+        least = FEW if which == "dkv" else ROWS
+        blocks = [n for n in (sizes.block_q, sizes.block_q * 2, sizes.block_q // 2) if least <= n <= 2 * ROWS]
         stages = [n for n in (sizes.stages, sizes.stages + 1, sizes.stages - 1) if n >= 1]
         if which == "dkv":
             keys = [n for n in keys if n <= 2 * ROWS]
         return [MosaicSizes(q, kv, n) for q, n, kv in itertools.product(blocks, stages, keys)]
+
+
+def _together(problem: AttentionProblem) -> bool:
+    """Whether two warpgroups sum the gradients of the same keys."""
+    return problem.value_columns is not None or divided(*columns(problem))
 
 
 def _most(which: str, problem: AttentionProblem, sizes: MosaicSizes) -> int:
@@ -114,7 +130,10 @@ def _registers(which: str, problem: AttentionProblem, sizes: MosaicSizes) -> int
     dim, value_dim = columns(problem)
     if which == "forward":
         return value_dim // column_parts(value_dim) // 2 + sizes.block_kv // 2 + sizes.block_kv // 4
+    block = sizes.block_kv if which == "dq" else sizes.block_q
+    if problem.value_columns is not None:
+        return max(sum(one.columns for one in part) for part in latent_sums(dim, value_dim)) // 2 + block + block // 4
     if which == "dq":
-        return dim // 2 + sizes.block_kv + sizes.block_kv // 4
+        return dim // 2 + block + block // 4
     sums = max(dim, value_dim) if divided(dim, value_dim) else dim + value_dim
-    return sums // 2 + sizes.block_q + sizes.block_q // 4
+    return sums // 2 + block + block // 4

@@ -24,11 +24,13 @@ MOSAIC_FIELDS = {which: tuple(name for name in names if name not in WARPS) for w
 
 class Sizing:
     """How a generation's sizes are chosen. device: the GPU whose limits are taken where none is known, in the interpreter. lines:
-    rows of a warpgroup. least: the fewest keys of a tile. tiles: by pass, best first."""
+    rows of a warpgroup. least: the fewest keys of a tile. of_latents: the passes that there are where values are a part of their
+    keys. tiles: by pass, best first."""
 
     device: ClassVar[str]
     lines: ClassVar[int]
     least: ClassVar[Mapping[str, int]]
+    of_latents: ClassVar[tuple[str, ...]] = ("forward",)
     tiles: ClassVar[Mapping[str, tuple[MosaicSizes, ...]]]
 
     def folds(self, problem: AttentionProblem, placement: Placement) -> bool:
@@ -72,7 +74,7 @@ class Sizing:
         fold = self.folds(problem, placement) if config.fold is None else config.fold
         rows = local.q_len * (local.q_heads // local.kv_heads) if fold else local.q_len
         fields: dict[str, Any] = {"kernel": config.kernel or "mosaic", "fold": fold}
-        for which in self.tiles if problem.value_columns is None else ("forward",):
+        for which in self.tiles if problem.value_columns is None else self.of_latents:
             sizes = self._chosen(which, problem, placement, config, rows if which == "forward" else local.q_len)
             self.check(which, problem, sizes)
             self._check_shared(which, problem, sizes)
@@ -94,7 +96,7 @@ class Sizing:
         for sizes in self.tiles_for(which, problem, rows):
             if self.passed_over(which, problem, sizes):
                 continue
-            least = self.least[which]
+            least = min(self.least[which], sizes.block_kv)
             keys = _of_mask(problem, sizes.block_kv if local.kv_len > least else least, least)
             tried = (self.rows(which, sizes, rows), keys, sizes.stages)
             sizes = MosaicSizes(*(x if given is None else given for given, x in zip(declared, tried, strict=True)))

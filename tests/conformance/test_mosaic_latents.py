@@ -86,16 +86,49 @@ def test_forward(generation: str, name: str) -> None:
     np.testing.assert_allclose(np.asarray(got.lse), want.lse, atol=2e-2)
 
 
+# As CALLS: gradients by kernels, where those of a generation are written
+GRADIENTS: dict[str, tuple[tuple[int, int], int, int, int, dict[str, Any]]] = {
+    "two heads": ((576, 512), 70, 140, 2, {}),
+    "one stage": ((576, 512), 40, 100, 1, {"num_stages_dkv": 1, "num_stages_dq": 1}),
+    "columns of one warpgroup": ((320, 256), 130, 140, 1, {}),
+    "odd steps": ((288, 256), 40, 100, 3, {}),
+    "no more than the values": ((128, 128), 80, 100, 2, {}),
+    "columns that are padded": ((90, 40), 80, 100, 1, {}),
+    "columns of one step": ((32, 32), 80, 100, 1, {}),
+    "larger tiles": ((128, 64), 130, 140, 2, {"block_q_dkv": 64, "block_kv_dq": 64}),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(generation: str, name: str) -> None:
+    if generation != "hopper":
+        pytest.skip("its latent_gradient rule refuses them")
+    dims, q_len, kv_len, heads, config = GRADIENTS[name]
+    _check_gradients(generation, "train", "bhtd" if heads == 2 else "bthd", dims, q_len, kv_len, heads, config)
+
+
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
 def test_gradients_of_a_call_that_was_not_declared_to_have_any(generation: str, layout: str) -> None:
-    """By XLA, a block at a time: Triton's kernels have the gradient in mode 'train'."""
-    dims, q_len, kv_len, heads = (96, 64), 70, 100, 2
+    """By XLA, a block at a time, where no kernel has them."""
+    _check_gradients(generation, "prefill", layout, (96, 64), 70, 100, 2, {"kv_splits": 1})
+
+
+def _check_gradients(
+    generation: str,
+    mode: str,
+    layout: str,
+    dims: tuple[int, int],
+    q_len: int,
+    kv_len: int,
+    heads: int,
+    config: dict[str, Any],
+) -> None:
     query, key, pull = _arrays(dims, q_len, kv_len, heads)
     known, exact = _known(query, key), [x.astype(np.float64) for x in (query, key, pull)]
     want = reference_gradients(exact[0], exact[1], exact[1][..., : dims[1]], exact[2], None, **known)
     want["key"][..., : dims[1]] += want["value"]
-    attend = _attend(generation, {"kv_splits": 1}, layout)
-    call = {"mask": Causal() & SlidingWindow(60), "query_offset": kv_len - q_len, "mode": "prefill"}
+    attend = _attend(generation, config, layout)
+    call = {"mask": Causal() & SlidingWindow(60), "query_offset": kv_len - q_len, "mode": mode}
 
     def loss(q: Any, k: Any) -> Any:
         output = attend(q, k, KeyColumns(dims[1]), **call).attention_outputs
@@ -103,6 +136,7 @@ def test_gradients_of_a_call_that_was_not_declared_to_have_any(generation: str, 
         return (output.astype(jnp.float32) * pull.astype(jnp.float32)).sum()
 
     given = [jnp.asarray(x if layout == "bthd" else x.swapaxes(1, 2)) for x in (query, key)]
+    assert attend.plan(*given, KeyColumns(dims[1]), **call).method == f"forward_{generation}"
     backward = harness.MOSAIC[generation].capability.tolerance[DTYPE].backward
     for name, gradient in zip(("query", "key"), jax.jit(jax.grad(loss, (0, 1)))(*given), strict=True):
         _close(gradient if layout == "bthd" else gradient.swapaxes(1, 2), want[name], backward)

@@ -75,6 +75,19 @@ KERNELS = {
     "dq": Kernel(MosaicSizes(128, 64, STAGES), "rows_full", BY_KEYS),
     "dkv": Kernel(MosaicSizes(64, 128, STAGES), "keys_full", BY_ROWS),
     "divided": Kernel(MosaicSizes(64, 64, STAGES), "keys_full", BY_ROWS, (256, 64)),
+    # Values in keys: two warpgroups have the same rows or keys, and half of the columns each.
+    "latent_dq": Kernel(
+        MosaicSizes(64, 32, STAGES),
+        "rows_full",
+        {"key": ("key_tiles",)},
+        (128, 64),
+        (64, 160),
+        1,
+        {"value_columns": 64},
+    ),
+    "latent_dkv": Kernel(
+        MosaicSizes(32, 64, STAGES), "keys_full", BY_ROWS, (128, 64), (160, 64), 2, {"value_columns": 64}
+    ),
 }
 
 
@@ -103,7 +116,7 @@ def _released_before_sums(name: str) -> None:
     plain = tensor_cores.Interpreted.add_values
 
     def add_values(self: Any, *terms: Any) -> Any:
-        plgpu.barrier_arrive(PLANTED.here(f"{name}_free", terms[0][2]))
+        plgpu.barrier_arrive(PLANTED.here(f"{name}_free", terms[0][1][1]))
         return plain(self, *terms)
 
     tensor_cores.Interpreted.add_values = add_values  # type: ignore[method-assign]
@@ -141,7 +154,7 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
         "reads of products not committed": lambda: _no_commit(tensor_cores),
         "copies that a warpgroup needs after one arrival fewer": lambda: PLANTED.arrivals(CLASSES, kernel.start, 1),
     }
-    if kernel.start == "query_full":  # of one copy
+    if kernel.start == "query_full" or (latent(kernel) and kernel.start == "keys_full"):  # of one copy
         del made["copies that a warpgroup needs after one arrival fewer"]
     for name, tiles in kernel.loaded.items():
         full, free = f"{name}_full", f"{name}_free"
@@ -161,13 +174,17 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
         for one in tiles:
             made[f"{one} in the next place"] = lambda one=one: PLANTED.copy_to_next(one)
     last = {"query_full": "value", "rows_full": "key", "keys_full": "rows"}[kernel.start]
-    if "value_columns" in kernel.more:
-        return made | {
+    if latent(kernel) and last != "rows":
+        made |= {
             "the other warpgroup's query not waited for": lambda: PLANTED.without("barrier_wait", "query_free"),
             "the other warpgroup's query after one arrival": lambda: PLANTED.arrivals(CLASSES, "query_free", 1),
         }
+    if latent(kernel) and last == "value":
+        return made
     made[f"{last} released before its last product"] = lambda: _released_before_sums(last)
-    if last == "key":  # a place of values is filled after that of their keys, which is free only after both
+    if last == "key" and not latent(
+        kernel
+    ):  # a place of values is filled after that of their keys, free only after both
         del made["value released before it is read"]
     if last == "value":
         made |= {
@@ -181,7 +198,7 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
             "delta of the next place": lambda: _read("delta_tiles"),
             "lse for delta": lambda: _swapped("lse_tiles", "delta_tiles"),
         }
-    if divided(kernel):
+    if divided(kernel) and last == "rows":
         del made["the next place of rows_full waited for"]  # waits forever
         made |= {
             "the other warpgroup's keys not waited for": lambda: PLANTED.without("barrier_wait", "keys_free"),
@@ -192,7 +209,12 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
 
 def divided(kernel: Kernel) -> bool:
     """Whether two warpgroups share keys."""
-    return sum(kernel.dims) > 256
+    return sum(kernel.dims) > 256 or latent(kernel)
+
+
+def latent(kernel: Kernel) -> bool:
+    """Whether values are a part of their keys."""
+    return "value_columns" in kernel.more
 
 
 def right(which: str, kernel: Kernel) -> bool:
@@ -203,9 +225,9 @@ def right(which: str, kernel: Kernel) -> bool:
     rng, (q_len, kv_len), heads = np.random.default_rng(0), kernel.lengths, kernel.heads
     shapes = (q_len, heads, dim), (kv_len, 1, dim), (kv_len, 1, value_dim), (q_len, heads, value_dim)
     q, k, v, pull = (rng.standard_normal((1, *shape)).astype(jnp.bfloat16) for shape in shapes)
-    v = k[..., :value_dim] if "value_columns" in kernel.more else v
+    v = k[..., :value_dim] if latent(kernel) else v
     static, dynamic = split_static(LocalMask(Causal(), 0, q_len, kv_len, kv_len - q_len), None)
-    value, scales = None if "value_columns" in kernel.more else jnp.asarray(v), (None, None)
+    value, scales = None if latent(kernel) else jnp.asarray(v), (None, None)
     if kernel.quantised:
         k, v = (np.round(40 * x.astype(np.float32)).clip(-127, 127) for x in (k, v))
         scale = np.full((1, 1, kv_len), 1 / 32, np.float32)
@@ -223,9 +245,12 @@ def right(which: str, kernel: Kernel) -> bool:
         shift = jnp.asarray(reference.lse * np.log2(np.e), jnp.float32)
         delta = jnp.asarray((reference.output * pull.astype(np.float64)).sum(-1).swapaxes(1, 2), jnp.float32)
         gradients = part.gradients(static, operands, dynamic, jnp.asarray(pull), shift, delta)
-        names = ("query",) if which == "dq" else ("key", "value")
-        got = [gradients.of_query()] if which == "dq" else [x for x in gradients.of_keys() if x is not None]
+        of_query = kernel.start == "rows_full"
+        names = ("query",) if of_query else ("key", "value")[: 2 - latent(kernel)]
+        got = [gradients.of_query()] if of_query else [x for x in gradients.of_keys() if x is not None]
         of_all = reference_gradients(*exact, pull.astype(np.float64), None, **known)
+        if latent(kernel):
+            of_all["key"][..., :value_dim] += of_all["value"]
         want = [of_all[name] for name in names]
     errors = [np.abs(np.asarray(x, np.float64) - y).max() / np.abs(y).max() for x, y in zip(got, want, strict=True)]
     return all(error < 2e-2 for error in errors)

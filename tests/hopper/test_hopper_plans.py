@@ -24,7 +24,7 @@ from attnops import (
 )
 from attnops.compat import abstract_device
 from attnops.operators.call.key_columns import KeyColumns
-from attnops.operators.hopper.kernel.hopper_sizes import shared_bytes
+from attnops.operators.hopper.kernel.hopper_sizes import latent_sums, shared_bytes
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
 from attnops.planning.notes import has_note
@@ -71,7 +71,7 @@ REFUSED = {
     "hopper.block_q_dq": {"config": {"block_q_dq": 32}},
     "hopper.block_q_dkv": {"config": {"block_q_dkv": 256}},
     "hopper.block_kv_dkv": {"config": {"block_kv_dkv": 256}},
-    "hopper.block_kv_dq": {"config": {"block_kv_dq": 32}},
+    "hopper.block_kv_dq": {"config": {"block_kv_dq": 16}},
     "hopper.num_warps": {"config": {"num_warps": 8}},
     "hopper.num_warps_dkv": {"config": {"num_warps_dkv": 8}},
     "hopper.num_warps_dq": {"config": {"num_warps_dq": 8}},
@@ -208,6 +208,11 @@ def test_shared_memory_by_hand() -> None:
     assert shared_bytes("forward", MosaicSizes(128, 64, 2), 128, 192)["query"] == 49152
     counted = shared_bytes("forward", MosaicSizes(64, 64, 2), 576, 512, in_key=True)
     assert (counted["query"], counted["key"], counted["value"], counted["lse"]) == (73728, 147456, 0, 1024)
+    counted = shared_bytes("dkv", MosaicSizes(32, 64, 2), 576, 512, in_key=True)
+    assert (counted["query"], counted["d_output"], counted["key"], counted["value"]) == (73728, 65536, 73728, 0)
+    counted = shared_bytes("dq", MosaicSizes(64, 32, 2), 576, 512, in_key=True)
+    assert (counted["query"], counted["d_output"], counted["key"], counted["value"]) == (73728, 65536, 73728, 0)
+    assert (counted["columns"], counted["barriers"]) == (1024, 48)
     counted = shared_bytes("dkv", MosaicSizes(64, 128, 2), 128, 64)
     assert (counted["query"], counted["d_output"]) == (32768, 16384)
     assert (counted["key"], counted["value"], counted["lse"], counted["columns"]) == (32768, 16384, 2048, 1024)
@@ -261,9 +266,43 @@ def test_latents_are_loaded_once(shape: tuple[int, int, int]) -> None:
     (counted,) = plan.runs.memory(plan.problem, plan.placement, plan.config).values()
     assert counted["value"] == 0
     assert sum(counted.values()) <= SHARED
-    assert plan.runs.passes(plan.config, True) == ()
     for way in plan.runs.candidates(plan.problem, plan.placement)["forward"]:
         assert sum(shared_of_latents(plan, way).values()) <= SHARED
+
+
+# dims of latents -> stages of the tiles of 32 rows or keys for their gradients, in the order of keys and queries
+STAGES_OF_LATENTS = {(576, 512): (2, 2), (448, 384): (2, 4), (320, 256): (4, 4), (288, 256): (4, 4), (128, 64): (4, 4)}
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("dims", STAGES_OF_LATENTS, ids=str)
+def test_gradients_of_latents(dims: tuple[int, int]) -> None:
+    plan = _latents(*dims, 2048, mode="train")
+    assert (plan.method, plan.rejected) == ("forward_hopper", ())
+    tiles, (of_keys, of_queries) = tiles_of(plan.config), STAGES_OF_LATENTS[dims]
+    assert (tuple(tiles.dkv), tuple(tiles.dq)) == ((32, 64, of_keys), (64, 32, of_queries))
+    counted = plan.runs.memory(plan.problem, plan.placement, plan.config)
+    assert set(counted) == {"attnops_hopper_forward", "attnops_hopper_dkv", "attnops_hopper_dq"}
+    for held in counted.values():
+        assert held["value"] == 0
+        assert sum(held.values()) <= SHARED
+
+
+@pytest.mark.parametrize(
+    ("dims", "of_each"),
+    [
+        ((576, 512), (((0, 160, True), (160, 128, True)), ((288, 224, True), (512, 64, False)))),
+        ((320, 256), (((0, 160, True),), ((160, 96, True), (256, 64, False)))),
+        ((288, 256), (((0, 160, True),), ((160, 96, True), (256, 32, False)))),
+        ((128, 128), (((0, 64, True),), ((64, 64, True),))),
+        ((96, 64), (((0, 64, True),), ((64, 32, False),))),
+    ],
+    ids=str,
+)
+def test_columns_of_two_warpgroups(dims: tuple[int, int], of_each: Any) -> None:
+    """(the first, how many, whether values have them) of the parts that one product can have, of at most 256."""
+    found = latent_sums(*dims)
+    assert tuple(tuple((one.first, one.columns, "value" in one.of) for one in parts) for parts in found) == of_each
 
 
 def shared_of_latents(plan: Any, way: dict[str, Any]) -> dict[str, int]:
@@ -275,11 +314,12 @@ def shared_of_latents(plan: Any, way: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("shape", "mode", "config", "code"),
     [
-        ((576, 512, 64), "train", {}, "hopper.latent_gradient"),
         ((640, 512, 64), "prefill", {}, "hopper.latent_dim"),
         ((544, 520, 64), "prefill", {}, "hopper.latent_dim"),
         ((320, 300, 64), "prefill", {}, "hopper.latent_dim"),  # in two parts of 64 columns each time
         ((576, 512, 64), "prefill", {"block_q": 128}, "config"),
+        ((128, 64, 2048), "train", {"block_q_dq": 128}, "config"),
+        ((128, 64, 2048), "train", {"block_kv_dkv": 128}, "config"),
     ],
 )
 def test_latents_that_triton_takes(shape: tuple[int, int, int], mode: str, config: dict[str, int], code: str) -> None:

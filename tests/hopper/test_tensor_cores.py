@@ -41,8 +41,7 @@ def _products(interpret: bool, dtype: Any) -> Any:
         made = list(products.logits((query, keys), (keys, values)))
         read = plgpu.load(weights, layout=TILE, optimized=False)
         starts = (plgpu.layout_cast(jnp.full((ROWS, DIM), n, jnp.float32), TILE) for n in (1, 2))
-        terms = zip(starts, (read, read), (values, keys), strict=True)
-        made += products.add_values(*terms)
+        made += products.add_values(*zip(starts, ((read, values), (read, keys)), strict=True))
         along = products.numbers(numbers, BY_COLUMN)
         made.append(plgpu.layout_cast(jnp.broadcast_to(along[None], (ROWS, KEYS)), TILE))
         for tile, x in zip(tiles, made, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from mosaic_calls import FEATURES, FEW, MASKS
+from mosaic_calls import DROPOUT, FEATURES, FEW, MASKS
 from mosaic_plans import mosaic_report
 
 from attnops import Causal, OperationMetadata, OperationRegistry
@@ -88,9 +88,9 @@ def _gradients(report: TargetReport) -> tuple[GpuKernelUse, GpuKernelUse]:
     tiles = tiles_of(report.plan.config)  # type: ignore[arg-type, union-attr]
     # A mask of small blocks has tiles of 64 keys, which one warpgroup has.
     for which, rows in {"forward": tiles.forward.block_q, "dkv": tiles.dkv.block_kv, "dq": tiles.dq.block_q}.items():
-        alone = rows == 64 and (
-            which != "dkv" or not divided(report.plan.problem.head_dim, report.plan.problem.value_dim)
-        )
+        problem = report.plan.problem  # type: ignore[union-attr]
+        shared = which == "dkv" and divided(problem.head_dim, problem.value_dim)
+        alone = rows == 64 and not shared and problem.value_columns is None
         of_kernel = kernels[f"attnops_hopper_{which}"]
         expected = (FEW_REGISTERS, FEW_THREADS) if alone else (REGISTERS, THREADS)
         assert (of_kernel.registers, of_kernel.threads) == expected
@@ -202,14 +202,7 @@ LATENTS = {
 def test_latents(case: tuple[int, int, int, int]) -> None:
     """Each tile is loaded once; of 512 columns two warpgroups have a half each, and compute the logits both."""
     dim, value_dim, q_len, heads = case
-    mesh = target_of("h100").mesh({"fsdp": 1})
-    metadata = OperationMetadata(mesh=mesh, fallback="error", tuning="off", runtime_dtype="bfloat16")
-    q, k = (jax.ShapeDtypeStruct((1, n, h, dim), "bfloat16") for n, h in ((q_len, heads), (8192, 1)))
-    arguments = {"query": q, "key": k, "value": KeyColumns(value_dim), "mask": Causal(), "mode": "prefill"}
-    arguments |= {"query_offset": 8192 - q_len, "softmax_scale": 0.1}
-    report = verify_call(OperationRegistry.create("flash_attn2", metadata), arguments, "h100")
-    assert report.passed, [one.failure for one in report.passes]
-    assert report.plan.method == "forward_hopper"  # type: ignore[union-attr]
+    report = _latent_report((dim, value_dim), (q_len, 8192), heads, mode="prefill")
     (kernel,) = (k for k in report.passes[0].kernels or () if isinstance(k, GpuKernelUse))
     registers, threads, spilled = LATENTS[case]
     assert (kernel.name, kernel.registers, kernel.threads) == (NAME, registers, threads)
@@ -217,6 +210,52 @@ def test_latents(case: tuple[int, int, int, int]) -> None:
     columns, warps = min(256, value_dim), 4
     for one in kernel.loops or ():
         assert one.loop.tensor_flops == 2 * 64 * 64 * (dim + columns) / warps
+
+
+def _latent_report(dims: tuple[int, int], lengths: tuple[int, int], heads: int, **call: Any) -> TargetReport:
+    mesh = target_of("h100").mesh({"fsdp": 1})
+    metadata = OperationMetadata(mesh=mesh, fallback="error", tuning="off", runtime_dtype="bfloat16")
+    q, k = (jax.ShapeDtypeStruct((1, n, h, dims[0]), "bfloat16") for n, h in zip(lengths, (heads, 1), strict=True))
+    arguments = {"query": q, "key": k, "value": KeyColumns(dims[1]), "mask": Causal(), "softmax_scale": 0.1}
+    arguments |= {"query_offset": lengths[1] - lengths[0], **call}
+    report = verify_call(OperationRegistry.create("flash_attn2", metadata), arguments, "h100")
+    assert report.passed, [one.failure for one in report.passes]
+    assert report.plan.method == "forward_hopper"  # type: ignore[union-attr]
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(576, 512), (448, 384), (320, 256), (288, 256), (128, 64)], ids=str)
+def test_gradients_of_latents(dims: tuple[int, int]) -> None:
+    """Two warpgroups have half of the columns each, and compute logits and gradients of weights both, of 64 lines and 32
+    columns."""
+    dkv, dq = _gradients(_latent_report(dims, (1024, 1024), 16, mode="train"))
+    assert (dkv.stack_bytes, dq.stack_bytes) == (0, 0)
+    half = -(-dims[0] // 64) * 32
+    of_keys = half, dims[0] - half
+    of_values = min(half, dims[1]), dims[1] - min(half, dims[1])
+    for kernel, summed in (dkv, map(sum, zip(of_keys, of_values, strict=True))), (dq, of_keys):
+        flops = [2 * 64 * 32 * (sum(dims) + columns) / 4 for columns in summed for _ in range(2)]
+        assert [one.loop.tensor_flops for one in kernel.loops or ()] == (flops if disassembler() else [])
+        assert {one.loop.ex2 * 32 * 4 for one in kernel.loops or ()} <= {64 * 32}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "call", [*({"mask": MASKS[name]} for name in ("window", "segments", "lengths")), *FEATURES[:2], DROPOUT]
+)
+def test_features_of_gradients_of_latents(call: dict[str, Any]) -> None:
+    if "softmax_aux" in call:
+        call = {"softmax_aux": jax.ShapeDtypeStruct((16,), "float32")}
+    dkv, dq = _gradients(_latent_report((576, 512), (1024, 1024), 16, mode="train", **call))
+    assert (dkv.stack_bytes, dq.stack_bytes) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_narrow_tiles_of_gradients(dim: int) -> None:
+    dkv, dq = _gradients(_report(dims=(dim, dim), config={"block_q_dkv": 32, "block_kv_dq": 32}, mode="train"))
+    assert (dkv.stack_bytes, dq.stack_bytes) == (0, 0)
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ A factor for each element leads from the gradient of the logits to that of the p
 other numbers take registers.
 
 Where a warpgroup can't hold the sums of key and value both, one sums those of the keys and another those of the values, for the
-same 64 keys: the weights are then computed twice.
+same 64 keys: the weights are then computed twice. Where values are the first columns of their keys, these have one gradient, of
+which each of two warpgroups sums half of the columns; so it is with the query's.
 """
 
 from __future__ import annotations
@@ -23,21 +24,71 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...flash.kernel.weigh import weigh
 from ...kernels.scores import without_padded_rows
 from ...mosaic.kernel.block import Copies, along_columns, along_rows
+from ...mosaic.kernel.mosaic_sizes import DIM_STEP
 from .block import HopperBlock, zeros
-from .hopper_sizes import ROWS, divided, key_warpgroups
+from .hopper_sizes import ROWS, Sums, divided, key_warpgroups, latent_sums
 from .tensor_cores import tensor_cores
 from .tile import BY_COLUMN, BY_ROW, HopperTile
 
 __all__ = ["HopperKeyGradients", "HopperQueryGradient"]
 
-_SUMS_BESIDE_BOTH = 128  # columns of sums beside which a warpgroup holds two products at once
+_SUMS_BESIDE_BOTH = 128  # columns of sums beside which a warpgroup holds two products at once; of 32 keys always
 
 _ROWS = {"query": "lse", "d_output": "delta"}  # what is loaded by rows, and the numbers of the rows that come with it
 
 
+class _HopperGradients(HopperBlock):
+    """What both kernels do where values are the first columns of their keys."""
+
+    def columns_of(self, name: str, ref: Any) -> Any:
+        """Of a tile of keys, what is multiplied as keys or as values."""
+        return ref.at[:, pl.ds(0, self.dims[1])] if self.in_key and name == "value" else ref
+
+    def in_loop(self, held: Any, number: int, turn: Any) -> Any:
+        """One of the tiles that a warpgroup holds, for the products of a turn. Those of many columns have dozens of descriptors,
+        which the compiler would keep in registers if they were the same in every turn. turn: a number of which it doesn't know
+        that it is never negative."""
+        return held.at[number + jnp.minimum(turn, 0) if self.in_key else number]
+
+    def swizzled(self, lines: int) -> int | None:
+        """The columns of a tile that are swizzled together: a product goes through as many lines of a tile at once, and of two
+        warpgroups with half of the columns each has a number of such steps."""
+        return DIM_STEP if self.in_key or lines < ROWS else None
+
+    def store(self, refs: dict[str, Any], barrier: str, warpgroup: int, written: list[tuple[Any, Any]]) -> None:
+        """Copy to the arrays what this warpgroup has written to shared memory. Columns of two warpgroups are one copy, which the
+        first makes."""
+
+        def copy() -> None:
+            for source, target in written:
+                plgpu.copy_smem_to_gmem(source, target)
+            plgpu.wait_smem_to_gmem(0)
+
+        if self.in_key:
+            _meet(refs[barrier])
+        if warpgroup == 0 or not self.in_key:
+            copy()
+
+
+def _meet(barrier: Any) -> None:
+    """Wait until all warpgroups that compute are here."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def _part(ref: Any, sums: Sums) -> Any:
+    """The columns of these sums."""
+    return ref if ref.shape[1] == sums.columns else ref.at[:, pl.ds(sums.first, sums.columns)]
+
+
 @dataclass(frozen=True)
-class HopperQueryGradient(HopperBlock):
+class HopperQueryGradient(_HopperGradients):
     """`block_q` rows of a query head."""
+
+    @property
+    def consumers(self) -> int:
+        """See HopperBlock."""
+        return super().consumers * (2 if self.in_key else 1)
 
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """See HopperBlock."""
@@ -46,25 +97,31 @@ class HopperQueryGradient(HopperBlock):
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], warpgroup: Any) -> None:
         """See HopperBlock."""
         batch, head, q_block = place
-        first_row = q_block * self.sizes.block_q + warpgroup * ROWS
-        ready = refs["rows_full"].at[warpgroup]
-        query, d_output = (refs[f"{name}_tile"].at[warpgroup] for name in _ROWS)
-        for name, held in zip(_ROWS, (query, d_output), strict=True):
-            plgpu.copy_gmem_to_smem(self.rows(refs[name], batch, head, first_row, ROWS), held, ready)
+        group, parts = (0, latent_sums(*self.dims)[warpgroup]) if self.in_key else (warpgroup, self._whole)
+        first_row = q_block * self.sizes.block_q + group * ROWS
+        ready = refs["rows_full"].at[group]
+        query, d_output = (refs[f"{name}_tile"].at[group] for name in _ROWS)
+        # Of two warpgroups with the same rows each loads one of the arrays, and waits for both.
+        for number, (name, held) in enumerate(zip(_ROWS, (query, d_output), strict=True)):
+            if number == warpgroup or not self.in_key:
+                plgpu.copy_gmem_to_smem(self.rows(refs[name], batch, head, first_row, ROWS), held, ready)
         numbers = (refs[name].at[batch, head, pl.ds(first_row, ROWS)] for name in _ROWS.values())
         shift, delta = (plgpu.load(some, layout=BY_ROW, optimized=False) for some in numbers)  # type: ignore[call-arg]
         plgpu.barrier_wait(ready)
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
-        both = self.dims[0] <= _SUMS_BESIDE_BOTH
+        both = self.in_key or self.dims[0] <= _SUMS_BESIDE_BOTH
 
         def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
             count, sums = carry
             slot = lax.rem(count, sizes.stages)
-            keys, values = refs["key_tiles"].at[slot], refs["value_tiles"].at[slot]
-            for name in ("key", "value"):
+            keys, last = refs["key_tiles"].at[slot], self.streams[-1]
+            values = self.columns_of("value", refs[f"{last}_tiles"].at[slot])
+            for name in self.streams:
                 plgpu.barrier_wait(refs[f"{name}_full"].at[slot])
-            raw, *d_weights = products.logits((query, keys), *[(d_output, values)][:both])
-            if both:
+            rows = [self.in_loop(refs[f"{name}_tile"], group, kv_block) for name in _ROWS]
+            factors = list(zip(rows, (keys, values), strict=True))
+            raw, *d_weights = products.logits(*factors[: 1 + both])
+            if both and not self.in_key:
                 plgpu.barrier_arrive(refs["value_free"].at[slot])
             tile = HopperTile(self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv, sizes, columns)
             x, factor, pull = weigh(tile, raw, masked)
@@ -72,36 +129,50 @@ class HopperQueryGradient(HopperBlock):
             x = without_padded_rows(self.logits.static_args.score, x, shifts)
             weights, keep = jnp.exp2(x * factor - shifts), tile.keep()
             if not both:
-                d_weights = list(products.logits((d_output, values)))
-                plgpu.barrier_arrive(refs["value_free"].at[slot])
+                d_weights = list(products.logits(factors[1]))
+                if not self.in_key:
+                    plgpu.barrier_arrive(refs["value_free"].at[slot])
             d_x = pull(weights) * (tile.dropped(d_weights[0], keep) - along_rows(delta, x.shape))
-            (sums,) = products.add_values((sums, d_x.astype(query.dtype), keys))
+            pairs = [(d_x.astype(query.dtype), _part(keys, one)) for one in parts]
+            sums = products.add_values(*zip(sums, pairs, strict=True))
             plgpu.barrier_arrive(refs["key_free"].at[slot])
             return count + 1, sums
 
-        carry = (jnp.int32(0), zeros(self.dims[0]))
+        carry = (jnp.int32(0), tuple(zeros(one.columns) for one in parts))
         _, sums = self.table.fold_tiles(refs["schedule"], batch, head, q_block, 0, 1, visit, carry)
-        query[...] = (sums * self.logits.scale).astype(query.dtype)  # the query isn't read any more
+        if self.in_key:  # the other warpgroup may still read the query
+            _meet(refs["query_free"])
+        for gradient, one in zip(sums, parts, strict=True):
+            _part(query, one)[...] = (gradient * self.logits.scale).astype(query.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(query, self.rows(refs["d_query"], batch, head, first_row, ROWS))
-        plgpu.wait_smem_to_gmem(0)
+        written = [(query, self.rows(refs["d_query"], batch, head, first_row, ROWS))]
+        self.store(refs, "query_free", warpgroup, written)
+
+    @property
+    def _whole(self) -> tuple[Sums, ...]:
+        """All columns in one warpgroup."""
+        return (Sums(("query",), 0, self.dims[0]),)
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See HopperBlock."""
-        sizes, (dim, value_dim) = self.sizes, self.dims
-        return {
-            "query_tile": self.tiles(dtype, self.consumers, ROWS, dim),
-            "d_output_tile": self.tiles(dtype, self.consumers, ROWS, value_dim),
-            "key_tiles": self.tiles(dtype, sizes.stages, sizes.block_kv, dim),
-            "value_tiles": self.tiles(dtype, sizes.stages, sizes.block_kv, value_dim),
+        sizes, (dim, value_dim), step = self.sizes, self.dims, self.swizzled(self.sizes.block_kv)
+        groups = sizes.block_q // ROWS
+        made = {
+            "query_tile": self.tiles(dtype, groups, ROWS, dim, step=step),
+            "d_output_tile": self.tiles(dtype, groups, ROWS, value_dim, step=step),
             "columns": plgpu.SMEM((self.consumers, sizes.block_kv), jnp.int32),
-            "rows_full": plgpu.Barrier(num_arrivals=len(_ROWS), num_barriers=self.consumers),
-            **self.barriers({"key": 1, "value": 1}, self.consumers),
+            "rows_full": plgpu.Barrier(num_arrivals=len(_ROWS), num_barriers=groups),
+            **self.barriers(dict.fromkeys(self.streams, 1), self.consumers),
         }
+        for name, columns in zip(self.streams, self.dims, strict=False):
+            made[f"{name}_tiles"] = self.tiles(dtype, sizes.stages, sizes.block_kv, columns, step=step)
+        if self.in_key:
+            made["query_free"] = plgpu.Barrier(num_arrivals=2)
+        return made
 
 
 @dataclass(frozen=True)
-class HopperKeyGradients(HopperBlock):
+class HopperKeyGradients(_HopperGradients):
     """`block_kv` keys of a kv head. A tile is [keys, rows]: what is multiplied with it lies in the order that wgmma wants."""
 
     last_first: ClassVar[bool] = False
@@ -109,12 +180,12 @@ class HopperKeyGradients(HopperBlock):
     @property
     def consumers(self) -> int:
         """See HopperBlock."""
-        return key_warpgroups(self.sizes, *self.dims)
+        return key_warpgroups(self.sizes, *self.dims, in_key=self.in_key)
 
     @property
     def divided(self) -> bool:
-        """Whether key and value have a warpgroup each."""
-        return divided(*self.dims)
+        """Whether two warpgroups have the same keys."""
+        return self.in_key or divided(*self.dims)
 
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """See HopperBlock."""
@@ -132,26 +203,36 @@ class HopperKeyGradients(HopperBlock):
 
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], warpgroup: Any) -> None:
         """See HopperBlock."""
-        if self.divided:
-            self._sum(refs, place, warpgroup, 0, ("key", "value")[warpgroup : warpgroup + 1])
-        else:
-            self._sum(refs, place, warpgroup, warpgroup, ("key", "value"))
+        if self.in_key:
+            parts = latent_sums(*self.dims)[warpgroup]
+            self._sum(refs, place, warpgroup, 0, ("key",)[: 1 - warpgroup], parts)
+            return
+        whole = tuple(Sums((name,), 0, columns) for name, columns in zip(("key", "value"), self.dims, strict=True))
+        parts = whole[warpgroup : warpgroup + 1] if self.divided else whole
+        names = tuple(one.of[0] for one in parts)
+        self._sum(refs, place, warpgroup, 0 if self.divided else warpgroup, names, parts)
 
     def _sum(
-        self, refs: dict[str, Any], place: tuple[Any, Any, Any], warpgroup: int, which: int, names: tuple[str, ...]
+        self,
+        refs: dict[str, Any],
+        place: tuple[Any, Any, Any],
+        warpgroup: int,
+        which: int,
+        loaded: tuple[str, ...],
+        parts: tuple[Sums, ...],
     ) -> None:
-        """The gradients of the `which`-th 64 keys: of keys, of values or of both."""
+        """These sums of the `which`-th 64 keys. loaded: the arrays that this warpgroup loads."""
         batch, kv_head, kv_block = place
         first_key = kv_block * self.sizes.block_kv + which * ROWS
-        held = {name: refs[f"{name}_tile"].at[which] for name in ("key", "value")}
+        held = {name: refs[f"{name}_tile"].at[which] for name in self.streams}
         # Of two warpgroups with the same keys each loads one of the arrays, and waits for both.
-        for name in names:
+        for name in loaded:
             plgpu.copy_gmem_to_smem(
                 self.rows(refs[name], batch, kv_head, first_key, ROWS), held[name], refs["keys_full"].at[which]
             )
         plgpu.barrier_wait(refs["keys_full"].at[which])
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
-        dtype = held["key"].dtype
+        dtype, summed = held["key"].dtype, {name for one in parts for name in one.of}
 
         def visit(at: tuple[Any, Any], carry: Any, masked: bool) -> Any:
             head, q_block = at
@@ -159,9 +240,10 @@ class HopperKeyGradients(HopperBlock):
             slot = lax.rem(count, sizes.stages)
             queries, d_outputs = (refs[f"{name}_tiles"].at[slot] for name in _ROWS)
             plgpu.barrier_wait(refs["rows_full"].at[slot])
-            factors = [(held["key"], queries), (held["value"], d_outputs)]
+            tiles = {name: self.in_loop(refs[f"{name}_tile"], which, q_block) for name in self.streams}
+            factors = [(tiles["key"], queries), (self.columns_of("value", tiles[self.streams[-1]]), d_outputs)]
             # Dropout's random numbers take the registers that the gradients of weights would.
-            both = "key" in names and "dropout" not in refs
+            both = "key" in summed and "dropout" not in refs
             raw, *d_weights = products.logits(*factors[: 2 if both else 1])
             tile = HopperTile(
                 self.logits, refs, (batch, head), q_block * sizes.block_q, first_key, sizes, columns, by_keys=True
@@ -170,31 +252,31 @@ class HopperKeyGradients(HopperBlock):
             shifts = along_columns(products.numbers(refs["lse_tiles"].at[slot], BY_COLUMN), x.shape)
             x = without_padded_rows(self.logits.static_args.score, x, shifts)
             weights, keep = jnp.exp2(x * factor - shifts), tile.keep()
-            if "key" in names and not both:
+            if "key" in summed and not both:
                 d_weights = list(products.logits(factors[1]))
-            terms = {"value": (tile.dropped(weights, keep), d_outputs)}
+            terms = {"value": (tile.dropped(weights, keep).astype(dtype), d_outputs)}
             if d_weights:
                 delta = products.numbers(refs["delta_tiles"].at[slot], BY_COLUMN)
                 d_kept = tile.dropped(d_weights[0], keep)
-                terms["key"] = (pull(weights) * (d_kept - along_columns(delta, x.shape)), queries)
-            added = [
-                (total, terms[name][0].astype(dtype), terms[name][1]) for name, total in zip(names, sums, strict=True)
-            ]
-            sums = products.add_values(*added)
+                d_x = pull(weights) * (d_kept - along_columns(delta, x.shape))
+                # In one sum with the values', which have no such factor.
+                terms["key"] = ((d_x * self.logits.scale if self.in_key else d_x).astype(dtype), queries)
+            added = [[(terms[name][0], _part(terms[name][1], one)) for name in one.of] for one in parts]
+            sums = products.add_values(*((total, *pairs) for total, pairs in zip(sums, added, strict=True)))
             plgpu.barrier_arrive(refs["rows_free"].at[slot])
             return count + 1, sums
 
-        sums = tuple(zeros(self.dims[name == "value"]) for name in names)
+        sums = tuple(zeros(one.columns) for one in parts)
         _, sums = self.fold_heads(refs, place, visit, (jnp.int32(0), sums))
         if self.divided:  # the other warpgroup may still read what is written here
-            plgpu.barrier_arrive(refs["keys_free"])
-            plgpu.barrier_wait(refs["keys_free"])
-        for name, gradient in zip(names, sums, strict=True):
-            held[name][...] = (gradient * self.logits.scale if name == "key" else gradient).astype(dtype)
+            _meet(refs["keys_free"])
+        for gradient, one in zip(sums, parts, strict=True):
+            scaled = one.of == ("key",) and not self.in_key
+            _part(held[one.of[0]], one)[...] = (gradient * self.logits.scale if scaled else gradient).astype(dtype)
         plgpu.commit_smem()
-        for name in names:
-            plgpu.copy_smem_to_gmem(held[name], self.rows(refs[f"d_{name}"], batch, kv_head, first_key, ROWS))
-        plgpu.wait_smem_to_gmem(0)
+        names = dict.fromkeys(one.of[0] for one in parts)
+        written = [(held[name], self.rows(refs[f"d_{name}"], batch, kv_head, first_key, ROWS)) for name in names]
+        self.store(refs, "keys_free", warpgroup, written)
 
     def fold_heads(self, refs: dict[str, Any], place: tuple[Any, Any, Any], visit: Any, carry: Any) -> Any:
         """visit((query head, tile), carry, masked) for the tiles of a kv head's query heads. Where these have one table, a tile
@@ -212,22 +294,25 @@ class HopperKeyGradients(HopperBlock):
 
         if self.group == 1:
             return of_head(0, carry)
-        if self.divided or _by_pair(refs) or self.table.table.shape[1] > 1:
+        apart = self.divided and not self.in_key
+        if apart or _by_pair(refs) or self.table.table.shape[1] > 1:
             return lax.fori_loop(0, self.group, of_head, carry)
         return self.table.fold_tiles(refs["schedule"], batch, 0, kv_block, 0, 1, of_all, carry, times=self.group)
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See HopperBlock."""
-        sizes, (dim, value_dim) = self.sizes, self.dims
+        sizes, (dim, value_dim), step = self.sizes, self.dims, self.swizzled(self.sizes.block_q)
         parts = sizes.block_kv // ROWS
         made = {
-            "key_tile": self.tiles(dtype, parts, ROWS, dim),
-            "value_tile": self.tiles(dtype, parts, ROWS, value_dim),
-            "query_tiles": self.tiles(dtype, sizes.stages, sizes.block_q, dim),
-            "d_output_tiles": self.tiles(dtype, sizes.stages, sizes.block_q, value_dim),
+            **{
+                f"{name}_tile": self.tiles(dtype, parts, ROWS, columns, step=step)
+                for name, columns in zip(self.streams, self.dims, strict=False)
+            },
+            "query_tiles": self.tiles(dtype, sizes.stages, sizes.block_q, dim, step=step),
+            "d_output_tiles": self.tiles(dtype, sizes.stages, sizes.block_q, value_dim, step=step),
             **{f"{name}_tiles": plgpu.SMEM((sizes.stages, sizes.block_q), jnp.float32) for name in _ROWS.values()},
             "columns": plgpu.SMEM((self.consumers, sizes.block_q), jnp.int32),
-            "keys_full": plgpu.Barrier(num_arrivals=2, num_barriers=parts),
+            "keys_full": plgpu.Barrier(num_arrivals=len(self.streams), num_barriers=parts),
             **self.barriers({"rows": 2 * len(_ROWS)}, self.consumers),
         }
         if self.divided:

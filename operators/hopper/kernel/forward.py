@@ -122,7 +122,7 @@ class HopperForward(HopperBlock):
             if values.shape[1] != width:
                 values = values.at[:, pl.ds(part * width, width)]
             shrunk = sums * along_rows(shrink, sums.shape)
-            (sums,) = products.add_values((shrunk, weights.astype(query.dtype), values))
+            (sums,) = products.add_values((shrunk, (weights.astype(query.dtype), values)))
             plgpu.barrier_arrive(refs[f"{last}_free"].at[slot])
             return sums
 

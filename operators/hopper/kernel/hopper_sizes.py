@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from ...mosaic.kernel.mosaic_sizes import BARRIER, FLOAT, MosaicSizes, column_parts, padded_dim, placed
+import itertools
+import math
+from typing import NamedTuple
 
-__all__ = ["KEYS", "ROWS", "conversions", "divided", "key_warpgroups", "shared_bytes"]
+from ...mosaic.kernel.mosaic_sizes import (
+    BARRIER,
+    DIM_STEP,
+    FLOAT,
+    MosaicSizes,
+    column_parts,
+    padded_dim,
+    placed,
+)
+
+__all__ = ["FEW", "KEYS", "ROWS", "Sums", "conversions", "divided", "key_warpgroups", "latent_sums", "shared_bytes"]
 
 ROWS = 64  # of a warpgroup: those of a wgmma
 KEYS = (
@@ -12,9 +24,18 @@ KEYS = (
     128,
     256,
 )  # of a tile: a product with values goes through 64 keys at once, one for logits has at most 256 columns
+FEW = 32  # rows or keys of a tile of gradients, where 64 take too many registers or too much shared memory
 _REDUCTIONS = 2048  # what Mosaic takes for the sum and the maximum of a row
 _CONVERTED_APART = 128
 _MOST_SUMS = 256  # columns of gradients that a warpgroup can hold beside its tiles
+
+
+class Sums(NamedTuple):
+    """Sums of a warpgroup, of so many columns from `first` on. of: the arrays whose gradients are summed in them."""
+
+    of: tuple[str, ...]
+    first: int
+    columns: int
 
 
 def conversions(names: tuple[str, ...], columns: int) -> tuple[tuple[str, ...], ...]:
@@ -30,9 +51,25 @@ def divided(dim: int, value_dim: int) -> bool:
     return padded_dim(dim) + padded_dim(value_dim) > _MOST_SUMS
 
 
-def key_warpgroups(sizes: MosaicSizes, dim: int, value_dim: int) -> int:
+def latent_sums(dim: int, value_dim: int) -> tuple[tuple[Sums, ...], tuple[Sums, ...]]:
+    """Of keys whose first columns are their values: each of two warpgroups has half of the columns, in parts that one product can
+    have, whose values are summed all or not at all."""
+    half = -(-dim // (2 * DIM_STEP)) * DIM_STEP
+
+    def parts(*edges: int) -> tuple[Sums, ...]:
+        made: list[Sums] = []
+        for start, end in itertools.pairwise(sorted({*edges, min(max(value_dim, edges[0]), edges[1])})):
+            count = DIM_STEP * math.ceil((end - start) / (column_parts(end - start) * DIM_STEP))
+            of = ("key", "value") if start < value_dim else ("key",)
+            made += [Sums(of, first, min(count, end - first)) for first in range(start, end, count)]
+        return tuple(made)
+
+    return parts(0, half), parts(half, dim)
+
+
+def key_warpgroups(sizes: MosaicSizes, dim: int, value_dim: int, *, in_key: bool = False) -> int:
     """Warpgroups that compute the gradients of key and value."""
-    return 2 if divided(dim, value_dim) else sizes.block_kv // ROWS
+    return 2 if in_key or divided(dim, value_dim) else sizes.block_kv // ROWS
 
 
 def shared_bytes(
@@ -54,18 +91,21 @@ def shared_bytes(
     for name in ("query", "d_output") if which == "dkv" else ("key", "value"):
         held[name] *= sizes.stages
     row_groups = sizes.block_q // ROWS
-    groups = key_warpgroups(sizes, dim, value_dim) if which == "dkv" else row_groups
+    groups = key_warpgroups(sizes, dim, value_dim, in_key=in_key) if which == "dkv" else row_groups
+    held["value"] = 0 if in_key else held["value"]
     if which == "forward":
         held["query"] = max(held["query"], 2 * sizes.block_q * value_dim)
-        held["value"] = 0 if in_key else held["value"]
         groups *= column_parts(value_dim)
+    elif which == "dq" and in_key:
+        groups *= 2
     held["columns"] = placed(FLOAT * groups * (sizes.block_q if which == "dkv" else sizes.block_kv))
     if which == "dkv":
         held["lse"] = 2 * placed(FLOAT * sizes.stages * sizes.block_q)
-        barriers = sizes.block_kv // ROWS + 2 * sizes.stages + divided(dim, value_dim)
+        barriers = sizes.block_kv // ROWS + 2 * sizes.stages + (in_key or divided(dim, value_dim))
     else:
         held["lse"] = placed(FLOAT * ROWS * groups) if which == "forward" else 0
-        barriers = row_groups + (2 if in_key else 4) * sizes.stages + (which == "forward" and dim != value_dim)
+        shared = dim != value_dim if which == "forward" else in_key
+        barriers = row_groups + (2 if in_key else 4) * sizes.stages + shared
     if which == "forward":
         held |= {f"{name}_raw": held[name] // 2 for name in stored}
         barriers += 2 * len(stored) * sizes.stages

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 __all__ = ["Interpreted", "TensorCores", "tensor_cores"]
 
 _Made = TypeVar("_Made")
+Term = tuple[Any, ...]  # sums, and the pairs of factors whose products are added to them
 _KEYS = 64  # of values that a product goes through at once
 
 
@@ -45,18 +46,21 @@ class TensorCores:
         result: tuple[tuple[jax.Array, ...], _Made] = pl.run_scoped(multiply, *places)
         return result
 
-    def add_values(self, *terms: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
-        """sums + weights @ values for each of these: [rows, dim], [rows, keys] and a reference [keys, dim] in shared memory.
-        Weights are in registers, in the dtype of the values. The compiler lets the products of the first keys run while the
-        weights of others are computed."""
+    def add_values(self, *terms: Term) -> tuple[jax.Array, ...]:
+        """sums + weights @ values + ... for each of these: [rows, dim], and pairs of [rows, keys] and a reference [keys, dim] in
+        shared memory. Weights are in registers, in the dtype of the values. The compiler lets the products of the first keys run
+        while the weights of others are computed."""
 
         def multiply(sums: Any) -> None:
-            for to, (_, weights, values) in zip(sums, terms, strict=True):
-                for first in range(0, weights.shape[1], _KEYS):
-                    keys = weights[:, first : first + _KEYS]
-                    plgpu.wgmma(to, keys, values.at[pl.ds(first, _KEYS)])
+            for to, (_, *factors) in zip(sums, terms, strict=True):
+                for weights, values in factors:
+                    some = min(_KEYS, weights.shape[1])
+                    for first in range(0, weights.shape[1], some):
+                        plgpu.wgmma(to, weights[:, first : first + some], values.at[pl.ds(first, some)])
 
-        starts = tuple(plgpu.WGMMAAccumulatorRef.init(sums) for sums, _, _ in terms)
+        if not terms:  # of 32 columns one warpgroup has all
+            return ()
+        starts = tuple(plgpu.WGMMAAccumulatorRef.init(sums) for sums, *_ in terms)
         result: tuple[jax.Array, ...] = pl.run_state(multiply)(starts)
         return result
 
@@ -78,8 +82,10 @@ class Interpreted(TensorCores):
     ) -> tuple[tuple[jax.Array, ...], _Made]:
         return tuple(_dot(rows[...], self._read(keys), 1) for rows, keys in factors), work()
 
-    def add_values(self, *terms: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
-        return tuple(sums + _dot(weights, self._read(values), 0) for sums, weights, values in terms)
+    def add_values(self, *terms: Term) -> tuple[jax.Array, ...]:
+        return tuple(
+            sum((_dot(weights, self._read(values), 0) for weights, values in factors), sums) for sums, *factors in terms
+        )
 
     def _read(self, ref: Any) -> jax.Array:
         read: jax.Array = ref[...]

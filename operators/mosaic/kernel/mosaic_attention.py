@@ -48,6 +48,7 @@ class PartialMosaic(PartialGpu):
     lines: ClassVar[int]  # rows, or keys, of a warpgroup's tile
     title: ClassVar[str]
     kernels: ClassVar[Mapping[str, type[MosaicBlock]]]  # by pass
+    latent_gradient: ClassVar[bool] = False  # whether these have the gradients where values are a part of their keys
 
     def attend(self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs) -> tuple[jax.Array, jax.Array]:
         """See PartialAttention."""
@@ -65,8 +66,8 @@ class PartialMosaic(PartialGpu):
     def differentiate(
         self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results
     ) -> Operands:
-        """See PartialAttention. Where values are a part of their keys, XLA sums the gradients, a block at a time."""
-        if self.value_columns is None:
+        """See PartialAttention. Where no kernel has the gradients, XLA sums them, a block at a time."""
+        if self.value_columns is None or self.latent_gradient:
             return super().differentiate(static_args, operands, dynamic, results)
         made = self.in_xla(static_args, operands, dynamic, results)
         if self.layout == "bthd":
@@ -121,10 +122,9 @@ class _Gradients:
 
     def of_keys(self) -> tuple[jax.Array, jax.Array | None]:
         """The gradients of key and value."""
-        d_key, d_value = self._run(
-            "dkv", {"d_key": ("key", self.operands.key), "d_value": ("value", self.operands.value)}
-        )
-        return d_key, d_value
+        given = {"key": self.operands.key, "value": self.operands.value}
+        d_key, *d_value = self._run("dkv", {f"d_{name}": (name, x) for name, x in given.items() if x is not None})
+        return d_key, d_value[0] if d_value else None
 
     def _run(self, which: str, of: dict[str, tuple[str, jax.Array]]) -> list[jax.Array]:
         run = _Pass(self.part, self.static_args, self.operands, self.dynamic, which)

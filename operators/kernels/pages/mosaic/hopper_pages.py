@@ -136,7 +136,7 @@ class HopperPages(WideningBlock):
             values = refs[f"{last}_tiles"].at[slot]
             if self.dims[1] != values.shape[1] or parts > 1:
                 values = values.at[:, pl.ds(part * columns, columns)]
-            (sums,) = products.add_values((sums, weights.astype(query.dtype), values))
+            (sums,) = products.add_values((sums, (weights.astype(query.dtype), values)))
             plgpu.barrier_arrive(refs[f"{last}_free"].at[slot])
             return sums, new_peak, total
 
