@@ -26,10 +26,10 @@ _ADDED = frozenset({"add_any", "copy", "one_minus_square", "reshape", "transpose
 MOSAIC = _OPERATIONS | {"cond", "erf", "reduce_or", "round"}
 # Those of Mosaic GPU on a tile of a warpgroup.
 MOSAIC_GPU = frozenset((
-    "abs", "add", "and", "broadcast_in_dim", "clamp", "convert_element_type", "div", "eq", "exp", "exp2", "ge", "gt",
-    "integer_pow", "jit", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "or", "pjit", "rem", "rsqrt", "select_n",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sqrt", "square", "stop_gradient", "sub", "tanh",
-    "xor",
+    "abs", "add", "and", "broadcast_in_dim", "clamp", "convert_element_type", "custom_jvp_call", "div", "eq", "exp", "exp2",
+    "ge", "gt", "integer_pow", "jit", "le", "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "or", "pjit", "rem",
+    "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sqrt", "square",
+    "stop_gradient", "sub", "tanh", "xor",
 ))  # fmt: skip
 TRITON = _OPERATIONS | {"cbrt", "expm1"}
 

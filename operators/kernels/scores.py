@@ -96,6 +96,7 @@ def apply_steps(
     tile: ScoreTile,
     *,
     tanh: Callable[[jax.Array], jax.Array] = tanh,
+    vjp: Callable[..., tuple[Any, Callable[[jax.Array], Any]]] = jax.vjp,
 ) -> Scored:
     """Apply steps to logits x * factor. unit: what the kernel's logits are multiplied by: log2 e for powers of 2.
 
@@ -105,7 +106,7 @@ def apply_steps(
     pulls: list[Pull] = []
     after_function = False
     for step in steps.steps:
-        x, factor, absorbed, pull = _applied(step, x, factor, absorbed, unit, tile, tanh)
+        x, factor, absorbed, pull = _applied(step, x, factor, absorbed, unit, tile, tanh, vjp)
         after_function |= isinstance(step, Function)
         pulls.append(_of_seen(pull) if after_function else pull)
 
@@ -141,7 +142,14 @@ def without_padded_rows(steps: Steps | None, x: jax.Array, shift: jax.Array) -> 
 
 
 def _applied(
-    step: Step, x: jax.Array, factor: float, absorbed: bool, unit: float, tile: ScoreTile, tanh: Callable[[Any], Any]
+    step: Step,
+    x: jax.Array,
+    factor: float,
+    absorbed: bool,
+    unit: float,
+    tile: ScoreTile,
+    tanh: Callable[[Any], Any],
+    vjp: Callable[..., tuple[Any, Callable[[jax.Array], Any]]],
 ) -> tuple[jax.Array, float, bool, Pull]:
     work = unit if absorbed else 1.0
     if isinstance(step, Cap):
@@ -160,7 +168,7 @@ def _applied(
             return jnp.broadcast_to(result, natural.shape).astype(natural.dtype)
 
         def through(d: jax.Array) -> tuple[jax.Array, list[Share]]:
-            _, back = jax.vjp(function, natural, *arrays)
+            _, back = vjp(function, natural, *arrays)
             d, *shares = back(d)
             return d, [(step, n, share) for n, share in enumerate(shares)]
 

@@ -19,6 +19,7 @@ from attnops import (
     Positions,
     RelativeBias,
     RelativeBias2D,
+    ScoreFunction,
     SlidingWindow,
     SoftCap,
     register_score_function,
@@ -39,6 +40,11 @@ ROWS, KEYS = np.arange(LENGTH)[:, None], np.arange(LENGTH)[None]
 @register_score_function("conformance.odd")
 def _odd(distance: Any) -> Any:
     return jnp.where(distance > 3, 2, distance & 1)
+
+
+@register_score_function("conformance.repeated")
+def _repeated(x: Any, batch: Any, head: Any, q: Any, kv: Any, gain: Any) -> Any:
+    return x + 0.2 * gain * x * jnp.tanh(x) + 0.1 * (gain * x) ** 2 + jax.nn.relu(x) * jax.nn.sigmoid(gain - x)
 
 
 def _numbers(*shape: int) -> np.ndarray:
@@ -110,12 +116,19 @@ def _by_positions(buckets: Any, rows: int, index: Callable[[np.ndarray], np.ndar
     return _case(RelativeBias(buckets=buckets), {"table": table}, seen[None, None], call, bias=added)
 
 
+def _function() -> cases.Case:
+    """Whose logit and array are read several times, so that gradients are summed."""
+    score = ScoreFunction("conformance.repeated", {"gain": ("batch", "heads", "kv_len")})
+    return _case(score, {"gain": _numbers(1, HEADS, LENGTH)}, (KEYS <= ROWS)[None, None], {"mask": Causal()})
+
+
 CASES: dict[str, Callable[[], cases.Case]] = {
     "grid": _grid,
     "class_token": _class_token,
     "decomposed": _decomposed,
     "one_row": _one_row,
     "twice": _twice,
+    "function": _function,
     "t5": lambda: _by_positions(None, 32, _t5),
     "clip": lambda: _by_positions(Clip(20, 4), 25, lambda d: np.clip(d, -20, 4) + 20),
     "buckets": lambda: _by_positions(

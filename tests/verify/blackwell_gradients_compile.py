@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import pytest
-from mosaic_calls import FEATURES, MASKS
+from mosaic_calls import FEATURES, MASKS, REPEATED
 from mosaic_plans import mosaic_report
 
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
@@ -92,6 +92,13 @@ def test_masks(name: str, dim: int) -> None:
 @pytest.mark.parametrize("call", FEATURES, ids=lambda call: next(iter(call)))
 def test_other_features(call: dict[str, Any]) -> None:
     _check_stack(_report(**call), 32 if "dropout_prob" in call else 0)
+
+
+@pytest.mark.slow
+def test_a_function_that_reads_its_logit_several_times() -> None:
+    """Its gradients are summed."""
+    report = _report(score=REPEATED)
+    assert report.passed, [one.failure for one in report.passes]
 
 
 @pytest.mark.slow

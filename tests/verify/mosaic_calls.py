@@ -47,7 +47,12 @@ def _gated(x: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
     return x + 0.01 * head.astype(x.dtype) * (kv - q).astype(x.dtype)
 
 
-GATED = ScoreFunction("mosaic_compile.gated")
+@register_score_function("mosaic_compile.repeated")
+def _repeated(x: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
+    return x + 0.1 * x * jax.nn.sigmoid(x) + jax.nn.relu(x)
+
+
+GATED, REPEATED = ScoreFunction("mosaic_compile.gated"), ScoreFunction("mosaic_compile.repeated")
 DROPOUT = {"dropout_prob": 0.1, "deterministic": False, "dropout_rng": jax.ShapeDtypeStruct((2,), "uint32")}
 FEATURES: list[dict[str, Any]] = [
     {"logits_soft_cap": 20.0},

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from mosaic_calls import DROPOUT, FEATURES, FEW, MASKS
+from mosaic_calls import DROPOUT, FEATURES, FEW, MASKS, REPEATED
 from mosaic_plans import mosaic_report
 
 from attnops import Causal, OperationMetadata, OperationRegistry
@@ -144,6 +144,13 @@ def test_other_features(call: dict[str, Any]) -> None:
         96 if "dropout_prob" in call else 24 if {"logits_soft_cap", "bias", "score"} & set(call) else 0
     )
     assert dq.stack_bytes == 0
+
+
+@pytest.mark.slow
+def test_a_function_that_reads_its_logit_several_times() -> None:
+    """Its gradients are summed."""
+    report = _report(score=REPEATED, mode="train")
+    assert report.passed, [one.failure for one in report.passes]
 
 
 @pytest.mark.slow

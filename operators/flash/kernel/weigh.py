@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ...kernels.lse import LOG2E
+from ...kernels.plain_sums import plain_vjp
 from ...kernels.scores import apply_steps
 from .score_tile import TileScores
 
@@ -29,7 +30,7 @@ def weigh(tile: Any, raw: jax.Array, masked: bool) -> tuple[jax.Array, float, Ca
     if score is None:
         factor *= LOG2E
     else:
-        scored = apply_steps(score, x, factor, LOG2E, TileScores(tile), tanh=_tanh)
+        scored = apply_steps(score, x, factor, LOG2E, TileScores(tile), tanh=_tanh, vjp=plain_vjp)
         x, factor = scored.x, scored.factor * (1.0 if scored.absorbed else LOG2E)
     if "bias" in tile.refs:
         x, factor = x * factor + tile.dense("bias").astype(jnp.float32) * LOG2E, 1.0
