@@ -78,8 +78,8 @@ class Node(Generic[M]):
 
     @property
     def by_distance(self) -> bool:
-        """Whether only the distance of a key from its row matters, not where they are."""
-        return bool(self.children()) and all(child.by_distance for child in self.children())
+        """Of a leaf: whether only the distance of a key from its row matters, not where they are."""
+        return False
 
     def with_children(self, children: Sequence[M]) -> M:
         """This node with other children. The node must not be a leaf."""

@@ -147,9 +147,9 @@ class TileMask:
         rows = self._global_rows(rows)
         positions = self.position(rows)
         parts = mask.map_leaves(evaluate).conjuncts()
-        return [self._part(part, rows, positions, keys) for part in parts if not isinstance(part, Full)]
+        return [self._tested(part, rows, positions, keys) for part in parts if not isinstance(part, Full)]
 
-    def _part(self, mask: Mask, rows: Any, positions: Any, keys: Any) -> Any:
+    def _tested(self, mask: Mask, rows: Any, positions: Any, keys: Any) -> Any:
         """A mask without arrays on the tile."""
         return mask.test(rows, positions, keys)
 

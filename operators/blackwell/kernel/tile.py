@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....masks import Mask
+from ...kernels.evaluated_leaf import EvaluatedLeaf
 from ...mosaic.kernel.tile import MosaicTile
 from .blackwell_sizes import ROWS
 
@@ -18,15 +19,19 @@ OUTPUT = plgpu.Layout.TCGEN05  # what can be written to swizzled shared memory
 
 
 class BlackwellTile(MosaicTile):
-    """A part of a warpgroup's tile. A thread has one of its lines: counted from the first key, the numbers of keys are known when
-    the kernel is compiled."""
+    """A part of a warpgroup's tile. A thread has one of its lines: counted from the first key, the numbers of keys are known
+    when the kernel is compiled."""
 
     lines: ClassVar[int] = ROWS
     in_registers: ClassVar[Any] = TILE
 
-    def _part(self, mask: Mask, rows: Any, positions: Any, keys: Any) -> Any:
-        """See TileMask. Beside arrays of keys the numbers of keys take fewer registers."""
-        if self.axis["q"] or not mask.by_distance or any(name.startswith("leaf") for name in self.refs):
-            return super()._part(mask, rows, positions, keys)
+    def _tested(self, mask: Mask, rows: Any, positions: Any, keys: Any) -> Any:
+        """See TileMask. Where several tests go by the numbers of keys, which would be kept then; beside arrays of keys they are
+        anyway."""
+        several = mask.children() or self.static_args.kv_len % self.block_kv
+        if self.axis["q"] or not several or any(name.startswith("leaf") for name in self.refs):
+            return super()._tested(mask, rows, positions, keys)
         first = self._global_keys(self.first["kv"])
-        return mask.test(rows - first, positions - first, keys - first)
+        near = rows - first, positions - first, keys - first
+        seen = mask.map_leaves(lambda leaf: EvaluatedLeaf(leaf.test(*near)) if leaf.by_distance else leaf)
+        return seen.test(rows, positions, keys)
