@@ -26,9 +26,15 @@ _Context = Callable[[], AbstractContextManager[Any]]
 _PLAIN = "'vanilla' with operation_configs={'vanilla': {'path': 'plain'}}"
 
 
-def reverse_only(tree: _Tree, what: str) -> _Tree:
-    """Arguments of a jax.custom_vjp function. Forward mode through it raises InputTypeError, which calls it `what`."""
-    return _marked(_reverse_only, tree, what)
+def reverse_only(tree: _Tree, what: str, instead: str = _PLAIN) -> _Tree:
+    """Arguments of a jax.custom_vjp function. Forward mode through it raises InputTypeError, which calls it `what`. instead: what
+    else to declare, "" for nothing."""
+    return _marked(
+        _reverse_only,
+        tree,
+        f"{what}: no derivative in forward mode (jax.jvp, jax.linearize, jax.jacfwd), because the gradient is a backward pass of "
+        f"its own; use reverse mode (jax.grad, jax.vjp, jax.jacrev){', or ' if instead else ''}{instead}.",
+    )
 
 
 def once(tree: _Tree, what: str) -> _Tree:
@@ -132,11 +138,8 @@ def _allowed(*_: Any) -> None:
     """Nothing to refuse."""
 
 
-def _no_forward_mode(what: str) -> None:
-    raise InputTypeError(
-        f"{what}: no derivative in forward mode (jax.jvp, jax.linearize, jax.jacfwd), because the gradient is a backward pass of "
-        f"its own; use reverse mode (jax.grad, jax.vjp, jax.jacrev), or {_PLAIN}."
-    )
+def _no_forward_mode(why: str) -> None:
+    raise InputTypeError(why)
 
 
 def _no_second(tangents: list[Any], what: str) -> list[Any]:

@@ -130,4 +130,5 @@ def expected_gradients(
         found |= {"C": found["query"], "B": found["key"]}
         found |= {"x": dt[..., None] * d_value + call["D"][:, None] * d_outputs, "D": (x * d_outputs).sum((0, 1, 3))}
         found |= {"dt": (x * d_value).sum(-1) + call["A"] * d_decay, "A": (dt * d_decay).sum((0, 1))}
-    return {name: found[name].reshape(x.shape) for name, x in call.items() if x.dtype == np.float32}
+    floating = {name: x for name, x in call.items() if np.issubdtype(x.dtype, np.floating)}
+    return {name: found[name].reshape(x.shape) for name, x in floating.items()}

@@ -15,7 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["Kept", "decayed_products", "from_start", "kept_of", "log_ratios", "scaled", "to_end"]
+__all__ = [
+    "Kept", "decayed_products", "from_start", "from_start_gradient", "kept_of", "log_ratios", "sums_of", "to_end",
+    "to_end_gradient",
+]  # fmt: skip
 
 
 _FORGOTTEN = -1e4  # exp of it is 0 in float32, and so is that of any sum with it
@@ -58,14 +61,28 @@ def from_start(log_decay: jax.Array) -> jax.Array:
     """The sum of log decays [..., tokens, channels] from the first token to each, its own included."""
     if _few(log_decay):
         return jnp.cumsum(log_decay, axis=-2)
-    return _summed(log_decay, np.tri(log_decay.shape[-2], dtype=np.float32))
+    return sums_of(log_decay, np.tri(log_decay.shape[-2], dtype=np.float32))
+
+
+def from_start_gradient(gradient: jax.Array) -> jax.Array:
+    """The gradient of the log decays of `from_start` from that of their sums."""
+    if _few(gradient):
+        return lax.cumsum(gradient, axis=gradient.ndim - 2, reverse=True)
+    return _times(np.tri(gradient.shape[-2], dtype=np.float32).T, gradient)
+
+
+def to_end_gradient(gradient: jax.Array) -> jax.Array:
+    """The gradient of the log decays of `to_end` from that of their sums."""
+    if _few(gradient):
+        return jnp.cumsum(gradient, axis=-2) - gradient
+    return _times(np.tri(gradient.shape[-2], k=-1, dtype=np.float32), gradient)
 
 
 def to_end(log_decay: jax.Array) -> jax.Array:
     """The sum of log decays [..., tokens, channels] after each token."""
     size = log_decay.shape[-2]
     if not _few(log_decay):
-        return _summed(log_decay, np.tri(size, k=-1, dtype=np.float32).T)
+        return sums_of(log_decay, np.tri(size, k=-1, dtype=np.float32).T)
     later = lax.slice_in_dim(log_decay, 1, size, axis=-2)
     padded = jnp.concatenate([later, jnp.zeros_like(lax.slice_in_dim(log_decay, 0, 1, axis=-2))], -2)
     return lax.cumsum(padded, axis=log_decay.ndim - 2, reverse=True)
@@ -76,24 +93,20 @@ def _few(log_decay: jax.Array) -> bool:
     return log_decay.shape[-1] == 1 or log_decay.shape[-2] < _LEAST_PRODUCT
 
 
-def _summed(log_decay: jax.Array, ones: np.ndarray) -> jax.Array:
-    """Of log decays [..., tokens, channels] those that a row of ones names, each sum by itself."""
-    each = jnp.broadcast_to(ones, (*log_decay.shape[:-2], *ones.shape))
-    return jnp.einsum("...ts,...sc->...tc", each, _known(log_decay), precision=lax.Precision.HIGHEST)
+def sums_of(log_decay: jax.Array, ones: np.ndarray) -> jax.Array:
+    """Of log decays [..., tokens, channels] the sum of those that each row of ones names, each by itself."""
+    return _times(ones, _known(log_decay))
+
+
+def _times(ones: np.ndarray, x: jax.Array) -> jax.Array:
+    """The product of a constant matrix with each matrix of x."""
+    each = jnp.broadcast_to(ones, (*x.shape[:-2], *ones.shape))
+    return jnp.einsum("...ts,...sc->...tc", each, x, precision=lax.Precision.HIGHEST)
 
 
 def _known(log_decay: jax.Array) -> jax.Array:
     """Log decays without -inf, as 0 times that would be NaN."""
     return jnp.maximum(log_decay, np.float32(_FORGOTTEN))
-
-
-def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """x [..., rows, n] times a number for each row [..., rows, 1], in float32. As a product whose gradient by the factor is one
-    too, since XLA for CPUs takes ten times as long for a sum of products along rows."""
-    batch = tuple(range(x.ndim - 1))
-    dims = (((x.ndim,), (x.ndim - 1,)), (batch, batch))
-    product = lax.dot_general(factor[..., None], x[..., None, :], dims, precision=lax.Precision.HIGHEST)
-    return jnp.squeeze(product, -2)
 
 
 def log_ratios(log_decay: jax.Array) -> jax.Array:

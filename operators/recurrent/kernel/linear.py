@@ -3,8 +3,11 @@
 In a chunk, with S the state before it, G_i the sum of log decays up to token i, and D_ij the decay between tokens:
 
     A_ij = q_i D_ij k_j for j <= i,   P_ij = k_i D_ij k_j for j < i
-    U = (I + beta P)^-1 beta (V - (K e^G) S), or U = V without the delta rule
+    U = beta (I + P beta)^-1 (V - (K e^G) S), or U = V without the delta rule
     O = scale ((Q e^G) S + A U),   S' = e^(G_end) S + (K e^(G_end - G))^T U
+
+With a gradient, each chunk keeps the state before it, and what takes longest to make again; linear_backward.py goes through the
+chunks in reverse.
 """
 
 from __future__ import annotations
@@ -16,22 +19,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
+from ...kernels.derivatives import reverse_only
 from ...kernels.precision import exact
 from ...kernels.varying import alike
-from .decays import Kept, decayed_products, from_start, kept_of, scaled, to_end
+from .decays import Kept, decayed_products, from_start, kept_of, to_end
+from .linear_backward import Chunk, chunk_gradients
 from .unit_triangular import unit_inverse
 
-__all__ = ["chunked"]
+__all__ = ["LINEAR", "chunked"]
 
-_KEPT = "attnops_recurrent_chunk"  # what the backward pass doesn't compute again
+LINEAR = "linear attention in chunks"
+"""What errors call it."""
 
 
 class _Chunk(NamedTuple):
     """The tokens of a chunk, as arrays [batch * tokens, heads * ...]: a chunk's heads are moved before its tokens in a cache, as
     those of all tokens would not be. query, key of key_heads; value, log_decay and beta of heads, beta None without the delta
-    rule; document [batch, tokens] or None: which one a token is of, counted from that of the initial state, 0."""
+    rule; document [batch, tokens] or None: which one a token is of, counted from that of the initial state, 0; before [batch]:
+    that of the token before the chunk."""
 
     query: jax.Array
     key: jax.Array
@@ -39,6 +45,29 @@ class _Chunk(NamedTuple):
     log_decay: jax.Array
     beta: jax.Array | None
     document: jax.Array | None
+    before: jax.Array | None
+
+
+class _Kept(NamedTuple):
+    """What a chunk keeps for its gradient: the state before it; of the delta rule the inverse, and of each value what its key
+    hadn't seen: the updates before they are multiplied with beta; of decays by channel, the products A and P."""
+
+    state: jax.Array
+    inverse: jax.Array | None
+    unseen: jax.Array | None
+    products: tuple[jax.Array, ...] | None
+
+
+class _How(NamedTuple):
+    """What is static of a call. dtype: of the outputs."""
+
+    scale: float
+    dtype: np.dtype[Any]
+
+    @property
+    def precision(self) -> lax.Precision:
+        """That of products with what was given in this dtype."""
+        return exact(self.dtype)
 
 
 def chunked(
@@ -72,10 +101,11 @@ def chunked(
         padded = jnp.pad(x, [(0, 0), (0, 0), (0, chunks * size - tokens), *[(0, 0)] * (x.ndim - 3)])
         return _exchanged(jnp.moveaxis(padded, 1, 2).reshape(batch, chunks, size, -1)).reshape(chunks, batch * size, -1)
 
-    documents = None
+    documents = before = None
     if document is not None:
         padded = jnp.pad(document, [(0, 0), (0, chunks * size - tokens)], mode="edge")
         documents = jnp.moveaxis(padded.reshape(batch, chunks, size), 1, 0)
+        before = jnp.pad(documents[:-1, :, -1], ((1, 0), (0, 0)))
     blocks = _Chunk(
         split(query),
         split(key),
@@ -83,16 +113,14 @@ def chunked(
         split(log_decay),
         None if beta is None else split(beta),
         documents,
+        before,
     )
     state = jnp.zeros((batch, heads, dim, value_dim), jnp.float32)
     if initial_state is not None:
         state = initial_state.astype(jnp.float32)
     state = state.reshape(batch, key_heads, group, dim, value_dim)
-    step = functools.partial(_chunk, scale=scale, precision=exact(out_dtype), out_dtype=out_dtype)
-    policy = jax.checkpoint_policies.save_only_these_names(_KEPT)
-    first = None if documents is None else jnp.zeros((batch,), documents.dtype)
-    state, first, blocks = alike((state, first, blocks))
-    (state, _), outputs = lax.scan(jax.checkpoint(step, policy=policy, prevent_cse=False), (state, first), blocks)
+    blocks, state = reverse_only(alike((blocks, state)), LINEAR, "")
+    outputs, state = _chunks(_How(scale, np.dtype(out_dtype)), blocks, state)
     outputs = _exchanged(outputs.reshape(chunks, batch, size, -1)).reshape(batch, chunks * size, heads, value_dim)
     return jnp.moveaxis(outputs[:, :tokens], 2, 1), state.reshape(batch, heads, dim, value_dim)
 
@@ -140,50 +168,124 @@ def _one_token(
     return outputs.astype(out_dtype), state
 
 
-def _chunk(
-    carry: tuple[jax.Array, Any], blocks: _Chunk, *, scale: float, precision: lax.Precision, out_dtype: Any
-) -> tuple[tuple[jax.Array, Any], jax.Array]:
-    state, before = carry
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunks(how: _How, blocks: _Chunk, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(outputs [chunks, batch * tokens, heads * value_dim], the state after the last chunk)."""
+    state, (outputs, _) = lax.scan(functools.partial(_chunk, how, keeps=False), state, blocks)
+    return outputs, state
+
+
+def _forward(how: _How, blocks: _Chunk, state: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    state, (outputs, kept) = lax.scan(functools.partial(_chunk, how, keeps=True), state, blocks)
+    return (outputs, state), (blocks, kept)
+
+
+def _backward(how: _How, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[_Chunk, jax.Array]:
+    blocks, kept = residuals
+    blocks, kept, (d_outputs, d_state) = alike((blocks, kept, cotangents))
+    step = functools.partial(_gradients, how)
+    d_state, found = lax.scan(step, d_state, (blocks, kept, d_outputs), reverse=True)
+    like = blocks._replace(document=None, before=None)
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), found, like), d_state
+
+
+_chunks.defvjp(_forward, _backward)
+
+
+def _of_heads(x: jax.Array, batch: int, key_heads: int, group: int) -> jax.Array:
+    """[batch * tokens, heads * ...] -> [batch, key_heads, heads of each, tokens, ...] in float32."""
+    by_token = x.reshape(batch, -1, key_heads, group, x.shape[1] // (key_heads * group))
+    return jnp.moveaxis(by_token, 1, 3).astype(jnp.float32)
+
+
+def _documents(blocks: _Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(whether two tokens are of the same document [batch, 1, 1, tokens, tokens]; as numbers, whether the state before, and that
+    after, are of a token's [batch, 1, 1, tokens, 1])."""
+    assert blocks.document is not None
+    assert blocks.before is not None
+    at = jnp.expand_dims(blocks.document, (1, 2))  # over heads
+    carried = (at == blocks.before[:, None, None, None]).astype(jnp.float32)[..., None]
+    last = (at == at[..., -1:]).astype(jnp.float32)[..., None]
+    return at[..., :, None] == at[..., None, :], carried, last
+
+
+def _chunk(how: _How, state: jax.Array, blocks: _Chunk, *, keeps: bool) -> tuple[jax.Array, tuple[jax.Array, Any]]:
     batch, key_heads, group = state.shape[:3]
-
-    def of_heads(x: jax.Array, group: int) -> jax.Array:
-        """[batch * tokens, heads * ...] -> [batch, key_heads, heads of each, tokens, ...] in float32."""
-        by_token = x.reshape(batch, -1, key_heads, group, x.shape[1] // (key_heads * group))
-        return jnp.moveaxis(by_token, 1, 3).astype(jnp.float32)
-
-    query, key = of_heads(blocks.query, 1), of_heads(blocks.key, 1)
-    value, log_decay = of_heads(blocks.value, group), of_heads(blocks.log_decay, group)
-    product = functools.partial(jnp.einsum, precision=precision)
-    document, same = blocks.document, None
+    of_heads = functools.partial(_of_heads, batch=batch, key_heads=key_heads)
+    query, key = of_heads(blocks.query, group=1), of_heads(blocks.key, group=1)
+    value, log_decay = of_heads(blocks.value, group=group), of_heads(blocks.log_decay, group=group)
+    product, same = functools.partial(jnp.einsum, precision=how.precision), None
     started, ended = jnp.exp(from_start(log_decay)), jnp.exp(to_end(log_decay))
     kept = kept_of(jnp.sum(log_decay, -2)[..., None])  # of the state's channels, over the whole chunk
-    if document is not None:
-        at = jnp.expand_dims(document, (1, 2))  # over heads
-        same = at[..., :, None] == at[..., None, :]
-        # Whether the state before, and that after, are of a token's document.
-        carried = (at == before[:, None, None, None]).astype(jnp.float32)[..., None]
-        last = (at == at[..., -1:]).astype(jnp.float32)[..., None]
+    if blocks.document is not None:
+        same, carried, last = _documents(blocks)
         started, ended, kept = started * carried, ended * last, kept.times(carried[..., -1:, :])
 
     rows = (query,) if blocks.beta is None else (query, key)  # products with the same factor are made at once
-    weights = decayed_products(rows, key, log_decay, precision)
+    weights = decayed_products(rows, key, log_decay, how.precision)
     weights = weights if same is None else [jnp.where(same, x, 0) for x in weights]
     # A decay for a head multiplies what is read, which takes no array of its own.
     channels = log_decay.shape[-1] > 1
     factors = jnp.concatenate([x * started for x in rows] if channels else rows, -2)
     both = jnp.split(product("...ik,...kv->...iv", factors, state), len(rows), -2)
-    read = both if channels else [scaled(x, started) for x in both]
-    update = value
+    read = both if channels else [x * started for x in both]
+    update, inverse, unseen = value, None, None
     if blocks.beta is not None:
-        beta = of_heads(blocks.beta, group)
-        strict = np.tri(key.shape[-2], k=-1, dtype=np.float32)
-        inverse = checkpoint_name(
-            unit_inverse(scaled(weights[1] * jnp.expand_dims(strict, range(weights[1].ndim - 2)), beta)), _KEPT
-        )
-        update = checkpoint_name(product("...ij,...jv->...iv", inverse, scaled(value - read[1], beta)), _KEPT)
-    outputs = scale * (read[0] + product("...ij,...jv->...iv", weights[0], update))
-    kept_keys = key * ended if channels else scaled(jnp.broadcast_to(key, (*ended.shape[:-1], key.shape[-1])), ended)
-    added = product("...ik,...iv->...kv", kept_keys, update)
-    state = scaled(state, kept.most) + (scaled(state, kept.rest) + added) if channels else kept.of(state, added)
-    outputs = jnp.moveaxis(outputs, 3, 1).reshape(blocks.value.shape).astype(out_dtype)
-    return (state, None if document is None else document[:, -1]), outputs
+        beta = of_heads(blocks.beta, group=group)
+        below = np.expand_dims(np.tri(key.shape[-2], k=-1, dtype=np.float32), (0, 1, 2))
+        inverse = unit_inverse(weights[1] * below * jnp.swapaxes(beta, -1, -2))
+        unseen = product("...ij,...jv->...iv", inverse, value - read[1])
+        update = beta * unseen
+    outputs = how.scale * (read[0] + product("...ij,...jv->...iv", weights[0], update))
+    after = kept.of(state, product("...ik,...iv->...kv", key * ended, update))
+    outputs = jnp.moveaxis(outputs, 3, 1).reshape(blocks.value.shape).astype(how.dtype)
+    return after, (outputs, _Kept(state, inverse, unseen, tuple(weights) if channels else None) if keeps else None)
+
+
+def _gradients(how: _How, d_after: jax.Array, of_chunk: tuple[_Chunk, _Kept, jax.Array]) -> tuple[jax.Array, _Chunk]:
+    blocks, kept, d_outputs = of_chunk
+    batch, key_heads, group = kept.state.shape[:3]
+
+    def of_heads(x: jax.Array, group: int = group) -> jax.Array:
+        """[batch * tokens, heads * ...] -> [n, tokens, ...], a key head's as often as heads have it."""
+        return every(_of_heads(x, batch, key_heads, group))
+
+    def every(x: jax.Array) -> jax.Array:
+        """[batch, key_heads or 1, heads of each or 1, ...] -> [n, ...]."""
+        return jnp.broadcast_to(x, (batch, key_heads, group, *x.shape[3:])).reshape(-1, *x.shape[3:])
+
+    same = carried = last = None
+    if blocks.document is not None:
+        same, carried, last = map(every, _documents(blocks))
+    chunk = Chunk(
+        of_heads(blocks.query, 1),
+        of_heads(blocks.key, 1),
+        of_heads(blocks.value) if kept.unseen is None else every(kept.unseen),
+        of_heads(blocks.log_decay),
+        every(kept.state),
+        jax.tree.map(of_heads, blocks.beta),
+        jax.tree.map(every, kept.inverse),
+        carried,
+        last,
+        same,
+        jax.tree.map(every, kept.products),
+    )
+    found = chunk_gradients(chunk, of_heads(d_outputs), every(d_after), scale=how.scale, precision=how.precision)
+
+    def back(x: jax.Array, like: jax.Array, shared: bool = False) -> jax.Array:
+        """[n, tokens, ...] -> [batch, tokens, key_heads, heads of each, ...], which XLA for CPUs writes into a stack of chunks
+        faster than rows of all heads; shared: the sum over the heads of a key head."""
+        x = x.reshape(batch, key_heads, group, *x.shape[1:])
+        x = jnp.sum(x, 2, keepdims=True) if shared and group > 1 else x
+        return jnp.moveaxis(x, 3, 1).astype(like.dtype)
+
+    d_blocks = _Chunk(
+        back(found.query, blocks.query, True),
+        back(found.key, blocks.key, True),
+        back(found.value, blocks.value),
+        back(found.log_decay, blocks.log_decay),
+        jax.tree.map(back, found.beta, blocks.beta),
+        None,
+        None,
+    )
+    return found.state.reshape(d_after.shape), d_blocks

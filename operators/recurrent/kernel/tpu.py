@@ -20,8 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ....compat import varying_as
+from ...kernels.derivatives import reverse_only
 from ...kernels.varying import vary, varying
-from .linear import chunked
+from .linear import LINEAR, chunked
 from .tpu_backward import backward
 from .tpu_call import Arrays, How, Kept, operands_of, part_of
 from .tpu_products import as_column, by_channel, by_head, dot, square_of, unit_inverse, unit_solve, wide_dot
@@ -51,6 +52,7 @@ def chunked_tpu(
     arrays = (query, key, value, log_decay, beta, initial_state, document)
     if query.shape[2] == 1:  # one token is products of a vector and a matrix: no chunk
         return chunked(*arrays, scale=scale, chunk_size=chunk_size)
+    arrays = reverse_only(arrays, LINEAR, "")
     run = functools.partial(_prepared, scale, chunk_size, interpret)
     if not gradient_on_xla:
         return run(*arrays)

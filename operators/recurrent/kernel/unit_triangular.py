@@ -6,7 +6,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 __all__ = ["unit_inverse"]
@@ -14,17 +13,12 @@ __all__ = ["unit_inverse"]
 _FEW = 4  # products of smaller matrices are sums, which XLA makes in one loop
 
 
-@jax.custom_vjp
 def unit_inverse(strict: jax.Array) -> jax.Array:
     """(I + strict)^-1 of a strictly lower-triangular matrix [..., n, n], n a power of two, in float32.
 
     By halves: that of [[A, 0], [B, D]] is [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. As stable as forward substitution, unlike products
     of powers, whose entries cancel where tokens repeat.
     """
-    return _by_halves(strict)
-
-
-def _by_halves(strict: jax.Array) -> jax.Array:
     *outer, size, _ = strict.shape
     return _inverse(strict.reshape(-1, size, size)).reshape(*outer, size, size)
 
@@ -45,18 +39,3 @@ def _times(a: jax.Array, b: jax.Array) -> jax.Array:
     if (size := a.shape[-1]) <= _FEW:
         return functools.reduce(jnp.add, (a[..., m : m + 1] * b[..., m : m + 1, :] for m in range(size)))
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
-
-
-def _forward(strict: jax.Array) -> tuple[jax.Array, jax.Array]:
-    found = _by_halves(strict)
-    return found, found
-
-
-def _backward(found: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
-    transposed = jnp.swapaxes(found, -1, -2)
-    whole = -_times(_times(transposed, cotangent), transposed)
-    size = found.shape[-1]
-    return (jnp.where(np.tri(size, k=-1, dtype=bool), whole, 0),)
-
-
-unit_inverse.defvjp(_forward, _backward)
