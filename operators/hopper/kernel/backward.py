@@ -321,6 +321,7 @@ class HopperKeyGradients(_HopperGradients):
 
 
 def _by_pair(refs: dict[str, Any]) -> bool:
-    """Whether a bias or a score has a number for each pair of a row and a key, which is loaded into registers."""
+    """Whether a bias or a score has a number for each pair of a row and a key, which is loaded into registers: of an array by
+    both, or of a table, which has neither."""
     arrays = [ref for name, ref in refs.items() if name == "bias" or name.startswith("capture")]
-    return any(min(ref.shape[2:]) > 1 for ref in arrays)
+    return any(1 not in ref.shape[2:] for ref in arrays)
