@@ -61,6 +61,7 @@ def test_parameters_are_laid_out_over_the_mesh(decoder: ModuleType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_promotion("optax multiplies floats and integers")
 def test_training_falls_below_what_counting_letters_gives(decoder: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "BATCH", 8)
     attend = Attention(FOLDER / "attention.json")

@@ -81,6 +81,7 @@ def test_noise_and_velocity_lie_on_a_straight_line(video: ModuleType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_promotion("optax multiplies floats and integers")
 def test_training_lowers_the_loss(video: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
     monkeypatch.setattr(video, "BATCH", 4)

@@ -61,6 +61,7 @@ def test_disabled_is_flaxs_own(vit: ModuleType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_promotion("optax multiplies floats and integers")
 def test_some_steps_lower_the_loss(vit: ModuleType) -> None:
     pytest.importorskip("sklearn")
     model = vit.VisionTransformer(vit.attention_fn(FOLDER / "attention.json"), nnx.Rngs(0))
