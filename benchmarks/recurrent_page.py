@@ -54,6 +54,8 @@ def on_cpu(data: dict[str, Any]) -> Iterator[str]:
             "Temporary memory of both, 4096 and 8192 tokens",
         ]
         yield from table(head, rows)
+        if elsewhere := data.get("passes elsewhere"):
+            yield f"These are of another machine, on which a forward pass takes {elsewhere:.2f} of the time.\n"
     if "decode" in data:
         yield (
             "One token of each sequence, as a multiple of reading and writing the states once, in place. A state is read, then "
