@@ -15,6 +15,7 @@ from ..choices.mask_blocks import block_remarks
 from ..flash.flash_candidates import flash_tuned_fields
 from ..flash.flash_kernels import FlashKernels
 from .kernel.mosaic_sizes import MosaicSizes
+from .linker import linker_notes
 from .mosaic_rules import is_architecture
 from .mosaic_sizes import MOSAIC_FIELDS, Sizing, columns, fields_of, tiles_of
 from .run_mosaic import run_mosaic
@@ -123,7 +124,7 @@ class MosaicKernels(FlashKernels):
         return None
 
     def notes(self, problem: AttentionProblem, placement: Placement, config: OperationConfig) -> tuple[str, ...]:
-        """A mask's blocks, what the gradient of quantised keys costs, and columns that are added."""
+        """A mask's blocks, what gradients of quantised keys cost, columns that are added, and what makes a kernel's binary."""
         sizes, local = self.read(config), placement.local
         # Each query head has its own tiles, if they aren't folded into one.
         block_q, tables = (local.q_len, local.kv_heads) if sizes.fold else (sizes.block_q or 1, local.q_heads)
@@ -133,7 +134,7 @@ class MosaicKernels(FlashKernels):
         dims, padded = (problem.head_dim, problem.value_dim), columns(problem)
         if dims != padded:
             notes = (*notes, note("mosaic.columns", dims=dims, padded=padded))
-        return notes
+        return notes if self.interpreted(config) else (*notes, *linker_notes())
 
     def _tiles(self, config: OperationConfig) -> dict[str, MosaicSizes]:
         """The sizes of a filled config, by pass."""

@@ -12,6 +12,7 @@ from ...planning.notes import note
 from ...planning.paged.paged_problem import PagedProblem
 from ...planning.paged.step_tuning import step_candidates, step_fields
 from ..kernels.pages.tpu import reasons_against
+from ..mosaic.linker import linker_notes
 from ..mosaic.mosaic_rules import is_architecture
 from ..paged_cache.paged_call import Attended, PagedCall, on_xla
 from .mosaic_kernel import BLACKWELL_PAGES, HOPPER_PAGES, MOSAIC_FEATURES, MosaicPages
@@ -167,10 +168,11 @@ class PagesInMosaic(PagedImplementation):
         return self.of.resolve(problem)
 
     def notes(self, problem: Any, placement: Any, config: OperationConfig) -> tuple[str, ...]:
-        """A limit of VMEM that isn't read, and which rows a fused update writes first."""
+        """A limit of VMEM that isn't read, which rows a fused update writes first, and what makes the kernel's binary."""
         del placement
         notes = _unread_notes(config, f"forward_{self.of.name}", ("vmem_limit_bytes",))
-        return notes + _fused_notes(problem, self.written_first(problem))
+        notes += _fused_notes(problem, self.written_first(problem))
+        return notes if self.interpreted(config) else notes + linker_notes()
 
     def written_first(self, problem: PagedProblem) -> list[str]:
         """What several blocks of threads would write, and what XLA reads of the pages."""

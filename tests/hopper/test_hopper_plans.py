@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from attnops import (
 from attnops.compat import abstract_device
 from attnops.operators.call.key_columns import KeyColumns
 from attnops.operators.hopper.kernel.hopper_sizes import latent_sums, shared_bytes
+from attnops.operators.mosaic import linker
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
 from attnops.planning.notes import has_note
@@ -233,6 +235,33 @@ def test_columns_are_noted_where_there_are_more(dims: tuple[int, int], padded: s
     noted = [note for note in plan.notes if has_note([note], "mosaic.columns")]
     assert bool(noted) == (padded is not None or dims[1] == 20)
     assert padded is None or padded in noted[0]
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(
+    ("installed", "noted"),
+    [
+        ({"jax-cuda13-plugin": "0.12.0", "nvidia-nvjitlink": "13.5.37"}, True),
+        ({"jax-cuda13-plugin": "0.12.0"}, False),
+        ({"nvidia-nvjitlink": "13.5.37"}, False),
+    ],
+)
+def test_a_linker_beside_the_plugin_is_noted(
+    installed: dict[str, str], noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(linker, "version", version)
+    linker._linker.cache_clear()
+    try:
+        plans = [_plan(config={"kernel": kernel}) for kernel in ("mosaic", "triton")]
+        assert [has_note(plan.notes, "mosaic.linker") for plan in plans] == [noted, False]
+        assert not has_note(_plan(config={"kernel": "mosaic", "interpret": True}).notes, "mosaic.linker")
+    finally:
+        linker._linker.cache_clear()
 
 
 # (dims, queries) of latents whose values are a part of their keys -> rows, keys and stages of a tile

@@ -11,7 +11,7 @@ from ...devices import GpuSpec
 from .cubin import CubinFunction, cubin_functions
 from .launches import Launch, launches
 from .mosaic_kernels import TARGET as MOSAIC
-from .mosaic_kernels import mosaic_binaries, mosaic_name
+from .mosaic_kernels import mosaic_binaries, mosaic_function, mosaic_name
 from .occupancy import Occupancy, occupancy
 from .sass import TileLoop, converting_loops, disassembled, loading_loops, sum_loops, tile_loops
 from .units import LoopBound, loop_bound
@@ -104,7 +104,7 @@ def _of_mosaic(name: str, binaries: set[bytes], spec: GpuSpec | None) -> GpuKern
     if len(binaries) != 1:
         return GpuKernelUse(name)
     (binary,) = binaries
-    (function,) = cubin_functions(binary, _capability(spec))
+    function = mosaic_function(binary, _capability(spec))
     occupied = None
     if spec is not None and function.threads is not None:
         by_registers = occupancy(spec, function.registers, function.threads, 0)

@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 
-from .cubin import ELF, cubin_functions
+from .cubin import ELF, CubinFunction, cubin_functions
 from .records import records
 
-__all__ = ["TARGET", "mosaic_binaries", "mosaic_name"]
+__all__ = ["TARGET", "mosaic_binaries", "mosaic_function", "mosaic_name"]
 
 TARGET = 'custom_call_target="mosaic_gpu'
 _NAMED = re.compile(r'op_name="(?:[^"]*/)?([^"/]+)/mpmd_map"')
@@ -42,12 +42,18 @@ def mosaic_binaries(compiled: Any, capability: tuple[int, int]) -> dict[str, set
         return {}
     for binary in binaries:
         try:
-            functions = cubin_functions(binary, capability)
+            function = mosaic_function(binary, capability)
         except ValueError:
             continue
-        if len(functions) == 1 and functions[0].name.endswith(_SUFFIX):
-            found.setdefault(functions[0].name.removesuffix(_SUFFIX), set()).add(binary)
+        found.setdefault(function.name.removesuffix(_SUFFIX), set()).add(binary)
     return found
+
+
+def mosaic_function(binary: bytes, capability: tuple[int, int]) -> CubinFunction:
+    """The kernel's function in its binary, which has others where NVIDIA's compiler of a wheel checks tensor memory. Errors:
+    ValueError if there isn't one."""
+    (function,) = (one for one in cubin_functions(binary, capability) if one.name.endswith(_SUFFIX))
+    return function
 
 
 def _binaries(data: bytes) -> Iterator[bytes]:
