@@ -15,6 +15,7 @@ from attnops.devices import gpu_specs
 from attnops.verify.gpu.cubin import CubinFunction, cubin_functions
 from attnops.verify.gpu.gpu_kernels import gpu_kernels, triton_names
 from attnops.verify.gpu.launches import Launch, launches
+from attnops.verify.gpu.mosaic_kernels import mosaic_function
 from attnops.verify.gpu.records import records
 from attnops.verify.gpu.wire import fields_of, varint
 
@@ -51,15 +52,18 @@ def _file(*parts: bytes) -> bytes:
     return first + blocks[0] + b"".join(pack("<QQQ", 1, 2, 3) + block for block in blocks[1:])
 
 
-def _binary(name: str, registers: int, stack: int, shared: int) -> bytes:
-    """An ELF file with one kernel, its attributes and its shared memory."""
+def _binary(name: str, registers: int, stack: int, shared: int, others: tuple[str, ...] = ()) -> bytes:
+    """An ELF file with one kernel, its attributes and its shared memory, and other functions of 8 registers before it."""
     names = b"\0"
     offsets = {}
-    for text in (".strtab", ".symtab", ".nv.info", f".nv.shared.{name}", name):
+    for text in (".strtab", ".symtab", ".nv.info", f".nv.shared.{name}", *others, name):
         offsets[text] = len(names)
         names += text.encode() + b"\0"
-    symbols = pack("<IBBHQQ", 0, 0, 0, 0, 0, 0) + pack("<IBBHQQ", offsets[name], 0x12, 0, 0, 0, 0)
-    info = pack("<BBHII", 4, 0x2F, 8, 1, registers) + pack("<BBH", 3, 0x50, 0) + pack("<BBHII", 4, 0x11, 8, 1, stack)
+    symbols = pack("<IBBHQQ", 0, 0, 0, 0, 0, 0)
+    symbols += b"".join(pack("<IBBHQQ", offsets[function], 0x12, 0, 0, 0, 0) for function in (*others, name))
+    info = b"".join(pack("<BBHII", 4, 0x2F, 8, at, 8) for at in range(1, len(others) + 1))
+    at = len(others) + 1
+    info += pack("<BBHII", 4, 0x2F, 8, at, registers) + pack("<BBH", 3, 0x50, 0) + pack("<BBHII", 4, 0x11, 8, at, stack)
     places, data = [], b""
     for part in (names, symbols, info):
         places.append(64 + len(data))
@@ -135,12 +139,22 @@ def test_a_binary() -> None:
 
 
 FORWARD = _binary("attnops_flash_forward", 168, 0, 1024)
-DQ = _binary("attnops_flash_dq__1", 200, 16, 1024)
+DQ = _binary("attnops_flash_dq__1", 200, 16, 1024, ("__cuda_sm10x_guardrail",))  # as by NVIDIA's linker
 PROGRAM = _program(
     _kernel("loop_fusion", _binary("loop_fusion", 10, 0, 0), 128, (512, 1, 1), 0),
     _kernel("attnops_flash_forward", FORWARD, 256, (16, 16, 2), 98304),
     _kernel("attnops_flash_dq__1", DQ, 128, (32, 4, 1), 65536),
 )
+
+
+def test_a_kernel_among_functions_that_check_tensor_memory() -> None:
+    """Which NVIDIA's linker adds."""
+    guards = ("__cuda_sm10x_guardrail_one", "__cuda_sm10x_guardrail_two")
+    binary = _binary("attend_mosaic_gpu_kernel", 128, 272, 4096, guards)
+    assert [one.name for one in cubin_functions(binary, (10, 0))] == [*guards, "attend_mosaic_gpu_kernel"]
+    assert mosaic_function(binary, (10, 0))[:3] == ("attend_mosaic_gpu_kernel", 128, 272)
+    with pytest.raises(ValueError, match="not enough values"):
+        mosaic_function(_binary("attend", 128, 0, 4096), (10, 0))
 
 
 def test_launches() -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ...devices import GpuSpec
 from .cubin import CubinFunction, cubin_functions
-from .launches import Launch, launches
+from .launches import Launch, launches, program_name
 from .mosaic_kernels import TARGET as MOSAIC
 from .mosaic_kernels import mosaic_binaries, mosaic_function, mosaic_name
 from .occupancy import Occupancy, occupancy
@@ -165,4 +165,6 @@ def _function(launch: Launch, spec: GpuSpec | None) -> CubinFunction | None:
         functions = cubin_functions(launch.cubin, _capability(spec))
     except ValueError:
         return None
+    if len(functions) > 1:  # NVIDIA's linker adds some that check tensor memory
+        functions = tuple(one for one in functions if program_name(one.name) == launch.name)
     return functions[0] if len(functions) == 1 else None

@@ -13,7 +13,7 @@ from .cubin import ELF
 from .records import records
 from .wire import Fields, fields_of
 
-__all__ = ["Launch", "launches"]
+__all__ = ["Launch", "launches", "program_name"]
 
 # XLA's CustomKernelProto: name, kernel (with its binary), blocks {2: {1, 2, 3}}, threads {1: {1, 2, 3}}, bytes of shared memory.
 # https://github.com/openxla/xla/blob/main/xla/backends/gpu/codegen/kernels/custom_kernel.proto
@@ -30,6 +30,11 @@ class Launch(NamedTuple):
     threads: int
     shared_bytes: int
     cubin: bytes
+
+
+def program_name(function: str) -> str:
+    """The name that a function's kernel has in the program, where several may have it."""
+    return _COPY.sub("", function)
 
 
 def launches(compiled: Any) -> tuple[Launch, ...] | None:
@@ -68,7 +73,7 @@ def _launch(fields: Fields) -> Launch | None:
     if not name.isascii() or (cubin := _binary(kernel)) is None:
         return None
     shared = _single_value(fields, _SHARED)
-    return Launch(_COPY.sub("", name.decode()), blocks, threads, shared if isinstance(shared, int) else 0, cubin)
+    return Launch(program_name(name.decode()), blocks, threads, shared if isinstance(shared, int) else 0, cubin)
 
 
 def _single_value(fields: Fields, number: int) -> int | bytes | None:
