@@ -156,6 +156,8 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
     }
     if kernel.start == "query_full" or (latent(kernel) and kernel.start == "keys_full"):  # of one copy
         del made["copies that a warpgroup needs after one arrival fewer"]
+    if kernel.quantised:  # what its products read a warpgroup wrote, not TMA
+        del made["reads of products not committed"]
     for name, tiles in kernel.loaded.items():
         full, free = f"{name}_full", f"{name}_free"
         made |= {
