@@ -27,6 +27,7 @@ from .local_call import LocalProblem
 __all__ = ["GpuCost", "compiled_kernels", "gpu_cost", "loop_tiles", "same_splits", "step_cost"]
 
 _WARP = 32
+_LEAST_SPILL = 16  # bytes
 _WARPS_OF_GROUP = 4
 
 
@@ -62,8 +63,7 @@ def gpu_cost(
         kernel = _readable(name, kernels)
         assert kernel.loops is not None
         assert kernel.registers is not None
-        if kernel.stack_bytes:
-            spills.append(f"{name} spills {kernel.stack_bytes} bytes of registers per thread")
+        spills += _spilled(name, kernel)
         folded = size.products == "forward" and bool(sizes.fold)
         block = (local.q_len if folded else size.block_q), size.block_kv
         offset = None if problem.dynamic_query_offset else problem.query_offset or 0
@@ -114,11 +114,16 @@ def step_cost(kind: str, visits: Mapping[str, KernelTiles], kernels: tuple[GpuKe
         of_sums = zip(kernel.sum_loops, tiles.loops, strict=False)
         stalls += _WARPS_OF_GROUP * sum(loop.stall_cycles * count for loop, count in of_sums)
         registers = max(registers, kernel.registers or 0)
-        if kernel.stack_bytes:
-            spills.append(f"{name} spills {kernel.stack_bytes} bytes of registers per thread")
+        spills += _spilled(name, kernel)
     seconds = stalls / (spec.issued_a_cycle * spec.cores * spec.clock)
     shared = max((tiles.shared_bytes for tiles in visits.values()), default=0)
     return GpuCost(round(stalls), seconds, registers, shared, "; ".join(spills) or None)
+
+
+def _spilled(name: str, kernel: GpuKernelUse) -> list[str]:
+    """That a kernel spills registers, if it's more than a few, whose loads count as stalls like others."""
+    size = kernel.stack_bytes or 0
+    return [f"{name} spills {size} bytes of registers per thread"] if size >= _LEAST_SPILL else []
 
 
 def _readable(name: str | None, kernels: tuple[GpuKernelUse, ...]) -> GpuKernelUse:

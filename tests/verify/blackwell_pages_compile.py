@@ -86,8 +86,8 @@ def test_features(step: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_tables(name: str) -> None:
     found, sizes = kernels("llama-3-8b", "b200", q_lens=MIXED, score=TABLES[name])
-    _check(found[DECODE], sizes.decode, 32)
-    _check(found[CHUNKS], sizes.chunks, 48)
+    _check(found[DECODE], sizes.decode, 40)
+    _check(found[CHUNKS], sizes.chunks, 64)
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_quantised_pages(model: str, dtype: str, scale: str) -> None:
     ],
 )
 def test_pages_are_written_in_place(model: str, cache: dict[str, Any], q_lens: Any) -> None:
-    check_written_in_place("b200", model, cache, q_lens, 8)
+    check_written_in_place("b200", model, cache, q_lens, 40 if model.startswith("latents") else 8)
 
 
 @pytest.mark.skipif(disassembler() is None, reason="pip install 'attnops[cuda-sass]'")

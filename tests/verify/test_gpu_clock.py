@@ -175,9 +175,10 @@ def test_spills_are_told() -> None:
     assert told == "attnops_flash_forward spills 48 bytes of registers per thread"
     names = "attnops_flash_dkv", "attnops_flash_dq"
     backward = config.with_fields({f"block_{axis}_{one}": 64 for axis in ("q", "kv") for one in ("dkv", "dq")})
-    both = tuple(_kernel(name, 10, 20, stack=8) for name in names)
-    told = _cost(decided, backward, True, both).spills
-    assert all(name in (told or "") for name in names)
+    for stack in (16, 8):
+        both = tuple(_kernel(name, 10, 20, stack=stack) for name in names)
+        told = _cost(decided, backward, True, both).spills
+        assert all((name in (told or "")) == (stack == 16) for name in names)
 
 
 def test_candidates_keep_the_heuristics_splits() -> None:
