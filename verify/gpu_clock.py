@@ -120,7 +120,7 @@ def step_cost(kind: str, visits: Mapping[str, KernelTiles], kernels: tuple[GpuKe
     return GpuCost(round(stalls), seconds, registers, shared, "; ".join(spills) or None)
 
 
-def _spilled(name: str, kernel: GpuKernelUse) -> list[str]:
+def _spilled(name: str | None, kernel: GpuKernelUse) -> list[str]:
     """That a kernel spills registers, if it's more than a few, whose loads count as stalls like others."""
     size = kernel.stack_bytes or 0
     return [f"{name} spills {size} bytes of registers per thread"] if size >= _LEAST_SPILL else []
