@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
 
-from attnops import Causal, OperationMetadata, OperationRegistry
+from attnops import T5, Causal, OperationMetadata, OperationRegistry, Positions, RelativeBias, RelativeBias2D
 from attnops.compat import abstract_device
 from attnops.verify.call import verify_call
 from attnops.verify.report import TargetReport
@@ -15,6 +16,31 @@ from attnops.verify.targets import target_of
 
 A100, H100, H200 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 B200, GB200 = "NVIDIA B200", "NVIDIA GB200"
+
+
+def _shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def _by_positions(length: int) -> dict[str, Any]:
+    """By arrays of positions there is no number for each distance of two indices."""
+    places = _shape(2, length, dtype="int32")
+    return {
+        "score": RelativeBias(buckets=T5()), "table": _shape(32, 32), "mask": Positions(places, places), "query_offset": None,
+    }  # fmt: skip
+
+
+# Scores that read a number for each pair, for 32 heads and as many queries and keys.
+GATHERED: dict[str, Callable[[int], dict[str, Any]]] = {
+    "buckets of positions": _by_positions,
+    "grid": lambda length: {
+        "score": RelativeBias2D(grid=(length // 64, 64)), "table": _shape((length // 32 - 1) * 127, 32),
+    },
+    "decomposed": lambda length: {
+        "score": RelativeBias2D(grid=(length // 64, 64), decomposed=True),
+        "height": _shape(2, 32, length, length // 64), "width": _shape(2, 32, length, 64),
+    },
+}  # fmt: skip
 
 
 def _arrays(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
-from mosaic_plans import B200, GB200, H100, codes_against, mosaic_plan
+from mosaic_plans import B200, GATHERED, GB200, H100, codes_against, mosaic_plan
 
 from attnops import (
     T5,
@@ -17,9 +17,7 @@ from attnops import (
     MaskFunction,
     OperationMetadata,
     OperationRegistry,
-    Positions,
     RelativeBias,
-    RelativeBias2D,
     register_mask_function,
 )
 from attnops.compat import abstract_device
@@ -87,26 +85,11 @@ def test_triton_runs_what_it_refuses(code: str) -> None:
     assert code in _codes(plan)
 
 
-# Scores that read a number for each pair: by arrays of positions there is none for each distance of two indices.
-_PLACES, _SHAPE = jax.ShapeDtypeStruct((2, 4096), "int32"), jax.ShapeDtypeStruct
-GATHERED: dict[str, dict[str, Any]] = {
-    "buckets of positions": {
-        "score": RelativeBias(buckets=T5()), "table": _SHAPE((32, 32), "float32"),
-        "mask": Positions(_PLACES, _PLACES), "query_offset": None,
-    },
-    "grid": {"score": RelativeBias2D(grid=(64, 64)), "table": _SHAPE((16129, 32), "float32")},
-    "decomposed": {
-        "score": RelativeBias2D(grid=(64, 64), decomposed=True),
-        "height": _SHAPE((2, 32, 4096, 64), "float32"), "width": _SHAPE((2, 32, 4096, 64), "float32"),
-    },
-}  # fmt: skip
-
-
 @pytest.mark.usefixtures("new_jax")
 @pytest.mark.parametrize("mode", ["prefill", "train"])
 @pytest.mark.parametrize("name", GATHERED)
 def test_numbers_of_tables_and_products(name: str, mode: str) -> None:
-    plan = _plan(call=GATHERED[name] | {"mode": mode})
+    plan = _plan(call=GATHERED[name](4096) | {"mode": mode})
     assert (plan.method, plan.rejected) == ("forward_blackwell", ())
 
 

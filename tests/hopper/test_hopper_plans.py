@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
-from mosaic_plans import A100, B200, H100, codes_against, mosaic_plan
+from mosaic_plans import A100, B200, GATHERED, H100, codes_against, mosaic_plan
 
 from attnops import (
     T5,
@@ -18,9 +18,7 @@ from attnops import (
     MaskFunction,
     OperationMetadata,
     OperationRegistry,
-    Positions,
     RelativeBias,
-    RelativeBias2D,
     register_mask_function,
 )
 from attnops.compat import abstract_device
@@ -108,26 +106,11 @@ def test_numbers_by_distance() -> None:
     assert (plan.method, plan.rejected) == ("forward_hopper", ())
 
 
-# Scores that read a number for each pair: by arrays of positions there is none for each distance of two indices.
-_PLACES, _SHAPE = jax.ShapeDtypeStruct((2, 2048), "int32"), jax.ShapeDtypeStruct
-GATHERED: dict[str, dict[str, Any]] = {
-    "buckets of positions": {
-        "score": RelativeBias(buckets=T5()), "table": _SHAPE((32, 32), "float32"),
-        "mask": Positions(_PLACES, _PLACES), "query_offset": None,
-    },
-    "grid": {"score": RelativeBias2D(grid=(32, 64)), "table": _SHAPE((8001, 32), "float32")},
-    "decomposed": {
-        "score": RelativeBias2D(grid=(32, 64), decomposed=True),
-        "height": _SHAPE((2, 32, 2048, 32), "float32"), "width": _SHAPE((2, 32, 2048, 64), "float32"),
-    },
-}  # fmt: skip
-
-
 @pytest.mark.usefixtures("new_jax")
 @pytest.mark.parametrize("mode", ["prefill", "train"])
 @pytest.mark.parametrize("name", GATHERED)
 def test_numbers_of_tables_and_products(name: str, mode: str) -> None:
-    plan = _plan(call=GATHERED[name] | {"mode": mode})
+    plan = _plan(call=GATHERED[name](2048) | {"mode": mode})
     assert (plan.method, plan.rejected) == ("forward_hopper", ())
 
 

@@ -118,10 +118,11 @@ class _Run(NamedTuple):
     ) -> Any:
         """visit(tile, carry, masked) for the tiles from the start-th to the end-th. times: see TileSchedule."""
 
-        def turn(turn: Any, carry: Any) -> Any:
+        def turn(number: Any, carry: Any) -> Any:
             if times == 1:
-                return visit(self.tile(turn), carry, masked)
-            return visit((self.tile(lax.div(turn, jnp.int32(times))), lax.rem(turn, jnp.int32(times))), carry, masked)
+                return visit(self.tile(number), carry, masked)
+            tile, visits = lax.div(number, jnp.int32(times)), lax.rem(number, jnp.int32(times))
+            return visit((self.tile(tile), visits), carry, masked)
 
         return lax.fori_loop((self.first + start) * times, (self.first + end) * times, turn, carry)
 
