@@ -122,7 +122,7 @@ LATENT = Kind(
         "window.both": {"causal": "no"}, "window.open": {"causal": "no"}, "transform.remat": {"gradient": "yes"},
     },
     rounds=LARGE_LOGITS,
-    apart=(("offset", "lens"), ("lse", "gradient"), ("values.denormal", "dtype")),
+    apart=(("offset", "lens"), ("lse", "gradient"), ("values", "dtype")),
     steps=(
         *seen.STEPS, {"heads": 1}, *({"nope_dim": n, "value_dim": n, "latent_dim": n} for n in (1, 2)), {"rope_dim": 2},
     ),

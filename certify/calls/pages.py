@@ -217,7 +217,7 @@ PAGES = Kind(
         *(("drafts", name) for name in ("causal", "window", "chunks", "spans", "prefix", "selected", "score", "positions")),
         *(("latent", name) for name in ("heads", "dims", "quantised", "layout_of_pages")), ("layout_of_pages", "dims"),
         ("quantised", "layout_of_pages"), ("update", "quantised"),
-        *(("values.denormal", name) for name in ("dtype", "latent", "quantised")),
+        ("values", "dtype"), ("values.denormal", "latent"), ("values.denormal", "quantised"),
     ),
     rounds=LARGE_LOGITS,
     steps=(*STEPS, {"kv_heads": 1}, *({"dim": n, "value_dim": n} for n in (1, 2, 4))),

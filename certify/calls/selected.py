@@ -103,7 +103,7 @@ SELECTED = Kind(
         "window.both": {"causal": "no"}, "window.open": {"causal": "no"}, "transform.remat": {"gradient": "yes"},
     },
     rounds=LARGE_LOGITS,
-    apart=(("offset", "lens"), ("lse", "gradient"), ("values.denormal", "dtype")),
+    apart=(("offset", "lens"), ("lse", "gradient"), ("values", "dtype")),
     steps=(*seen.STEPS, {"kv_heads": 1}, {"selected": 1}, {"selected": 2}, *({"dim": n, "value_dim": n} for n in (1, 2, 4))),
     asked=("causal", "window", "segments", "lengths", "offset", "scale", "soft_cap", "sinks", "lse"),
 )  # fmt: skip
