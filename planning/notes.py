@@ -206,7 +206,7 @@ NOTES = _kinds(
     ("flash.steps", "block_kv", "a forward tile of {keys} keys is processed {how}", "info"),
     ("mosaic.linker", "kernel",
      "{package} {version} is installed, by which JAX makes the binaries of kernels in Mosaic GPU: registers don't move between "
-     "warpgroups, and products wait for each other; attnops verify shows what that costs beside kernel='triton'"),
+     "warpgroups, so tiles are smaller by default; attnops verify shows the kernel beside kernel='triton'"),
     ("mosaic.columns", "head_dim", "head dims {dims} are computed as {padded}, from copies with zeros", "info"),
     # -- arrays that come elsewhere
     ("moved.unknown", "mesh", "{array} comes {given}; how that compares with {wanted} on the plan's mesh isn't known"),

@@ -9,6 +9,7 @@ from typing import ClassVar
 from ...errors import ConfigError
 from ...planning import AttentionProblem
 from ..mosaic.kernel.mosaic_sizes import MosaicSizes, column_parts
+from ..mosaic.linker import registers_move
 from ..mosaic.mosaic_sizes import MOSAIC_FIELDS, Sizing, columns
 from .kernel.backward_sizes import STEPS, gradient_bytes, gradient_columns
 from .kernel.blackwell_sizes import KEYS, ROWS, TENSOR_COLUMNS, shared_bytes, tensor_columns
@@ -55,8 +56,9 @@ class BlackwellSizing(Sizing):
 
     def passed_over(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:
         """See Sizing. Dropout's numbers take the registers of so many logits; beside a warpgroup that widens keys and values, two
-        for softmaxes have registers for fewer keys too."""
-        fewer = "dropout" in problem.features or (bool(problem.quantised) and sizes.block_q > ROWS)
+        for softmaxes have registers for fewer keys too, as where all keep an equal share."""
+        widened = bool(problem.quantised) and sizes.block_q > ROWS
+        fewer = "dropout" in problem.features or widened or not registers_move()
         return which == "forward" and fewer and sizes.block_kv > STEPS[0]
 
     def fits(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:

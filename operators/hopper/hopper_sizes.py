@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem
-from ..mosaic.kernel.mosaic_sizes import MosaicSizes, column_parts
+from ..mosaic.kernel.mosaic_sizes import MosaicSizes, column_parts, equal_share
+from ..mosaic.linker import registers_move
 from ..mosaic.mosaic_sizes import MOSAIC_FIELDS, Sizing, columns
 from .kernel.hopper_sizes import FEW, KEYS, ROWS, conversions, divided, latent_sums, shared_bytes
 
@@ -28,6 +29,13 @@ _IN_REGISTERS = frozenset({
 })  # fmt: skip
 # Registers of a thread that computes, for the numbers that `_registers` counts.
 _REGISTERS = {"forward": 192, "dkv": 224, "dq": 208}
+# Where registers don't move: what a thread has beside those numbers, and what further tiles there are.
+_BESIDE = {"forward": 48, "dkv": 16, "dq": 24}
+_FEWER = {
+    "forward": tuple(MosaicSizes(ROWS, *rest) for rest in ((128, 4), (128, 2), (64, 4), (64, 2), (64, 1))),
+    "dkv": (),
+    "dq": tuple(MosaicSizes(ROWS, *rest) for rest in ((64, 4), (64, 2), (64, 1), (FEW, 4), (FEW, 2))),
+}
 _OF_CONVERSION = (0, 32, 72)  # that each of two warpgroups has fewer, by how many others convert keys and values
 
 
@@ -58,7 +66,9 @@ class HopperSizing(Sizing):
         if which != "forward" and problem.value_columns is not None:
             return _LATENTS[which]
         few = rows <= ROWS or wide or column_parts(columns(problem)[1]) > 1
-        return _FEW if which == "forward" and few else self.tiles[which]
+        if which == "forward" and few:
+            return _FEW
+        return self.tiles[which] if registers_move() else (*self.tiles[which], *_FEWER[which])
 
     def rows(self, which: str, sizes: MosaicSizes, q_len: int) -> int:
         """See Sizing."""
@@ -75,9 +85,9 @@ class HopperSizing(Sizing):
         """See Sizing."""
         if which == "dkv" and _together(problem) and sizes.block_kv != ROWS:
             return False
-        return self.fits_shared(which, problem, sizes) and _registers(which, problem, sizes) <= _most(
-            which, problem, sizes
-        )
+        fewer = not registers_move() and not _apart(which, problem)
+        most = _equal(which, problem, sizes) if fewer else _most(which, problem, sizes)
+        return self.fits_shared(which, problem, sizes) and _registers(which, problem, sizes) <= most
 
     def shared_of(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> dict[str, int]:
         """See Sizing."""
@@ -92,8 +102,7 @@ class HopperSizing(Sizing):
                 f"are shared by the warpgroups that compute. Hint: block_q={ROWS}."
             )
         lines = {"dkv": 1, "dq": 0}.get(which)
-        alike = _together(problem) if which == "dkv" else problem.value_columns is not None
-        if lines is not None and alike and (sizes.block_q, sizes.block_kv)[lines] != ROWS:
+        if lines is not None and _apart(which, problem) and (sizes.block_q, sizes.block_kv)[lines] != ROWS:
             name, given = MOSAIC_FIELDS[which][lines], (sizes.block_q, sizes.block_kv)[lines]
             raise ConfigError(
                 f"FlashAttention2Config: {name}={given}, with head_dim={problem.head_dim} and value dim {problem.value_dim}: two "
@@ -122,6 +131,20 @@ def _most(which: str, problem: AttentionProblem, sizes: MosaicSizes) -> int:
     shared = which == "forward" and sizes.block_q > ROWS
     converting = conversions(tuple(problem.quantised), columns(problem)[1])
     return _REGISTERS[which] - (_OF_CONVERSION[len(converting)] if shared else 0)
+
+
+def _apart(which: str, problem: AttentionProblem) -> bool:
+    """Whether two warpgroups have the same rows or keys, whatever the sizes."""
+    if which == "forward":
+        return column_parts(columns(problem)[1]) > 1
+    return _together(problem) if which == "dkv" else problem.value_columns is not None
+
+
+def _equal(which: str, problem: AttentionProblem, sizes: MosaicSizes) -> int:
+    """Registers for the numbers that are counted, where each warpgroup keeps what it begins with."""
+    computing = (sizes.block_kv if which == "dkv" else sizes.block_q) // ROWS
+    converting = len(conversions(tuple(problem.quantised), columns(problem)[1])) if which == "forward" else 0
+    return equal_share(computing + 1 + converting) - _BESIDE[which]
 
 
 def _registers(which: str, problem: AttentionProblem, sizes: MosaicSizes) -> int:

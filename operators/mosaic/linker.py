@@ -7,16 +7,20 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ...planning.notes import note
 
-__all__ = ["linker_notes"]
+__all__ = ["linker_notes", "registers_move"]
 
 _PLUGIN, _LINKER = "jax-cuda13-plugin", "nvidia-nvjitlink"
 
 
+def registers_move() -> bool:
+    """Whether warpgroups can take registers that others give up. In a linker's binary all keep those that they begin with, since
+    other binaries may call them."""
+    return _linker() is None
+
+
 def linker_notes() -> tuple[str, ...]:
-    """That the linker of this environment makes a kernel's binary. A linker keeps the registers of all warpgroups as they begin,
-    since other binaries may call them, and lets each product wait for the one before."""
-    linker = _linker()
-    return () if linker is None else (note("mosaic.linker", package=_LINKER, version=linker),)
+    """That the linker of this environment makes a kernel's binary."""
+    return () if registers_move() else (note("mosaic.linker", package=_LINKER, version=_linker()),)
 
 
 @functools.cache

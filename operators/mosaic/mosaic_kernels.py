@@ -134,7 +134,7 @@ class MosaicKernels(FlashKernels):
         dims, padded = (problem.head_dim, problem.value_dim), columns(problem)
         if dims != padded:
             notes = (*notes, note("mosaic.columns", dims=dims, padded=padded))
-        return notes if self.interpreted(config) else (*notes, *linker_notes())
+        return (*notes, *linker_notes())
 
     def _tiles(self, config: OperationConfig) -> dict[str, MosaicSizes]:
         """The sizes of a filled config, by pass."""

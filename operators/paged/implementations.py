@@ -171,8 +171,7 @@ class PagesInMosaic(PagedImplementation):
         """A limit of VMEM that isn't read, which rows a fused update writes first, and what makes the kernel's binary."""
         del placement
         notes = _unread_notes(config, f"forward_{self.of.name}", ("vmem_limit_bytes",))
-        notes += _fused_notes(problem, self.written_first(problem))
-        return notes if self.interpreted(config) else notes + linker_notes()
+        return notes + _fused_notes(problem, self.written_first(problem)) + linker_notes()
 
     def written_first(self, problem: PagedProblem) -> list[str]:
         """What several blocks of threads would write, and what XLA reads of the pages."""

@@ -23,6 +23,7 @@ from attnops import (
 from attnops.compat import abstract_device
 from attnops.operators.blackwell.kernel.blackwell_sizes import apart, shared_bytes, tensor_columns
 from attnops.operators.call.key_columns import KeyColumns
+from attnops.operators.mosaic import linker
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
 
@@ -282,3 +283,10 @@ def test_what_a_search_tries() -> None:
         sizes = MosaicSizes(way["block_q"], way["block_kv"], way["num_stages"])
         assert sum(shared_bytes(sizes, 128, 128).values()) <= SHARED
         assert tensor_columns(sizes, 128) <= COLUMNS
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(("linked", "keys"), [(None, 128), ("13.5.37", 64)])
+def test_a_linker_has_tiles_of_fewer_registers(linked: str | None, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linker, "_linker", lambda: linked)
+    assert _plan(dims=(128, 128)).config.block_kv == keys

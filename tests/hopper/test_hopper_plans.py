@@ -242,9 +242,28 @@ def test_a_linker_beside_the_plugin_is_noted(
     try:
         plans = [_plan(config={"kernel": kernel}) for kernel in ("mosaic", "triton")]
         assert [has_note(plan.notes, "mosaic.linker") for plan in plans] == [noted, False]
-        assert not has_note(_plan(config={"kernel": "mosaic", "interpret": True}).notes, "mosaic.linker")
     finally:
         linker._linker.cache_clear()
+
+
+# Head dim -> (rows or keys of a block, and of its tiles) by pass, with registers of an equal share: 168 for a thread of three
+# warpgroups, 255 of two.
+LINKED = {
+    64: {"forward": (128, 64), "dkv": (64, 128), "dq": (128, 64)},
+    96: {"forward": (128, 64), "dkv": (64, 64), "dq": (128, 64)},
+    128: {"forward": (128, 64), "dkv": (64, 64), "dq": (128, 64)},
+    192: {"forward": (64, 128), "dkv": (64, 64), "dq": (64, 64)},
+    256: {"forward": (64, 64), "dkv": (64, 64), "dq": (64, 64)},
+}
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("dim", LINKED)
+def test_a_linker_has_tiles_of_fewer_registers(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linker, "_linker", lambda: "13.5.37")
+    plan = _plan(dims=(dim, dim), config={"kernel": "mosaic"}, call={"mode": "train"})
+    tiles = tiles_of(plan.config)._asdict()
+    assert {which: (one.block_q, one.block_kv) for which, one in tiles.items()} == LINKED[dim]
 
 
 # (dims, queries) of latents whose values are a part of their keys -> rows, keys and stages of a tile

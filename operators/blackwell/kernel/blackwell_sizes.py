@@ -7,10 +7,8 @@ from ...mosaic.kernel.mosaic_sizes import BARRIER, FLOAT, MosaicSizes, padded_di
 __all__ = [
     "KEYS",
     "PART",
-    "REGISTERS",
     "ROWS",
     "TENSOR_COLUMNS",
-    "THREADS",
     "apart",
     "places",
     "shared_bytes",
@@ -20,7 +18,6 @@ __all__ = [
 ROWS = 128  # of a product, and of a warpgroup: a thread has a row
 KEYS = (32, 64, 128)  # of a tile; a warpgroup widens 64 at once
 PART = 32  # keys of which a thread has the logits at once, with those of the tile's other parts
-REGISTERS, THREADS = 65536, 128  # of a multiprocessor, and of a warpgroup
 TENSOR_COLUMNS = 512  # of tensor memory, each 32 bits of 128 rows
 
 

@@ -25,7 +25,8 @@ from ...flash.kernel.weigh import weigh
 from ...kernels.lse import LN2, LOG2E
 from ...mosaic.kernel.block import WARPGROUPS, BlockOfThreads, along_rows
 from ...mosaic.kernel.exponentials import exp2
-from .blackwell_sizes import PART, REGISTERS, ROWS, THREADS, apart, places
+from ...mosaic.kernel.mosaic_sizes import equal_share
+from .blackwell_sizes import PART, ROWS, apart, places
 from .tile import BY_ROW, OUTPUT, TILE
 
 __all__ = ["BlackwellRoles"]
@@ -124,8 +125,7 @@ class BlackwellRoles(BlockOfThreads):
 
     def take_registers(self, number: int) -> None:
         """So many for each thread of a warpgroup, instead of an equal share."""
-        share = REGISTERS // (THREADS * self.warpgroups) // 8 * 8
-        plgpu.set_max_registers(number, action="increase" if number > share else "decrease")
+        plgpu.set_max_registers(number, action="increase" if number > equal_share(self.warpgroups) else "decrease")
 
     # -- what a block works on ---------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ __all__ = [
     "MosaicSizes",
     "MosaicTiles",
     "column_parts",
+    "equal_share",
     "latent_columns",
     "padded_dim",
     "placed",
@@ -22,6 +23,8 @@ DIM_STEP = 32  # 64 bytes of 16-bit numbers; of 64 columns and more, shared memo
 BARRIER, FLOAT = 8, 4  # bytes
 MOST_COLUMNS = 256  # of an output, whose sums a warpgroup holds
 _ALIGNMENT = 1024
+_REGISTERS, _THREADS = 65536, 128  # of a multiprocessor, and of a warpgroup
+_MOST_REGISTERS = 255  # of a thread
 
 
 class MosaicSizes(NamedTuple):
@@ -49,6 +52,11 @@ def padded_dim(dim: int) -> int:
 def swizzled_columns(*columns: int) -> int:
     """Numbers of a row of shared memory that are swizzled together, where so many lie in it or are read of it at once."""
     return DIM_STEP if any(n % (2 * DIM_STEP) for n in columns) else 2 * DIM_STEP
+
+
+def equal_share(warpgroups: int) -> int:
+    """Registers with which each thread of so many warpgroups begins, of a block that has a multiprocessor to itself."""
+    return min(_REGISTERS // (_THREADS * warpgroups) // 8 * 8, _MOST_REGISTERS)
 
 
 def column_parts(columns: int) -> int:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from ....blackwell.kernel import blackwell_sizes
 from ....hopper.kernel import hopper_sizes
 from ....mosaic.kernel.mosaic_sizes import BARRIER, DIM_STEP, FLOAT, MosaicSizes, column_parts
+from ....mosaic.linker import registers_move
 from .page_tiles import KEYS, PageSizing, PageTiles, StepShape
 
 __all__ = ["BLACKWELL_SIZING", "HOPPER_SIZING", "BlackwellPageSizing", "HopperPageSizing"]
@@ -42,12 +43,14 @@ class HopperPageSizing(PageSizing):
     def chunks(self, shape: StepShape, keys: int | None, groups: int) -> PageTiles:
         """See PageSizing."""
         wide = _NARROW if shape.quantised else _WIDE
-        return self._fitted(shape, keys or KEYS[max(shape.padded) <= wide], _STAGES_OF_CHUNKS, groups)
+        most = max(shape.padded) <= wide and registers_move()
+        return self._fitted(shape, keys or KEYS[most], _STAGES_OF_CHUNKS, groups)
 
     def two_groups(self, shape: StepShape) -> bool:
-        """Where a warpgroup holds all columns of a row's values beside all that load."""
-        crowded = shape.quantised and not shape.latent and shape.padded[1] > _WIDE
-        return _columns_in_parts(shape) == 1 and not crowded
+        """Where a warpgroup holds all columns of a row's values beside all that load, and beside another if it takes nothing
+        from these."""
+        crowded = (shape.quantised and not shape.latent) or not registers_move()
+        return _columns_in_parts(shape) == 1 and not (crowded and shape.padded[1] > _WIDE)
 
     def shared_bytes(self, shape: StepShape, tiles: PageTiles) -> dict[str, int]:
         """Numbers have 16 bits, stored ones of quantised pages 8. The output of one group of rows is where its query was."""
@@ -129,7 +132,7 @@ class BlackwellPageSizing(PageSizing):
     def _fitted(self, shape: StepShape, keys: int | None, groups: int) -> PageTiles:
         """The most keys of which two stages fit, and as many of them as fit; what one takes may be too much. Of quantised tiles,
         of 64 keys as registers allow, two stages are widened, and as many as fit are stored."""
-        some = KEYS[::-1] if keys is None else (keys,)
+        some = (keys,) if keys is not None else KEYS[::-1] if registers_move() else KEYS[:1]
         one = PageTiles(keys or KEYS[0], 2, groups, lines=self.lines)
         held = one._replace(column_blocks=column_parts(shape.padded[1]), held=_HELD)
         in_tensor_memory = [held] * (shape.latent and shape.padded[0] > _HELD)
