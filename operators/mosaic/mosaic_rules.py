@@ -15,7 +15,7 @@ from ..flash.flash_config import FlashAttention2Config
 from .kernel.mosaic_sizes import MOST_COLUMNS, padded_dim
 from .mosaic_sizes import WARPS, columns
 
-__all__ = ["JAX_NEEDED", "MOSAIC_FEATURES", "Generation", "is_architecture", "mosaic_rules"]
+__all__ = ["JAX_NEEDED", "MOSAIC_FEATURES", "Generation", "is_architecture", "is_asked", "mosaic_rules"]
 
 # What a kernel of Mosaic GPU needs is public from here on: a kernel's output types, layouts in the interpreter, checked races.
 JAX_NEEDED = (0, 12)
@@ -48,7 +48,7 @@ def is_architecture(problem: AttentionProblem, architecture: str) -> bool:
     return gpu is not None and gpu.architecture == architecture
 
 
-def _asked(config: FlashAttention2Config) -> bool:
+def is_asked(config: FlashAttention2Config) -> bool:
     """Whether such a kernel is declared, so that only what it can't do is a reason against it."""
     return config.kernel not in (None, "triton", "tokamax")
 
@@ -134,7 +134,7 @@ def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
         Rule(
             f"{of.name}.padding",
             "head_dim",
-            lambda p, c: _asked(c) or _widened(p) <= _PADDED,
+            lambda p, c: is_asked(c) or _widened(p) <= _PADDED,
             lambda p, c: (
                 f"head_dim={p.head_dim}, value dim {p.value_dim}: the kernel would copy the arrays and compute "
                 f"{padded_dim(p.head_dim)} and {padded_dim(p.value_dim)} columns"

@@ -290,3 +290,22 @@ def test_what_a_search_tries() -> None:
 def test_a_linker_has_tiles_of_fewer_registers(linked: str | None, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linker, "_linker", lambda: linked)
     assert _plan(dims=(128, 128)).config.block_kv == keys
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(
+    ("stored", "rows", "kernel", "refused"),
+    [
+        ("int8", 4, None, True),
+        ("int8", 4, "mosaic", False),
+        ("int8", 5, None, False),
+        ("float8_e4m3fn", 4, None, False),
+    ],
+)
+def test_few_rows_of_int8_run_in_triton(stored: str, rows: int, kernel: str | None, refused: bool) -> None:
+    key = jax.ShapeDtypeStruct((2, 8192, 8, 128), stored)
+    scale = jax.ShapeDtypeStruct((2, 8192, 8, 1), "float32")
+    call = {"key": key, "value": key, "key_scale": scale, "value_scale": scale}
+    plan = _plan(lengths=(rows, 8192), config={"kernel": kernel} if kernel else None, call=call)
+    assert ("blackwell.few_int8" in _codes(plan)) == refused
+    assert (plan.method == "forward_blackwell") == (not refused)
