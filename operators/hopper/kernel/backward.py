@@ -33,22 +33,39 @@ from .tile import BY_COLUMN, BY_ROW, HopperTile
 __all__ = ["HopperKeyGradients", "HopperQueryGradient"]
 
 _SUMS_BESIDE_BOTH = 128  # columns of sums beside which a warpgroup holds two products at once; of 32 keys always
+_SUMS_BESIDE_OTHERS = 192  # columns of sums beside which the numbers of a mask and of dropout have registers
 
 _ROWS = {"query": "lse", "d_output": "delta"}  # what is loaded by rows, and the numbers of the rows that come with it
 
 
 class _HopperGradients(HopperBlock):
-    """What both kernels do where values are the first columns of their keys."""
+    """What both kernels do where values are the first columns of their keys, and where registers are few."""
+
+    sums_beside_dropout: ClassVar[int] = _SUMS_BESIDE_OTHERS
 
     def columns_of(self, name: str, ref: Any) -> Any:
         """Of a tile of keys, what is multiplied as keys or as values."""
         return ref.at[:, pl.ds(0, self.dims[1])] if self.in_key and name == "value" else ref
 
+    @property
+    def most_sums(self) -> int:
+        """Columns of the sums of a warpgroup."""
+        raise NotImplementedError
+
+    def crowded(self, refs: dict[str, Any], masked: bool) -> bool:
+        """Whether the tiles of a loop have no registers to spare for descriptors that are the same in every turn."""
+        beside_mask = masked and self.most_sums > _SUMS_BESIDE_OTHERS
+        return self.in_key or beside_mask or ("dropout" in refs and self.most_sums > self.sums_beside_dropout)
+
     def in_loop(self, held: Any, number: int, turn: Any) -> Any:
         """One of the tiles that a warpgroup holds, for the products of a turn. Those of many columns have dozens of descriptors,
         which the compiler would keep in registers if they were the same in every turn. turn: a number of which it doesn't know
         that it is never negative."""
-        return held.at[number + jnp.minimum(turn, 0) if self.in_key else number]
+        return held.at[number + jnp.minimum(turn, 0)]
+
+    def loaded(self, count: Any, turn: Any) -> Any:
+        """The place of the count-th tile that is loaded. A single place is the same in every turn: see `in_loop`."""
+        return lax.rem(count, self.sizes.stages) if self.sizes.stages > 1 else jnp.minimum(turn, 0)
 
     def swizzled(self, lines: int) -> int | None:
         """The columns of a tile that are swizzled together: a product goes through as many lines of a tile at once, and of two
@@ -90,6 +107,11 @@ class HopperQueryGradient(_HopperGradients):
         """See HopperBlock."""
         return super().consumers * (2 if self.in_key else 1)
 
+    @property
+    def most_sums(self) -> int:
+        """See _HopperGradients."""
+        return self.dims[0]
+
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """See HopperBlock."""
         self.load_keys(refs, place)
@@ -113,12 +135,14 @@ class HopperQueryGradient(_HopperGradients):
 
         def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
             count, sums = carry
-            slot = lax.rem(count, sizes.stages)
-            keys, last = refs["key_tiles"].at[slot], self.streams[-1]
-            values = self.columns_of("value", refs[f"{last}_tiles"].at[slot])
+            slot, place = lax.rem(count, sizes.stages), self.loaded(count, kv_block)
+            keys, last = refs["key_tiles"].at[place], self.streams[-1]
+            values = self.columns_of("value", refs[f"{last}_tiles"].at[place])
             for name in self.streams:
                 plgpu.barrier_wait(refs[f"{name}_full"].at[slot])
-            rows = [self.in_loop(refs[f"{name}_tile"], group, kv_block) for name in _ROWS]
+            rows = [query, d_output]
+            if self.crowded(refs, masked):
+                rows = [self.in_loop(refs[f"{name}_tile"], group, kv_block) for name in _ROWS]
             factors = list(zip(rows, (keys, values), strict=True))
             raw, *d_weights = products.logits(*factors[: 1 + both])
             if both and not self.in_key:
@@ -176,6 +200,7 @@ class HopperKeyGradients(_HopperGradients):
     """`block_kv` keys of a kv head. A tile is [keys, rows]: what is multiplied with it lies in the order that wgmma wants."""
 
     last_first: ClassVar[bool] = False
+    sums_beside_dropout: ClassVar[int] = 128  # its numbers wait for a second product
 
     @property
     def consumers(self) -> int:
@@ -186,6 +211,11 @@ class HopperKeyGradients(_HopperGradients):
     def divided(self) -> bool:
         """Whether two warpgroups have the same keys."""
         return self.in_key or divided(*self.dims)
+
+    @property
+    def most_sums(self) -> int:
+        """See _HopperGradients."""
+        return max(self.dims) if self.divided else sum(self.dims)
 
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """See HopperBlock."""
@@ -240,7 +270,10 @@ class HopperKeyGradients(_HopperGradients):
             slot = lax.rem(count, sizes.stages)
             queries, d_outputs = (refs[f"{name}_tiles"].at[slot] for name in _ROWS)
             plgpu.barrier_wait(refs["rows_full"].at[slot])
-            tiles = {name: self.in_loop(refs[f"{name}_tile"], which, q_block) for name in self.streams}
+            # A mask's numbers have the registers of the values' descriptors, dropout's those of the keys' too.
+            few = self.crowded(refs, masked)
+            hidden = () if not few else self.streams if "dropout" in refs else self.streams[-1:]
+            tiles = held | {name: self.in_loop(refs[f"{name}_tile"], which, q_block) for name in hidden}
             factors = [(tiles["key"], queries), (self.columns_of("value", tiles[self.streams[-1]]), d_outputs)]
             # Dropout's random numbers take the registers that the gradients of weights would.
             both = "key" in summed and "dropout" not in refs
@@ -252,6 +285,9 @@ class HopperKeyGradients(_HopperGradients):
             shifts = along_columns(products.numbers(refs["lse_tiles"].at[slot], BY_COLUMN), x.shape)
             x = without_padded_rows(self.logits.static_args.score, x, shifts)
             weights, keep = jnp.exp2(x * factor - shifts), tile.keep()
+            if keep is not None and "key" in summed:  # until the products are there, as signs of the weights
+                signed = jnp.where(keep, weights, -weights)
+                weights, keep = jnp.abs(signed), signed > 0
             if "key" in summed and not both:
                 d_weights = list(products.logits(factors[1]))
             terms = {"value": (tile.dropped(weights, keep).astype(dtype), d_outputs)}
