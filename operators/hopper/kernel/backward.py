@@ -285,7 +285,8 @@ class HopperKeyGradients(_HopperGradients):
             shifts = along_columns(products.numbers(refs["lse_tiles"].at[slot], BY_COLUMN), x.shape)
             x = without_padded_rows(self.logits.static_args.score, x, shifts)
             weights, keep = jnp.exp2(x * factor - shifts), tile.keep()
-            if keep is not None and "key" in summed:  # until the products are there, as signs of the weights
+            if keep is not None and "key" in summed and not self.in_key:
+                # Until the products are there, the signs of the weights.
                 signed = jnp.where(keep, weights, -weights)
                 weights, keep = jnp.abs(signed), signed > 0
             if "key" in summed and not both:
