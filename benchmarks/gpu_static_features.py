@@ -4,9 +4,10 @@
     python benchmarks/gpu_static_features.py --json FILE --report
 
 An environment with attnops[cuda-compile,cuda-sass]. Few queries, keys of 8 bits a number, numbers by distance, latents whose
-values are the first numbers of their keys, and dropout, forward, bfloat16. Of each call: the stalls of all loops over tiles,
-warps that correct sums or widen keys among them, per logit that the mask leaves, as `gpu_static.py` counts them and in the same
-file; registers and bytes of stack of the kernel. JAX's and tokamax's kernels do none of these. Nothing here was timed.
+values are the first numbers of their keys, and dropout, forward, and the gradient of latents; bfloat16. Of each call: the stalls
+of all loops over tiles, warps that correct sums or widen keys among them, per logit that the mask leaves, as `gpu_static.py`
+counts them and in the same file; registers and bytes of stack of the kernel. JAX's and tokamax's kernels do none of these.
+Nothing here was timed.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def calls() -> dict[str, dict[str, Any]]:
             f"{dim} distance": long | table,
             f"{dim} dropout": long | dropped,
         }
-    return made | {"576 latents few": _latents(1, 128), "576 latents": _latents(1024, 16)}
+    few, latents = _latents(1, 128), _latents(1024, 16)
+    return made | {"576 latents few": few, "576 latents": latents, "576 latents gradient": latents | {"mode": "train"}}
 
 
 def measure(target: str, call: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -77,17 +79,21 @@ def measure(target: str, call: dict[str, Any], kind: str) -> dict[str, Any]:
         operation_configs=configs,
     )  # fmt: skip
     q_len, kv_len = (call[name].shape[1] for name in ("query", "key"))
-    arguments = call | {"mask": MASK, "mode": "prefill", "query_offset": kv_len - q_len}
+    arguments = {"mask": MASK, "mode": "prefill", "query_offset": kv_len - q_len} | call
     attend = OperationRegistry.create("flash_attn2", metadata)
     report = verify_call(attend, arguments, target)
-    plan, (one,) = report.plan, report.passes
+    plan, backward = report.plan, arguments["mode"] == "train"
+    one = report.passes[backward]
     if one.failure is not None or plan is None:
         raise RuntimeError(str(one.failure))
-    sizes = plan.runs.passes(plan.config, False)
+    sizes = plan.runs.passes(plan.config, backward)
     cost = gpu_cost(plan.problem, plan.placement, plan.config, sizes, one.kernels)
     rows = np.arange(q_len)[:, None] + kv_len - q_len
     live = int(MASK.test(rows, rows, np.arange(kv_len)[None]).sum()) * call["query"].shape[2] * call["query"].shape[0]
-    used = [{"kernel": k.name, "registers": k.registers, "stack": k.stack_bytes} for k in one.kernels]
+    names = [size.kernel for size in sizes]
+    used = [
+        {"kernel": k.name, "registers": k.registers, "stack": k.stack_bytes} for k in one.kernels if k.name in names
+    ]
     return {"stalls": cost.stalls / live, "tile": [sizes[0].block_q, sizes[0].block_kv], "kernels": used}
 
 

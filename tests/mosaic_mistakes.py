@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # A race, a phase that nobody has waited for, one that was missed or comes too late, arrivals that complete none.
 NOTICED = (
     "RACE DETECTED", "Barrier completed phase", "must do so in all phases", "must observe each barrier completion",
-    "barrier is already at phase", "arrivals pending",
+    "missed observing phase", "barrier is already at phase", "arrivals pending",
 )  # fmt: skip
 SECONDS = 600
 

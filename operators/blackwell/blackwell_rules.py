@@ -17,13 +17,7 @@ def _few_int8(problem: AttentionProblem, config: FlashAttention2Config) -> bool:
     return "int8" in problem.quantised.values() and rows <= _FEW and not is_asked(config)
 
 
-_GENERATION = Generation(
-    "blackwell",
-    BLACKWELL_FIELDS,
-    "tensor memory",
-    lambda columns: f"{columns} columns of tensor memory beside those of a tile, of 512",
-    vma=False,
-)
+_GENERATION = Generation("blackwell", BLACKWELL_FIELDS, "tensor memory", vma=False)
 BLACKWELL_RULES = (
     *mosaic_rules(_GENERATION),
     Rule(

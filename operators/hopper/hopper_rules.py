@@ -16,6 +16,5 @@ HOPPER_RULES = mosaic_rules(
         # tiles are swizzled by half as many columns, it is 32.
         | {"block_q_dkv": (FEW, *_BLOCKS), "block_kv": KEYS, "block_kv_dq": (FEW, *KEYS)},
         "registers",
-        room=None,
     )
 )

@@ -11,7 +11,7 @@ from ...planning import AttentionProblem
 from ..mosaic.kernel.mosaic_sizes import MosaicSizes, column_parts, equal_share
 from ..mosaic.linker import registers_move
 from ..mosaic.mosaic_sizes import MOSAIC_FIELDS, Sizing, columns
-from .kernel.hopper_sizes import FEW, KEYS, ROWS, conversions, divided, latent_sums, shared_bytes
+from .kernel.hopper_sizes import FEW, KEYS, ROWS, conversions, divided, latent_halves, shared_bytes
 
 __all__ = ["HopperSizing"]
 
@@ -155,7 +155,7 @@ def _registers(which: str, problem: AttentionProblem, sizes: MosaicSizes) -> int
         return value_dim // column_parts(value_dim) // 2 + sizes.block_kv // 2 + sizes.block_kv // 4
     block = sizes.block_kv if which == "dq" else sizes.block_q
     if problem.value_columns is not None:
-        return max(sum(one.columns for one in part) for part in latent_sums(dim, value_dim)) // 2 + block + block // 4
+        return max(sum(one.columns for one in part) for part in latent_halves(dim, value_dim)) // 2 + block + block // 4
     if which == "dq":
         return dim // 2 + block + block // 4
     sums = max(dim, value_dim) if divided(dim, value_dim) else dim + value_dim

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -31,13 +31,11 @@ _PADDED = 4 / 3  # columns computed for each of a head's
 @dataclass(frozen=True)
 class Generation:
     """The kernels of a generation. name: in codes. fields: the sizes that can be declared, by field. sums: where a tile's sums
-    are held. room: what those of a gradient of so many columns take there; None where they fit. warps: fields of warps that
-    aren't read. vma: whether they are traced in a shard_map with check_vma=True."""
+    are held. warps: fields of warps that aren't read. vma: whether they are traced in a shard_map with check_vma=True."""
 
     name: str
     fields: Mapping[str, tuple[int, ...]]
     sums: str
-    room: Callable[[int], str] | None
     warps: tuple[str, ...] = WARPS
     vma: bool = True
 
@@ -130,7 +128,7 @@ def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
             f"head_dim={{p.head_dim}}, value dim {{p.value_dim}}: a tile's sums are held in {of.sums}, up to a dim of {_MAX_DIM}",
             "Use 'vanilla'.",
         ),
-        *_latent_rules(of),
+        _latent_rule(of),
         Rule(
             f"{of.name}.padding",
             "head_dim",
@@ -148,30 +146,14 @@ def mosaic_rules(of: Generation) -> tuple[Rule, ...]:
     )
 
 
-def _latent_rules(of: Generation) -> tuple[Rule, ...]:
+def _latent_rule(of: Generation) -> Rule:
     """Where values are the first numbers of their keys."""
     dim, value_dim = _MAX_LATENT
-    held = Rule(
+    return Rule(
         f"{of.name}.latent_dim",
         "head_dim",
         lambda p, c: p.value_columns is None or (p.head_dim <= dim and columns(p)[1] <= min(value_dim, columns(p)[0])),
         f"head_dim={{p.head_dim}}, whose first {{p.value_dim}} are the value: shared memory and {of.sums} hold up to {dim} "
         f"and {value_dim}, and values of more than {MOST_COLUMNS} in steps of 128",
         "Nothing to change: the kernel in Triton runs.",
-    )
-    room = of.room
-    if room is None:
-        return (held,)
-    return (
-        held,
-        Rule(
-            f"{of.name}.latent_gradient",
-            "mode",
-            lambda p, c: p.value_columns is None or p.mode != "__train__",
-            lambda p, c: (
-                f"mode 'train', and values are the first {p.value_columns} numbers of their keys: the sums of such a gradient "
-                f"take {room(columns(p)[0])}"
-            ),
-            "Nothing to change: the kernel in Triton runs both passes. Pass mode='prefill' where there is no gradient.",
-        ),
     )

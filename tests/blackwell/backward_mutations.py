@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from attnops import Causal
 from attnops.operators.blackwell.kernel import backward, backward_keys, backward_query, blackwell_attention
+from attnops.operators.blackwell.kernel.backward_sizes import gradient_turns
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.operands import Operands, split_static
 from attnops.operators.mosaic.kernel import block
@@ -32,29 +33,38 @@ STAGES = 2
 
 
 class Kernel(NamedTuple):
-    """A kernel under test. start: barriers of what a block loads once. loaded: the barriers of tiles, and these tiles. sums: by
-    the names of their factors."""
+    """A kernel under test. start: barriers of what a block loads once. loaded: the barriers of tiles, and these tiles. factors:
+    of sums. dims: of keys and values; in_key: these are the first columns of keys."""
 
     sizes: MosaicSizes
     start: tuple[str, ...]
     loaded: dict[str, tuple[str, ...]]
-    sums: dict[str, str]
-    dim: int = 128
+    factors: tuple[str, ...]
+    dims: tuple[int, int] = (128, 128)
+    in_key: bool = False
+
+    @property
+    def turns(self) -> int:
+        """How often a block goes through its tiles."""
+        which = "dkv" if len(self.factors) > 1 else "dq"
+        return len(gradient_turns(which, *self.dims, in_key=self.in_key))
 
 
 PRODUCTS = "logits", "d_weights"
 BY_ROWS = {"rows": ("query_tiles", "d_output_tiles", "lse_tiles", "delta_tiles")}
-OF_KEYS = {"weights": "value_sums", "d_logits": "key_sums"}
+OF_KEYS = "weights", "d_logits"
+LATENTS = 480, 128  # in two turns; of the first one's columns some have values
 KERNELS = {
     "dq": Kernel(
-        MosaicSizes(128, 64, STAGES), ("rows_full",), {"key": ("key_tiles",), "value": ("value_tiles",)},
-        {"d_logits": "query_sums"},
+        MosaicSizes(128, 64, STAGES), ("rows_full",), {"key": ("key_tiles",), "value": ("value_tiles",)}, ("d_logits",)
     ),
     "dkv": Kernel(MosaicSizes(64, 128, STAGES), ("key_full", "value_full"), BY_ROWS, OF_KEYS),
-    # Its sums have one place, and one name.
-    "divided": Kernel(
-        MosaicSizes(64, 128, STAGES), ("key_full", "value_full"), BY_ROWS, dict.fromkeys(OF_KEYS, "value_sums"), 224
+    "divided": Kernel(MosaicSizes(64, 128, STAGES), ("key_full", "value_full"), BY_ROWS, OF_KEYS, (224, 224)),
+    "latent dq": Kernel(
+        MosaicSizes(128, 64, STAGES), ("rows_full", "d_output_full", "d_output_held"), {"key": ("key_tiles",)},
+        ("d_logits",), LATENTS, in_key=True,
     ),
+    "latent dkv": Kernel(MosaicSizes(64, 128, STAGES), ("key_full",), BY_ROWS, OF_KEYS, LATENTS, in_key=True),
 }  # fmt: skip
 
 
@@ -62,13 +72,18 @@ PLANTED = Planted(STAGES)
 CLASSES = backward_query.BlackwellQueryGradient, backward_keys.BlackwellKeyGradients
 
 
-def _released_before(sums: str, name: str) -> None:
-    """A place is said to be free before the product is issued that reads it last."""
+def _indices(ref: Any) -> Any:
+    """The first that a reference was cut with."""
+    return next(one.indices for one in ref.transforms if hasattr(one, "indices"))
+
+
+def _released_before(factors: tuple[str, ...], name: str, in_key: bool) -> None:
+    """A place is said to be free before the product is issued that reads it last. in_key: which has parts."""
 
     def multiply(to: Any, a: Any, b: Any, barrier: Any = None, **options: Any) -> None:
-        if PLANTED.name(to) == sums:
+        if PLANTED.name(a) in factors and not (in_key and _indices(to)[1].start):
             freed = PLANTED.refs[name]
-            plgpu.tcgen05_commit_arrive(freed.at[b.transforms[-1].indices[0]] if name.endswith("_free") else freed)
+            plgpu.tcgen05_commit_arrive(freed.at[_indices(b)[0]] if name.endswith("_free") else freed)
         plgpu.tcgen05_mma(to, a, b, barrier, **options)
 
     PLANTED.changed["tcgen05_mma"] = multiply
@@ -76,23 +91,23 @@ def _released_before(sums: str, name: str) -> None:
 
 
 def _products(change: Callable[[str, Any, Any, dict[str, Any]], tuple[Any, Any, dict[str, Any]]]) -> None:
-    """Products of other factors. change: of the name of the sums, the factors and the options."""
+    """Products of other factors. change: of the name of the first, the factors and the options."""
 
     def multiply(to: Any, a: Any, b: Any, barrier: Any = None, **options: Any) -> None:
-        a, b, options = change(PLANTED.name(to), a, b, options)
+        a, b, options = change(PLANTED.name(a), a, b, options)
         plgpu.tcgen05_mma(to, a, b, barrier, **options)
 
     PLANTED.changed["tcgen05_mma"] = multiply
 
 
-def _accumulate(sums: str, accumulate: bool) -> None:
+def _accumulate(factor: str, accumulate: bool) -> None:
     """A sum begins anew with each product, or with what was in its place."""
-    _products(lambda to, a, b, options: (a, b, options | ({"accumulate": accumulate} if to == sums else {})))
+    _products(lambda name, a, b, options: (a, b, options | ({"accumulate": accumulate} if name == factor else {})))
 
 
-def _values_of_next(sums: str) -> None:
+def _values_of_next(factor: str) -> None:
     """A sum's values are those of the next place."""
-    _products(lambda to, a, b, options: (a, PLANTED.next(b) if to == sums else b, options))
+    _products(lambda name, a, b, options: (a, PLANTED.next(b) if name == factor else b, options))
 
 
 def _a_phase_ahead(name: str) -> None:
@@ -165,6 +180,30 @@ def _loaded_early() -> None:
     _arrivals("value_free", 2)
 
 
+def _pieces_in_one_place() -> None:
+    """Both warpgroups store through the first one's place."""
+    plain = backward.BlackwellGradients.store_pieces
+
+    def store(self: Any, refs: Any, *given: Any) -> None:
+        plain(self, refs | {"pieces": _First(refs["pieces"])}, *given)
+
+    backward.BlackwellGradients.store_pieces = store  # type: ignore[method-assign]
+
+
+class _First:
+    """A reference that is always cut at its first place."""
+
+    def __init__(self, ref: Any) -> None:
+        self.ref = ref
+
+    @property
+    def at(self) -> Any:
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.ref.at[index * 0]
+
+
 def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
     """The mistakes of a kernel, by name."""
     made: dict[str, Callable[[], None]] = {
@@ -183,17 +222,17 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
             f"no wait for {name}_read": lambda name=name: PLANTED.without("barrier_wait", f"{name}_read"),
             f"{name} read by one": lambda name=name: _arrivals(f"{name}_read", 1),
         }
-    for factor, sums in kernel.sums.items():
+    for factor in kernel.factors:
         made |= {
             f"no wait for {factor}_full": lambda factor=factor: PLANTED.without("barrier_wait", f"{factor}_full"),
             f"no wait for {factor}_read": lambda factor=factor: PLANTED.without("barrier_wait", f"{factor}_read"),
             f"{factor} of one half": lambda factor=factor: _arrivals(f"{factor}_full", 1),
             f"{factor} said to be there early": lambda factor=factor: _early(factor),
-            f"{factor} free before the product": lambda f=factor, sums=sums: _released_before(sums, f"{f}_read"),
+            f"{factor} free before the product": lambda f=factor: _released_before((f,), f"{f}_read", kernel.in_key),
             f"{factor}_read a phase ahead": lambda factor=factor: _a_phase_ahead(f"{factor}_read"),
-            f"{sums} anew": lambda sums=sums: _accumulate(sums, False),
-            f"{sums} added to what was there": lambda sums=sums: _accumulate(sums, True),
-            f"{sums} of the next values": lambda sums=sums: _values_of_next(sums),
+            f"sums of {factor} anew": lambda factor=factor: _accumulate(factor, False),
+            f"sums of {factor} added to what was there": lambda factor=factor: _accumulate(factor, True),
+            f"sums of {factor} of the next values": lambda factor=factor: _values_of_next(factor),
         }
     for name, tiles in kernel.loaded.items():
         full, free = f"{name}_full", f"{name}_free"
@@ -208,19 +247,27 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
         for one in tiles:
             made[f"{one} in the next place"] = functools.partial(PLANTED.copy_to_next, one)
     made.pop("the next place of value_full waited for", None)  # waits forever
-    of_keys = len(kernel.sums) > 1
-    last = [*kernel.sums.values()][-1], "rows_free" if of_keys else "key_free"
+    of_keys = len(kernel.factors) > 1
+    # Where a turn has one factor, each is the last.
+    factors = kernel.factors if kernel.turns > 1 and not kernel.in_key else kernel.factors[-1:]
+    last = factors, "rows_free" if of_keys else "key_free", kernel.in_key
     made[f"{last[1]} before the last product"] = functools.partial(_released_before, *last)
-    if not of_keys:
+    if kernel.in_key:
+        made["no wait for sums_full"] = lambda: PLANTED.without("barrier_wait", "sums_full")
+        made["pieces not waited for"] = lambda: PLANTED.nothing("wait_smem_to_gmem")
+        made["pieces in one place"] = _pieces_in_one_place
+    if "d_output_held" in kernel.start:
+        made["d_output_held after one half"] = lambda: _arrivals("d_output_held", 1)
+    elif not of_keys:
         made["rows_full after one copy"] = lambda: _arrivals("rows_full", 1)
-    else:
+    if of_keys:
         made |= {
             "no wait for sums_full": lambda: PLANTED.without("barrier_wait", "sums_full"),
             "lse of the next place": lambda: _numbers({"lse_tiles": "lse_tiles"}),
             "delta of the next place": lambda: _numbers({"delta_tiles": "delta_tiles"}),
             "lse for delta": lambda: _numbers({"lse_tiles": "delta_tiles", "delta_tiles": "lse_tiles"}),
         }
-    if kernel.dim > 128:
+    if kernel.turns > 1 and not kernel.in_key:
         made |= {
             "no wait for value_free": lambda: PLANTED.without("barrier_wait", "value_free"),
             "value_free before it is written": _loaded_early,
@@ -228,25 +275,32 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
     return made
 
 
-def right(which: str, kernel: Kernel) -> bool:
+def right(kernel: Kernel) -> bool:
     """Whether the kernel's numbers are right."""
     tiles = MosaicTiles(kernel.sizes, kernel.sizes, kernel.sizes)
-    dim = kernel.dim
-    part = blackwell_attention.PartialBlackwell("bthd", dim**-0.5, None, "cuda", True, None, tiles=tiles)
+    dim, value_dim = kernel.dims
+    columns = value_dim if kernel.in_key else None
+    part = blackwell_attention.PartialBlackwell(
+        "bthd", dim**-0.5, None, "cuda", True, None, tiles=tiles, value_columns=columns
+    )
     rng = np.random.default_rng(0)
-    shapes = [(1, n, 1, dim) for n in (Q_LEN, KV_LEN, KV_LEN, Q_LEN)]
+    shapes = [(1, n, 1, d) for n, d in ((Q_LEN, dim), (KV_LEN, dim), (KV_LEN, value_dim), (Q_LEN, value_dim))]
     q, k, v, pull = (rng.standard_normal(shape).astype(jnp.bfloat16) for shape in shapes)
+    v = k[..., :value_dim] if kernel.in_key else v
     static, dynamic = split_static(LocalMask(Causal(), 0, Q_LEN, KV_LEN, OFFSET), None)
-    operands = Operands(*map(jnp.asarray, (q, k, v)), None, None)
+    operands = Operands(jnp.asarray(q), jnp.asarray(k), None if kernel.in_key else jnp.asarray(v), None, None)
     seen = np.arange(KV_LEN) <= np.arange(Q_LEN)[:, None] + OFFSET
     exact, known = [x.astype(np.float64) for x in (q, k, v)], {"scale": dim**-0.5, "mask": seen[None, None]}
     reference = reference_attention(*exact, **known)
     shift = jnp.asarray(reference.lse * np.log2(np.e), jnp.float32)
     delta = jnp.asarray((reference.output * pull.astype(np.float64)).sum(-1).swapaxes(1, 2), jnp.float32)
     gradients = part.gradients(static, operands, dynamic, jnp.asarray(pull), shift, delta)
-    names = ("query",) if which == "dq" else ("key", "value")
-    got = [gradients.of_query()] if which == "dq" else [x for x in gradients.of_keys() if x is not None]
+    of_query = len(kernel.factors) == 1
+    names = ("query",) if of_query else ("key", "value")[: 2 - kernel.in_key]
+    got = [gradients.of_query()] if of_query else [x for x in gradients.of_keys() if x is not None]
     of_all = reference_gradients(*exact, pull.astype(np.float64), None, **known)
+    if kernel.in_key:
+        of_all["key"][..., :value_dim] += of_all["value"]
     want = [of_all[name] for name in names]
     errors = [np.abs(np.asarray(x, np.float64) - y).max() / np.abs(y).max() for x, y in zip(got, want, strict=True)]
     return all(error < 2e-2 for error in errors)  # NaN is wrong too
@@ -258,7 +312,7 @@ def main(which: str, name: str, times: str = "1") -> None:
     PLANTED.into(backward.BlackwellGradients, (block, backward, backward_keys, backward_query))
     mutations(kernel)[name]()
     for _ in range(int(times)):
-        print("unnoticed" if right(which, kernel) else "numbers")
+        print("unnoticed" if right(kernel) else "numbers")
 
 
 if __name__ == "__main__":

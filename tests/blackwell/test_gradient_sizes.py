@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from mosaic_plans import B200, mosaic_plan
 
-from attnops import Causal, ConfigError
+from attnops import Causal, ConfigError, OperationMetadata, OperationRegistry
+from attnops.compat import abstract_device
 from attnops.masks import Blocks
-from attnops.operators.blackwell.kernel.backward_sizes import gradient_bytes, gradient_columns
+from attnops.operators.blackwell.kernel.backward_sizes import gradient_bytes, gradient_columns, gradient_turns
+from attnops.operators.call.key_columns import KeyColumns
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
 
@@ -85,4 +89,89 @@ def test_more_tensor_memory_than_there_is(config: dict[str, int], hint: str) -> 
     assert plan.method != "forward_blackwell"
     blackwell = plan.operation.implementation("forward_blackwell", plan.problem.config)
     with pytest.raises(ConfigError, match=f"columns of tensor memory.*{hint}"):
+        blackwell.resolve(plan.problem, plan.placement)
+
+
+def _of_latents(dims: tuple[int, int], mode: str = "train", **config: int) -> Any:
+    mesh = AbstractMesh((1,), ("fsdp",), abstract_device=abstract_device(B200, 1, "gpu"))
+    metadata = OperationMetadata(
+        mesh=mesh, operation_configs={"flash_attn2": config}, tuning="off", runtime_dtype="bfloat16"
+    )
+    q, k = (jax.ShapeDtypeStruct((2, 2048, heads, dims[0]), "bfloat16") for heads in (128, 1))
+    call = {"mask": Causal(), "query_offset": 0, "mode": mode, "softmax_scale": 0.1}
+    return OperationRegistry.create("flash_attn2", metadata).plan(q, k, KeyColumns(dims[1]), **call)
+
+
+# dims of latents -> (rows and stages of tiles that the gradient of keys goes through; keys and stages of the query's)
+LATENTS = {
+    (576, 512): ((32, 1), (32, 2)),
+    (448, 384): ((32, 2), (32, 2)),
+    (432, 256): ((32, 2), (32, 2)),
+    (320, 256): ((64, 2), (64, 2)),
+    (128, 64): ((128, 2), (128, 4)),
+}
+
+
+@pytest.mark.parametrize("dims", LATENTS, ids=str)
+def test_latents(dims: tuple[int, int]) -> None:
+    plan = _of_latents(dims)
+    assert (plan.method, plan.rejected) == ("forward_blackwell", ())
+    tiles = tiles_of(plan.config)
+    (rows, of_keys), (keys, of_queries) = LATENTS[dims]
+    assert (tiles.dkv, tiles.dq) == ((rows, 128, of_keys), (128, keys, of_queries))
+    counted = plan.runs.memory(plan.problem, plan.placement, plan.config)
+    for which in ("dkv", "dq"):
+        held = counted[f"attnops_blackwell_{which}"]
+        assert held["value"] == 0
+        assert sum(held.values()) <= SHARED
+        assert sum(gradient_columns(which, getattr(tiles, which), *dims, in_key=True).values()) <= COLUMNS
+
+
+@pytest.mark.parametrize("value_dim", [32, 256, 384, 512])
+def test_latents_of_any_dim_fit(value_dim: int) -> None:
+    for dim in range(value_dim, 577, 32):
+        assert _of_latents((dim, value_dim)).method == "forward_blackwell", dim
+
+
+@pytest.mark.parametrize(
+    ("which", "dims", "turns"),
+    [
+        ("dkv", (576, 512), (((0, 160, True), (160, 128, True)), ((288, 224, True), (512, 64, False)))),
+        ("dkv", (576, 128), (((0, 128, True), (128, 160, False)), ((288, 160, False), (448, 128, False)))),
+        ("dkv", (320, 256), (((0, 256, True), (256, 64, False)),)),
+        ("dq", (576, 512), (((0, 192, True),), ((192, 192, True),), ((384, 128, True), (512, 64, False)))),
+        ("dq", (320, 256), (((0, 256, True), (256, 64, False)),)),
+    ],
+)
+def test_columns_of_each_turn(which: str, dims: tuple[int, int], turns: Any) -> None:
+    """(the first, how many, whether values have them) of the parts that one product can have."""
+    found = gradient_turns(which, *dims, in_key=True)
+    assert tuple(tuple((one.first, one.columns, "value" in one.of) for one in turn) for turn in found) == turns
+
+
+def test_memory_of_latents_counted_by_hand() -> None:
+    """Beside 128 keys of 576 columns a tile of 32 rows, with 512 of the output's gradient; beside 128 rows two tiles of keys,
+    and in tensor memory the output's gradient. What is stored passes through two places of 16 columns."""
+    held = gradient_bytes("dkv", MosaicSizes(32, 128, 1), 576, 512, in_key=True)
+    names = "key", "value", "query", "d_output", "lse", "pieces"
+    assert [held[name] for name in names] == [n * KIB for n in (144, 0, 36, 32, 2, 8)]
+    held = gradient_bytes("dq", MosaicSizes(128, 32, 2), 576, 512, in_key=True)
+    assert [held[name] for name in names] == [n * KIB for n in (72, 0, 144, 0, 0, 8)]
+    assert sum(gradient_columns("dkv", MosaicSizes(32, 128, 1), 576, 512, in_key=True).values()) == 288 + 2 * 32
+    assert sum(gradient_columns("dq", MosaicSizes(128, 32, 2), 576, 512, in_key=True).values()) == 192 + 2 * 32 + 256
+
+
+@pytest.mark.parametrize(
+    ("dims", "config", "words"),
+    [
+        ((576, 512), {"block_q_dkv": 64, "num_stages_dkv": 1}, "bytes of shared memory"),
+        ((576, 512), {"block_kv_dq": 64, "num_stages_dq": 1}, "columns of tensor memory.*block_kv_dq=32"),
+        ((448, 256), {"block_q_dkv": 64}, "columns of tensor memory.*block_q_dkv=32"),
+    ],
+)
+def test_declared_tiles_of_latents_that_do_not_fit(dims: tuple[int, int], config: dict[str, int], words: str) -> None:
+    plan = _of_latents(dims, **config)
+    assert plan.method != "forward_blackwell"
+    blackwell = plan.operation.implementation("forward_blackwell", plan.problem.config)
+    with pytest.raises(ConfigError, match=words):
         blackwell.resolve(plan.problem, plan.placement)

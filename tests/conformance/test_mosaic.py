@@ -37,7 +37,6 @@ def test_agrees_or_refuses(generation: str, name: str, layout: str, dtype: str) 
         for r in rejected.reasons
         if rejected.implementation.endswith(f"_{generation}")
     }
-    refusal |= {"blackwell.latent_gradient"} if plan.problem.values_in_key and generation == "blackwell" else set()
     assert codes == refusal
     if refusal:
         assert plan.implementation is None

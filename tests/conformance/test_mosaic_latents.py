@@ -21,7 +21,8 @@ if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: the interpreter of {JAX_NEEDED} looks for races", allow_module_level=True)
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("generation", harness.MOSAIC)]
-SCALE, DTYPE = 0.1, "bfloat16"
+DTYPE = "bfloat16"
+SCALE, GRADIENT_SCALE = 0.1, 0.04  # sharper weights leave differences of few digits
 # (dims of key and value, queries, keys, heads, sizes that are declared)
 CALLS: dict[str, tuple[tuple[int, int], int, int, int, dict[str, Any]]] = {
     "decoding": ((576, 512), 1, 300, 16, {}),
@@ -43,15 +44,15 @@ def _arrays(dims: tuple[int, int], q_len: int, kv_len: int, heads: int) -> tuple
     return query, key, pull
 
 
-def _attend(generation: str, config: dict[str, Any], layout: str = "bthd") -> Any:
+def _attend(generation: str, config: dict[str, Any], layout: str = "bthd", scale: float = SCALE) -> Any:
     kernel = (harness.MOSAIC[generation].config or {})["kernel"]
     configs = {"flash_attn2": {"interpret": True, "kernel": kernel, **config}}
-    return Attention("flash_attn2", operation_configs=configs, softmax_scale=SCALE, layout=layout, fallback="error")
+    return Attention("flash_attn2", operation_configs=configs, softmax_scale=scale, layout=layout, fallback="error")
 
 
-def _known(query: np.ndarray, key: np.ndarray, left: int = 60) -> dict[str, Any]:
+def _known(query: np.ndarray, key: np.ndarray, left: int = 60, scale: float = SCALE) -> dict[str, Any]:
     rows, keys = np.arange(query.shape[1])[:, None] + key.shape[1] - query.shape[1], np.arange(key.shape[1])
-    return {"scale": SCALE, "mask": ((keys <= rows) & (keys >= rows - left))[None, None]}
+    return {"scale": scale, "mask": ((keys <= rows) & (keys >= rows - left))[None, None]}
 
 
 def _close(got: Any, want: np.ndarray, tolerance: float) -> None:
@@ -86,7 +87,8 @@ def test_forward(generation: str, name: str) -> None:
     np.testing.assert_allclose(np.asarray(got.lse), want.lse, atol=2e-2)
 
 
-# As CALLS: gradients by kernels, where those of a generation are written
+_BIAS = np.random.default_rng(1).standard_normal((1, 2, 70, 140))
+# As CALLS
 GRADIENTS: dict[str, tuple[tuple[int, int], int, int, int, dict[str, Any]]] = {
     "two heads": ((576, 512), 70, 140, 2, {}),
     "one stage": ((576, 512), 40, 100, 1, {"num_stages_dkv": 1, "num_stages_dq": 1}),
@@ -96,20 +98,31 @@ GRADIENTS: dict[str, tuple[tuple[int, int], int, int, int, dict[str, Any]]] = {
     "columns that are padded": ((90, 40), 80, 100, 1, {}),
     "columns of one step": ((32, 32), 80, 100, 1, {}),
     "larger tiles": ((128, 64), 130, 140, 2, {"block_q_dkv": 64, "block_kv_dq": 64}),
+    "more columns than the values": ((480, 256), 140, 150, 1, {}),
+    "keys that nobody sees": ((480, 384), 40, 300, 1, {}),
+}
+# (arguments of the call, of the reference), of two heads
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "soft cap": ({"logits_soft_cap": 2.0}, {"soft_cap": 2.0}),
+    "sinks": ({"softmax_aux": np.float32([0.5, -1])}, {"sinks": np.float64([0.5, -1])}),
+    "bias": ({"bias": _BIAS.astype(np.float32)}, {"bias": _BIAS}),
+    "lse": ({"return_lse": True}, {}),
 }
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients(generation: str, name: str) -> None:
-    if generation != "hopper":
-        pytest.skip("its latent_gradient rule refuses them")
     dims, q_len, kv_len, heads, config = GRADIENTS[name]
     _check_gradients(generation, "train", "bhtd" if heads == 2 else "bthd", dims, q_len, kv_len, heads, config)
 
 
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_of_gradients(generation: str, name: str) -> None:
+    _check_gradients(generation, "train", "bthd", (480, 384), 70, 140, 2, {}, *FEATURES[name])
+
+
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
 def test_gradients_of_a_call_that_was_not_declared_to_have_any(generation: str, layout: str) -> None:
-    """By XLA, a block at a time, where no kernel has them."""
     _check_gradients(generation, "prefill", layout, (96, 64), 70, 100, 2, {"kv_splits": 1})
 
 
@@ -122,18 +135,24 @@ def _check_gradients(
     kv_len: int,
     heads: int,
     config: dict[str, Any],
+    more: dict[str, Any] | None = None,
+    more_known: dict[str, Any] | None = None,
 ) -> None:
     query, key, pull = _arrays(dims, q_len, kv_len, heads)
-    known, exact = _known(query, key), [x.astype(np.float64) for x in (query, key, pull)]
-    want = reference_gradients(exact[0], exact[1], exact[1][..., : dims[1]], exact[2], None, **known)
+    known = _known(query, key, scale=GRADIENT_SCALE) | (more_known or {})
+    exact = [x.astype(np.float64) for x in (query, key, pull)]
+    call = {"mask": Causal() & SlidingWindow(60), "query_offset": kv_len - q_len, "mode": mode} | (more or {})
+    d_lse = np.float32(np.arange(heads * q_len).reshape(1, heads, q_len) % 3 - 1) if "return_lse" in call else None
+    want = reference_gradients(exact[0], exact[1], exact[1][..., : dims[1]], exact[2], d_lse, **known)
     want["key"][..., : dims[1]] += want["value"]
-    attend = _attend(generation, config, layout)
-    call = {"mask": Causal() & SlidingWindow(60), "query_offset": kv_len - q_len, "mode": mode}
+    attend = _attend(generation, config, layout, GRADIENT_SCALE)
 
     def loss(q: Any, k: Any) -> Any:
-        output = attend(q, k, KeyColumns(dims[1]), **call).attention_outputs
+        result = attend(q, k, KeyColumns(dims[1]), **call)
+        output = result.attention_outputs
         output = output if layout == "bthd" else output.swapaxes(1, 2)
-        return (output.astype(jnp.float32) * pull.astype(jnp.float32)).sum()
+        total = (output.astype(jnp.float32) * pull.astype(jnp.float32)).sum()
+        return total if d_lse is None else total + (result.lse * d_lse).sum()
 
     given = [jnp.asarray(x if layout == "bthd" else x.swapaxes(1, 2)) for x in (query, key)]
     assert attend.plan(*given, KeyColumns(dims[1]), **call).method == f"forward_{generation}"

@@ -23,7 +23,7 @@ from attnops import (
 )
 from attnops.compat import abstract_device
 from attnops.operators.call.key_columns import KeyColumns
-from attnops.operators.hopper.kernel.hopper_sizes import latent_sums, shared_bytes
+from attnops.operators.hopper.kernel.hopper_sizes import latent_halves, shared_bytes
 from attnops.operators.mosaic import linker
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
@@ -332,7 +332,7 @@ def test_gradients_of_latents(dims: tuple[int, int]) -> None:
 )
 def test_columns_of_two_warpgroups(dims: tuple[int, int], of_each: Any) -> None:
     """(the first, how many, whether values have them) of the parts that one product can have, of at most 256."""
-    found = latent_sums(*dims)
+    found = latent_halves(*dims)
     assert tuple(tuple((one.first, one.columns, "value" in one.of) for one in parts) for parts in found) == of_each
 
 

@@ -7,15 +7,19 @@ from typing import Any
 
 import jax
 import pytest
-from mosaic_calls import FEATURES, MASKS, REPEATED
+from mosaic_calls import DROPOUT, FEATURES, MASKS, REPEATED
 from mosaic_plans import mosaic_report
 
+from attnops import Causal, OperationMetadata, OperationRegistry
+from attnops.operators.call.key_columns import KeyColumns
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
+from attnops.verify.call import verify_call
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse
 from attnops.verify.gpu.gpu_mesh import has_cuda_plugin
 from attnops.verify.gpu.sass import disassembler
 from attnops.verify.report import TargetReport
+from attnops.verify.targets import target_of
 
 if not has_cuda_plugin() or importlib.util.find_spec("cramjam") is None:
     pytest.skip("pip install 'attnops[cuda-compile]'", allow_module_level=True)
@@ -105,3 +109,50 @@ def test_a_function_that_reads_its_logit_several_times() -> None:
 @pytest.mark.parametrize("lengths", [(1000, 1000), (130, 777), (1024, 60)])
 def test_lengths_that_end_within_a_tile(lengths: tuple[int, int]) -> None:
     assert [kernel.stack_bytes for kernel in _gradients(_report(lengths=lengths))] == [0, 0]
+
+
+def _of_latents(dims: tuple[int, int], lengths: tuple[int, int] = (1024, 1024), **call: Any) -> TargetReport:
+    mesh = target_of("b200").mesh({"fsdp": 1})
+    metadata = OperationMetadata(mesh=mesh, fallback="error", tuning="off", runtime_dtype="bfloat16")
+    q, k = (jax.ShapeDtypeStruct((1, n, h, dims[0]), "bfloat16") for n, h in zip(lengths, (4, 1), strict=True))
+    arguments = {"query": q, "key": k, "value": KeyColumns(dims[1]), "mask": Causal(), "softmax_scale": 0.1}
+    arguments |= {"query_offset": lengths[1] - lengths[0], "mode": "train", **call}
+    return verify_call(OperationRegistry.create("flash_attn2", metadata), arguments, "b200")
+
+
+# dims -> how often a block goes through its tiles, for keys and for a query
+LATENTS = {
+    (576, 512): (2, 3), (544, 512): (2, 3), (576, 256): (2, 2), (448, 384): (1, 2), (320, 256): (1, 1), (288, 256): (1, 1),
+    (160, 128): (1, 1), (128, 64): (1, 1),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", LATENTS, ids=str)
+def test_latents(dims: tuple[int, int]) -> None:
+    report = _of_latents(dims)
+    assert [kernel.stack_bytes for kernel in _gradients(report)] == [0, 0]
+    _check_loops(report)
+    if disassembler():  # over tiles with and without a mask
+        assert tuple(len(kernel.loops or ()) // 2 for kernel in _gradients(report)) == LATENTS[dims]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "call", [*({"mask": MASKS[name]} for name in ("window", "segments", "lengths")), *FEATURES[:3], DROPOUT]
+)
+def test_features_of_latents(call: dict[str, Any]) -> None:
+    assert [kernel.stack_bytes for kernel in _gradients(_of_latents((576, 512), **call))] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(1000, 1000), (130, 777)])
+def test_latents_that_end_within_a_tile(lengths: tuple[int, int]) -> None:
+    assert [kernel.stack_bytes for kernel in _gradients(_of_latents((576, 512), lengths))] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_narrow_tiles(dim: int) -> None:
+    report = _report(dims=(dim, dim), config={"block_q_dkv": 32, "block_kv_dq": 32})
+    assert [kernel.stack_bytes for kernel in _gradients(report)] == [0, 0]

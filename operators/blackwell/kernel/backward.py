@@ -9,13 +9,15 @@ One warpgroup only loads, and one only issues products.
 
 A factor for each element leads from the gradient of the logits to that of the products. It is applied to the weights, before
 other numbers take registers.
+
+Where tensor memory can't hold all sums, a block goes through its tiles several times, and has a part of the sums each time.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...mosaic.kernel.block import WARPGROUPS, MosaicBlock
-from .backward_sizes import COMPUTING
+from ...mosaic.kernel.mosaic_sizes import DIM_STEP, Sums
+from .backward_sizes import COMPUTING, FEW, PIECE, STEPS, gradient_turns
+from .blackwell_sizes import ROWS
 from .tile import OUTPUT, TILE
 
 __all__ = ["BY_ROWS", "BlackwellGradients"]
@@ -33,7 +37,8 @@ __all__ = ["BY_ROWS", "BlackwellGradients"]
 BY_ROWS = {"query": "lse", "d_output": "delta"}
 _MULTIPLIES, _LOADS = COMPUTING, COMPUTING + 1  # warpgroups that don't compute
 # Registers of a thread: those that compute, the one that multiplies and the one that loads. 512 threads have 128 each at first.
-_MANY, _FEW = 208, 48
+_REGISTERS = (208, 48)
+_OF_LATENTS = (176, 80)  # of tiles of 64 rows or keys, or fewer: products of many columns have more descriptors
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,28 @@ class BlackwellGradients(MosaicBlock):
     ended, read when both warpgroups that compute have them in registers. 'weights' and 'd_logits' are factors: full when both
     have written them, read when the product with them has ended, and at first."""
 
+    which: ClassVar[str]  # as in a MosaicTiles
+
+    @property
+    def turns(self) -> tuple[tuple[Sums, ...], ...]:
+        """What is summed each time that the block goes through its tiles."""
+        return gradient_turns(self.which, *self.dims, in_key=self.in_key)
+
+    @property
+    def summed(self) -> int:
+        """Columns of the sums of a turn."""
+        return max(sum(one.columns for one in turn) for turn in self.turns)
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether sums aren't stored through the place of what they are of, which a later turn reads."""
+        return self.in_key and len(self.turns) > 1
+
+    def swizzled(self, lines: int) -> int | None:
+        """The columns of a tile that are swizzled together: a product goes through as many lines of a tile at once, and each part
+        of a latent's columns begins with such a step."""
+        return DIM_STEP if self.in_key or lines == FEW else None
+
     @property
     def warpgroups(self) -> int:
         """Those that compute, one that issues products, one that loads."""
@@ -49,20 +76,22 @@ class BlackwellGradients(MosaicBlock):
 
     def __call__(self, refs: dict[str, Any]) -> None:
         warpgroup = lax.axis_index(WARPGROUPS)
+        tile = self.sizes.block_q if self.which == "dkv" else self.sizes.block_kv
+        many, few = _OF_LATENTS if self.in_key and tile <= STEPS[0] else _REGISTERS
 
         @pl.when(warpgroup < COMPUTING)
         def _compute() -> None:
-            plgpu.set_max_registers(_MANY, action="increase")
+            plgpu.set_max_registers(many, action="increase")
             self.compute(refs, self.place(), warpgroup)  # one program for both
 
         @pl.when(warpgroup == _MULTIPLIES)
         def _multiply() -> None:
-            plgpu.set_max_registers(_FEW, action="decrease")
+            plgpu.set_max_registers(few, action="decrease")
             self.multiply(refs, self.place())
 
         @pl.when(warpgroup == _LOADS)
         def _load() -> None:
-            plgpu.set_max_registers(_FEW, action="decrease")
+            plgpu.set_max_registers(few, action="decrease")
             self.load(refs, self.place())
 
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], which: Any) -> None:
@@ -91,14 +120,14 @@ class BlackwellGradients(MosaicBlock):
         plgpu.commit_tmem()
         plgpu.barrier_arrive(refs[f"{name}_full"])
 
-    def store(self, refs: dict[str, Any], which: Any, some: Any, of: list[tuple[str, float, Any, Any]]) -> None:
-        """Sums, each by half of its columns, through shared memory. some: whether there are any. of: for each its name, a factor,
-        a place in shared memory and one in an array."""
-        for number, (name, scale, held, _) in enumerate(of):
+    def store(self, refs: dict[str, Any], which: Any, some: Any, of: list[tuple[Any, float, Any, Any]]) -> None:
+        """Sums, each by half of its columns, through shared memory. some: whether there are any. of: for each these, a factor, a
+        place in shared memory and one in an array."""
+        for number, (sums, scale, held, _) in enumerate(of):
             step, own = _step(held.shape[1]), lax.rem(which + number, COMPUTING)
             for first in range(0, held.shape[1], COMPUTING * step):
                 columns = pl.ds(first + own * step, step)
-                keep = functools.partial(self._keep, refs[name], scale, some, held, columns)
+                keep = functools.partial(self._keep, sums, scale, some, held, columns, columns)
                 pl.when(own == 0)(keep) if first + step == held.shape[1] else keep()  # a last piece has no other
         plgpu.wait_load_tmem()
         plgpu.commit_smem()
@@ -108,10 +137,29 @@ class BlackwellGradients(MosaicBlock):
             pl.when(which == number)(functools.partial(plgpu.copy_smem_to_gmem, held, target))
         plgpu.wait_smem_to_gmem(0)
 
-    def _keep(self, sums: Any, scale: float, some: Any, held: Any, columns: Any) -> None:
+    def store_pieces(self, refs: dict[str, Any], which: Any, some: Any, sums: Any, scale: float, target: Any) -> None:
+        """The same of one array, a few columns at a time; each of the warpgroups has a place for its own."""
+        held = refs["pieces"].at[which]
+
+        @pl.loop(0, sums.shape[1] // (COMPUTING * PIECE))
+        def _piece(number: Any) -> None:
+            columns = pl.ds((COMPUTING * number + which) * PIECE, PIECE)
+            self._keep(sums, scale, some, held, columns, pl.ds(0, PIECE))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(held, target.at[:, columns])
+            plgpu.wait_smem_to_gmem(0)
+
+        plgpu.wait_load_tmem()
+        plgpu.barrier_arrive(refs["stored"])
+
+    def _keep(self, sums: Any, scale: float, some: Any, held: Any, columns: Any, place: Any) -> None:
         x = plgpu.async_load_tmem(sums.at[:, columns], layout=OUTPUT) * scale
         x = jnp.where(jnp.broadcast_to(some, x.shape), x, 0.0)  # nothing was written where there are none
-        held.at[:, columns][...] = x.astype(held.dtype)
+        held.at[:, place][...] = x.astype(held.dtype)
+
+    def piece_places(self, dtype: Any) -> dict[str, Any]:
+        """Where `store_pieces` has them."""
+        return {"pieces": self.tiles(dtype, COMPUTING, ROWS, PIECE, step=PIECE)} if self.in_pieces else {}
 
     def products(self, *names: str) -> dict[str, Any]:
         """Barriers of tiles of products."""

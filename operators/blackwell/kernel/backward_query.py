@@ -1,9 +1,15 @@
-"""The gradient of the query: a block of threads has rows, and goes through the tiles of keys that they see."""
+"""The gradient of the query: a block of threads has rows, and goes through the tiles of keys that they see.
+
+Where values are the first columns of their keys, and tensor memory can't hold the sums of so many columns, a block sums a part
+each time. Shared memory has no room then for the output's gradient beside the query, so it is a factor in tensor memory; and
+gradients of logits take the places of those of weights once both warpgroups have these in registers. Tensor memory holds all sums
+of 64 rows, but their products take as long as those of 128 and have 64 keys at least: shared memory has room for one such tile.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,11 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...flash.kernel.weigh import weigh
 from ...kernels.scores import without_padded_rows
-from ...mosaic.kernel.block import along_rows
+from ...mosaic.kernel.block import along_rows, part_of
+from ...mosaic.kernel.mosaic_sizes import DIM_STEP, Sums
 from .backward import BY_ROWS, BlackwellGradients
 from .backward_sizes import COMPUTING, pipelined
 from .blackwell_sizes import ROWS
-from .tile import BY_ROW, BlackwellTile
+from .tile import BY_ROW, OUTPUT, BlackwellTile
 
 __all__ = ["BlackwellQueryGradient"]
 
@@ -25,93 +32,185 @@ __all__ = ["BlackwellQueryGradient"]
 class BlackwellQueryGradient(BlackwellGradients):
     """`block_q` rows of a query head."""
 
+    which: ClassVar[str] = "dq"
+
+    @property
+    def held(self) -> bool:
+        """Whether the output's gradient is in tensor memory."""
+        return len(self.turns) > 1
+
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """See BlackwellGradients."""
         batch, head, q_block = place
-        for name in BY_ROWS:
+
+        def hold(name: str, target: str, barrier: str) -> None:
             some = self.rows(refs[name], batch, head, q_block * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(some, refs[f"{name}_tile"], refs["rows_full"])
-        self.load_keys(refs, place)
+            plgpu.copy_gmem_to_smem(some, refs[target], refs[barrier])
+
+        if self.held:
+            hold("d_output", "d_output_rows", "d_output_full")
+            plgpu.barrier_wait(refs["d_output_held"])
+            hold("query", "query_tile", "rows_full")
+        else:
+            for name in BY_ROWS:
+                hold(name, f"{name}_tile", "rows_full")
+        self.load_keys(refs, place, times=len(self.turns))
 
     def multiply(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """See BlackwellGradients."""
-        batch, head, q_block = place
-        stages, ahead = self.sizes.stages, pipelined(self.sizes)
+        if self.held:
+            plgpu.barrier_wait(refs["d_output_held"])
         plgpu.barrier_wait(refs["rows_full"])
         plgpu.barrier_arrive(refs["d_logits_read"])
+        count = jnp.int32(0)
+        for number, turn in enumerate(self.turns):
+            if number:  # the sums before are read
+                plgpu.barrier_wait(refs["stored"])
+            count = self._multiply(refs, place, turn, count)
+            plgpu.tcgen05_commit_arrive(refs["sums_full"])
+
+    def _multiply(self, refs: dict[str, Any], place: tuple[Any, Any, Any], turn: tuple[Sums, ...], before: Any) -> Any:
+        """The products of all tiles for these sums. before: the number of tiles before these; returns it with them."""
+        batch, head, q_block = place
+        stages, ahead = self.sizes.stages, pipelined(self.sizes)
+        begin = turn[0].first
 
         def add(count: Any) -> None:
             slot = lax.rem(count, stages)
             plgpu.barrier_wait(refs["d_logits_full"])
-            plgpu.tcgen05_mma(refs["query_sums"], refs["d_logits"], refs["key_tiles"].at[slot], accumulate=count > 0)
+            for one in turn:
+                sums = refs["sums"].at[:, pl.ds(one.first - begin, one.columns)]
+                keys = part_of(refs["key_tiles"].at[slot], one)
+                plgpu.tcgen05_mma(sums, refs["d_logits"], keys, accumulate=count > before)
             plgpu.tcgen05_commit_arrive(refs["key_free"].at[slot])
             plgpu.tcgen05_commit_arrive(refs["d_logits_read"])
+
+        def multiply(name: str, rows: str, keys: str, slot: Any, place: str) -> None:
+            if keys in self.streams:
+                plgpu.barrier_wait(refs[f"{keys}_full"].at[slot])
+            plgpu.barrier_wait(refs[f"{place}_read"])
+            tile = self.columns_of(keys, refs[f"{'key' if self.in_key else keys}_tiles"].at[slot])
+            columns = tile.transpose((1, 0))
+            plgpu.tcgen05_mma(refs[name], refs[f"{rows}_tile"], columns, refs[f"{name}_full"], accumulate=False)
+
+        def add_last(count: Any) -> None:
+            """Those of the tile before."""
+            pl.when(count > before)(lambda: add(count - 1))
 
         def visit(kv_block: Any, count: Any, masked: bool) -> Any:
             del kv_block, masked
             slot = lax.rem(count, stages)
-            for name, rows, keys in (("logits", "query", "key"), ("d_weights", "d_output", "value")):
-                plgpu.barrier_wait(refs[f"{keys}_full"].at[slot])
-                plgpu.barrier_wait(refs[f"{name}_read"])
-                columns = refs[f"{keys}_tiles"].at[slot].transpose((1, 0))
-                plgpu.tcgen05_mma(refs[name], refs[f"{rows}_tile"], columns, refs[f"{name}_full"], accumulate=False)
-            plgpu.tcgen05_commit_arrive(refs["value_free"].at[slot])
-            if ahead:
-                pl.when(count > 0)(lambda: add(count - 1))
-            else:
+            multiply("logits", "query", "key", slot, "logits")
+            if ahead and self.held:
+                add_last(count)
+            multiply("d_weights", "d_output", "value", slot, "d_logits" if self.held else "d_weights")
+            if not self.in_key:
+                plgpu.tcgen05_commit_arrive(refs["value_free"].at[slot])
+            if ahead and not self.held:
+                add_last(count)
+            if not ahead:
                 add(count)
             return count + 1
 
-        count = self.table.fold_tiles(refs["schedule"], batch, head, q_block, 0, 1, visit, jnp.int32(0))
+        count = self.table.fold_tiles(refs["schedule"], batch, head, q_block, 0, 1, visit, before)
         if ahead:
-            pl.when(count > 0)(lambda: add(count - 1))
+            add_last(count)
+        return count
 
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], which: Any) -> None:
         """See BlackwellGradients."""
         batch, head, q_block = place
-        sizes, first_row, dtype = self.sizes, q_block * ROWS, refs["query_tile"].dtype
+        first_row = q_block * ROWS
+        plgpu.barrier_arrive(refs["logits_read"])
+        if self.held:
+            self._hold(refs, which)
+        else:
+            plgpu.barrier_arrive(refs["d_weights_read"])
+        numbers = (refs[name].at[batch, head, pl.ds(first_row, ROWS)] for name in BY_ROWS.values())
+        of_rows = [plgpu.load(some, layout=BY_ROW, optimized=False) for some in numbers]  # type: ignore[call-arg]
+        count = jnp.int32(0)
+        for turn in self.turns:
+            before, count = count, self._compute(refs, place, which, of_rows, count)
+            plgpu.barrier_wait(refs["sums_full"])
+            target = self.rows(refs["d_query"], batch, head, first_row, ROWS)
+            some, scale = count > before, self.logits.scale
+            if self.in_pieces:
+                columns = sum(one.columns for one in turn)
+                sums, target = refs["sums"].at[:, pl.ds(0, columns)], target.at[:, pl.ds(turn[0].first, columns)]
+                self.store_pieces(refs, which, some, sums, scale, target)
+            else:
+                self.store(refs, which, some, [(refs["sums"], scale, refs["query_tile"], target)])
+
+    def _hold(self, refs: dict[str, Any], which: Any) -> None:
+        """Half of the output's gradient to tensor memory."""
+        plgpu.barrier_wait(refs["d_output_full"])
+
+        @pl.loop(0, self.dims[1] // (COMPUTING * DIM_STEP))
+        def _part(number: Any) -> None:
+            columns = pl.ds((COMPUTING * number + which) * DIM_STEP, DIM_STEP)
+            some = plgpu.load(refs["d_output_rows"].at[:, columns], layout=OUTPUT)  # type: ignore[call-arg] # of jax 0.10
+            plgpu.async_store_tmem(refs["d_output_tile"].at[:, columns], some)
+
+        plgpu.commit_smem()  # of the reads
+        plgpu.commit_tmem()
+        plgpu.barrier_arrive(refs["d_output_held"])
+
+    def _compute(
+        self, refs: dict[str, Any], place: tuple[Any, Any, Any], which: Any, of_rows: list[Any], count: Any
+    ) -> Any:
+        """The gradients of the logits of all tiles. of_rows: the lse and delta of each row. count: as in `_multiply`."""
+        batch, head, q_block = place
+        sizes, dtype, (shift, delta) = self.sizes, refs["query_tile"].dtype, of_rows
         half = sizes.block_kv // COMPUTING
         columns = pl.ds(which * half, half)
-        for name in ("logits", "d_weights"):
-            plgpu.barrier_arrive(refs[f"{name}_read"])
-        numbers = (refs[name].at[batch, head, pl.ds(first_row, ROWS)] for name in BY_ROWS.values())
-        shift, delta = (plgpu.load(some, layout=BY_ROW, optimized=False) for some in numbers)  # type: ignore[call-arg]
 
         def visit(kv_block: Any, count: Any, masked: bool) -> Any:
             raw = self.take(refs, "logits", columns)
             first_key = kv_block * sizes.block_kv + which * half
-            tile = BlackwellTile(self.logits, refs, (batch, head), first_row, first_key, sizes, None, keys=half)
+            tile = BlackwellTile(self.logits, refs, (batch, head), q_block * ROWS, first_key, sizes, None, keys=half)
             x, factor, pull = weigh(tile, raw, masked)
             shifts = along_rows(shift, x.shape)
             x = without_padded_rows(self.logits.static_args.score, x, shifts)
             pulled = pull(jnp.exp2(x * factor - shifts))
             d_weights = tile.dropped(self.take(refs, "d_weights", columns), tile.keep())
             d_x = pulled * (d_weights - along_rows(delta, x.shape))
-            plgpu.barrier_wait(refs["d_logits_read"])
+            plgpu.barrier_wait(refs["d_weights_read" if self.held else "d_logits_read"])
             self.give(refs, "d_logits", d_x.astype(dtype), columns)
             return count + 1
 
-        count = self.table.fold_tiles(refs["schedule"], batch, head, q_block, 0, 1, visit, jnp.int32(0))
-        plgpu.barrier_wait(refs["d_logits_read"])
-        target = self.rows(refs["d_query"], batch, head, first_row, ROWS)
-        self.store(refs, which, count > 0, [("query_sums", self.logits.scale, refs["query_tile"], target)])
+        return self.table.fold_tiles(refs["schedule"], batch, head, q_block, 0, 1, visit, count)
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See MosaicBlock."""
-        sizes, (dim, value_dim) = self.sizes, self.dims
-        return {
-            "query_tile": self.tiles(dtype, ROWS, dim),
-            "d_output_tile": self.tiles(dtype, ROWS, value_dim),
-            "key_tiles": self.tiles(dtype, sizes.stages, sizes.block_kv, dim),
-            "value_tiles": self.tiles(dtype, sizes.stages, sizes.block_kv, value_dim),
-            "logits": plgpu.TMEM((ROWS, sizes.block_kv), jnp.float32),
-            "d_weights": plgpu.TMEM((ROWS, sizes.block_kv), jnp.float32),
-            "d_logits": plgpu.TMEM((ROWS, sizes.block_kv), dtype, packed=True),
-            "query_sums": plgpu.TMEM((ROWS, dim), jnp.float32),
-            "rows_full": plgpu.Barrier(num_arrivals=len(BY_ROWS)),
-            **self.barriers({"key": 1, "value": 1}, 1, orders_tensor_core=True),
+        sizes, step = self.sizes, self.swizzled(self.sizes.block_kv)
+        query, d_output = (self.tiles(dtype, ROWS, columns, step=step) for columns in self.dims)
+        products = plgpu.TMEM((ROWS, sizes.block_kv), jnp.float32)
+        factors = plgpu.TMEM((ROWS, sizes.block_kv), dtype, packed=True)
+        made: dict[str, Any] = {
+            "query_tile": query,
+            "d_output_tile": d_output,
+            "d_weights": products,
+            "d_logits": factors,
+        }
+        if self.held:
+            made = {
+                "query_tile d_output_rows": plgpu.RefUnion(query, d_output),
+                "d_output_tile": plgpu.TMEM((ROWS, self.dims[1]), dtype, packed=True),
+                "d_output_full": plgpu.Barrier(),
+                "d_output_held": plgpu.Barrier(num_arrivals=COMPUTING, orders_tensor_core=True),
+                "d_weights d_logits": plgpu.RefUnion(products, factors),
+            }
+        for name, columns in zip(self.streams, self.dims, strict=False):
+            made[f"{name}_tiles"] = self.tiles(dtype, sizes.stages, sizes.block_kv, columns, step=step)
+        return made | {
+            "logits": products,
+            "sums": plgpu.TMEM((ROWS, self.summed), jnp.float32),
+            "rows_full": plgpu.Barrier(num_arrivals=1 if self.held else len(BY_ROWS)),
+            **self.barriers(dict.fromkeys(self.streams, 1), 1, orders_tensor_core=True),
             **self.products("logits", "d_weights"),
             "d_logits_full": plgpu.Barrier(num_arrivals=COMPUTING, orders_tensor_core=True),
             "d_logits_read": plgpu.Barrier(orders_tensor_core=True),
-            "stored": plgpu.Barrier(num_arrivals=COMPUTING),
+            "sums_full": plgpu.Barrier(orders_tensor_core=True),
+            "stored": plgpu.Barrier(num_arrivals=COMPUTING, orders_tensor_core=self.held),
+            **self.piece_places(dtype),
         }

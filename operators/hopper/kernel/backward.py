@@ -23,10 +23,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...flash.kernel.weigh import weigh
 from ...kernels.scores import without_padded_rows
-from ...mosaic.kernel.block import Copies, along_columns, along_rows
-from ...mosaic.kernel.mosaic_sizes import DIM_STEP
+from ...mosaic.kernel.block import Copies, along_columns, along_rows, part_of
+from ...mosaic.kernel.mosaic_sizes import DIM_STEP, Sums
 from .block import HopperBlock, zeros
-from .hopper_sizes import ROWS, Sums, divided, key_warpgroups, latent_sums
+from .hopper_sizes import ROWS, divided, key_warpgroups, latent_halves
 from .tensor_cores import tensor_cores
 from .tile import BY_COLUMN, BY_ROW, HopperTile
 
@@ -43,10 +43,6 @@ class _HopperGradients(HopperBlock):
 
     sums_beside_dropout: ClassVar[int] = _SUMS_BESIDE_OTHERS
 
-    def columns_of(self, name: str, ref: Any) -> Any:
-        """Of a tile of keys, what is multiplied as keys or as values."""
-        return ref.at[:, pl.ds(0, self.dims[1])] if self.in_key and name == "value" else ref
-
     @property
     def most_sums(self) -> int:
         """Columns of the sums of a warpgroup."""
@@ -56,12 +52,6 @@ class _HopperGradients(HopperBlock):
         """Whether the tiles of a loop have no registers to spare for descriptors that are the same in every turn."""
         beside_mask = masked and self.most_sums > _SUMS_BESIDE_OTHERS
         return self.in_key or beside_mask or ("dropout" in refs and self.most_sums > self.sums_beside_dropout)
-
-    def in_loop(self, held: Any, number: int, turn: Any) -> Any:
-        """One of the tiles that a warpgroup holds, for the products of a turn. Those of many columns have dozens of descriptors,
-        which the compiler would keep in registers if they were the same in every turn. turn: a number of which it doesn't know
-        that it is never negative."""
-        return held.at[number + jnp.minimum(turn, 0)]
 
     def loaded(self, count: Any, turn: Any) -> Any:
         """The place of the count-th tile that is loaded. A single place is the same in every turn: see `in_loop`."""
@@ -93,11 +83,6 @@ def _meet(barrier: Any) -> None:
     plgpu.barrier_wait(barrier)
 
 
-def _part(ref: Any, sums: Sums) -> Any:
-    """The columns of these sums."""
-    return ref if ref.shape[1] == sums.columns else ref.at[:, pl.ds(sums.first, sums.columns)]
-
-
 @dataclass(frozen=True)
 class HopperQueryGradient(_HopperGradients):
     """`block_q` rows of a query head."""
@@ -119,7 +104,7 @@ class HopperQueryGradient(_HopperGradients):
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], warpgroup: Any) -> None:
         """See HopperBlock."""
         batch, head, q_block = place
-        group, parts = (0, latent_sums(*self.dims)[warpgroup]) if self.in_key else (warpgroup, self._whole)
+        group, parts = (0, latent_halves(*self.dims)[warpgroup]) if self.in_key else (warpgroup, self._whole)
         first_row = q_block * self.sizes.block_q + group * ROWS
         ready = refs["rows_full"].at[group]
         query, d_output = (refs[f"{name}_tile"].at[group] for name in _ROWS)
@@ -157,7 +142,7 @@ class HopperQueryGradient(_HopperGradients):
                 if not self.in_key:
                     plgpu.barrier_arrive(refs["value_free"].at[slot])
             d_x = pull(weights) * (tile.dropped(d_weights[0], keep) - along_rows(delta, x.shape))
-            pairs = [(d_x.astype(query.dtype), _part(keys, one)) for one in parts]
+            pairs = [(d_x.astype(query.dtype), part_of(keys, one)) for one in parts]
             sums = products.add_values(*zip(sums, pairs, strict=True))
             plgpu.barrier_arrive(refs["key_free"].at[slot])
             return count + 1, sums
@@ -167,7 +152,7 @@ class HopperQueryGradient(_HopperGradients):
         if self.in_key:  # the other warpgroup may still read the query
             _meet(refs["query_free"])
         for gradient, one in zip(sums, parts, strict=True):
-            _part(query, one)[...] = (gradient * self.logits.scale).astype(query.dtype)
+            part_of(query, one)[...] = (gradient * self.logits.scale).astype(query.dtype)
         plgpu.commit_smem()
         written = [(query, self.rows(refs["d_query"], batch, head, first_row, ROWS))]
         self.store(refs, "query_free", warpgroup, written)
@@ -234,7 +219,7 @@ class HopperKeyGradients(_HopperGradients):
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], warpgroup: Any) -> None:
         """See HopperBlock."""
         if self.in_key:
-            parts = latent_sums(*self.dims)[warpgroup]
+            parts = latent_halves(*self.dims)[warpgroup]
             self._sum(refs, place, warpgroup, 0, ("key",)[: 1 - warpgroup], parts)
             return
         whole = tuple(Sums((name,), 0, columns) for name, columns in zip(("key", "value"), self.dims, strict=True))
@@ -298,7 +283,7 @@ class HopperKeyGradients(_HopperGradients):
                 d_x = pull(weights) * (d_kept - along_columns(delta, x.shape))
                 # In one sum with the values', which have no such factor.
                 terms["key"] = ((d_x * self.logits.scale if self.in_key else d_x).astype(dtype), queries)
-            added = [[(terms[name][0], _part(terms[name][1], one)) for name in one.of] for one in parts]
+            added = [[(terms[name][0], part_of(terms[name][1], one)) for name in one.of] for one in parts]
             sums = products.add_values(*((total, *pairs) for total, pairs in zip(sums, added, strict=True)))
             plgpu.barrier_arrive(refs["rows_free"].at[slot])
             return count + 1, sums
@@ -309,7 +294,7 @@ class HopperKeyGradients(_HopperGradients):
             _meet(refs["keys_free"])
         for gradient, one in zip(sums, parts, strict=True):
             scaled = one.of == ("key",) and not self.in_key
-            _part(held[one.of[0]], one)[...] = (gradient * self.logits.scale if scaled else gradient).astype(dtype)
+            part_of(held[one.of[0]], one)[...] = (gradient * self.logits.scale if scaled else gradient).astype(dtype)
         plgpu.commit_smem()
         names = dict.fromkeys(one.of[0] for one in parts)
         written = [(held[name], self.rows(refs[f"d_{name}"], batch, kv_head, first_key, ROWS)) for name in names]

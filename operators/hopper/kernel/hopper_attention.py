@@ -22,7 +22,6 @@ class PartialHopper(PartialMosaic):
     generation: ClassVar[str] = "hopper"
     lines: ClassVar[int] = ROWS
     title: ClassVar[str] = "the kernels for Hopper"
-    latent_gradient: ClassVar[bool] = True
     kernels: ClassVar[Mapping[str, type[MosaicBlock]]] = {
         "forward": HopperForward, "dkv": HopperKeyGradients, "dq": HopperQueryGradient,
     }  # fmt: skip

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from typing import NamedTuple
-
 from ...mosaic.kernel.mosaic_sizes import (
     BARRIER,
     DIM_STEP,
     FLOAT,
     MosaicSizes,
+    Sums,
     column_parts,
+    latent_sums,
     padded_dim,
     placed,
 )
 
-__all__ = ["FEW", "KEYS", "ROWS", "Sums", "conversions", "divided", "key_warpgroups", "latent_sums", "shared_bytes"]
+__all__ = ["FEW", "KEYS", "ROWS", "conversions", "divided", "key_warpgroups", "latent_halves", "shared_bytes"]
 
 ROWS = 64  # of a warpgroup: those of a wgmma
 KEYS = (
@@ -28,14 +26,6 @@ FEW = 32  # rows or keys of a tile of gradients, where 64 take too many register
 _REDUCTIONS = 2048  # what Mosaic takes for the sum and the maximum of a row
 _CONVERTED_APART = 128
 _MOST_SUMS = 256  # columns of gradients that a warpgroup can hold beside its tiles
-
-
-class Sums(NamedTuple):
-    """Sums of a warpgroup, of so many columns from `first` on. of: the arrays whose gradients are summed in them."""
-
-    of: tuple[str, ...]
-    first: int
-    columns: int
 
 
 def conversions(names: tuple[str, ...], columns: int) -> tuple[tuple[str, ...], ...]:
@@ -51,20 +41,10 @@ def divided(dim: int, value_dim: int) -> bool:
     return padded_dim(dim) + padded_dim(value_dim) > _MOST_SUMS
 
 
-def latent_sums(dim: int, value_dim: int) -> tuple[tuple[Sums, ...], tuple[Sums, ...]]:
-    """Of keys whose first columns are their values: each of two warpgroups has half of the columns, in parts that one product can
-    have, whose values are summed all or not at all."""
+def latent_halves(dim: int, value_dim: int) -> tuple[tuple[Sums, ...], tuple[Sums, ...]]:
+    """Of keys whose first columns are their values: each of two warpgroups has half of the columns."""
     half = -(-dim // (2 * DIM_STEP)) * DIM_STEP
-
-    def parts(*edges: int) -> tuple[Sums, ...]:
-        made: list[Sums] = []
-        for start, end in itertools.pairwise(sorted({*edges, min(max(value_dim, edges[0]), edges[1])})):
-            count = DIM_STEP * math.ceil((end - start) / (column_parts(end - start) * DIM_STEP))
-            of = ("key", "value") if start < value_dim else ("key",)
-            made += [Sums(of, first, min(count, end - first)) for first in range(start, end, count)]
-        return tuple(made)
-
-    return parts(0, half), parts(half, dim)
+    return latent_sums(0, half, value_dim), latent_sums(half, dim, value_dim)
 
 
 def key_warpgroups(sizes: MosaicSizes, dim: int, value_dim: int, *, in_key: bool = False) -> int:

@@ -17,11 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...flash.kernel.tile_schedule import Overlapped, TileSchedule
-from .mosaic_sizes import MosaicSizes, swizzled_columns
+from .mosaic_sizes import MosaicSizes, Sums, swizzled_columns
 from .tile import MosaicLogits
 from .widen import widen_tile
 
-__all__ = ["BLOCKS", "WARPGROUPS", "BlockOfThreads", "Copies", "MosaicBlock", "along_columns", "along_rows"]
+__all__ = ["BLOCKS", "WARPGROUPS", "BlockOfThreads", "Copies", "MosaicBlock", "along_columns", "along_rows", "part_of"]
 
 BLOCKS, WARPGROUPS = "block", "warpgroup"  # names of the grid's and the threads' axes
 Copies = list[tuple[Any, str]]  # (what is loaded, the name of the tiles that it is loaded into)
@@ -59,6 +59,16 @@ class BlockOfThreads:
     def streams(self) -> tuple[str, ...]:
         """What is loaded for a tile of keys; the last has the values."""
         return ("key",) if self.in_key else ("key", "value")
+
+    def columns_of(self, name: str, ref: Any) -> Any:
+        """Of a tile of keys, what is multiplied as keys or as values."""
+        return ref.at[:, pl.ds(0, self.dims[1])] if self.in_key and name == "value" else ref
+
+    def in_loop(self, held: Any, number: Any, turn: Any) -> Any:
+        """One of the tiles in shared memory, for the products of a turn. Those of many columns have dozens of descriptors,
+        which the compiler would keep in registers if they were the same in every turn. turn: a number of which it doesn't know
+        that it is never negative."""
+        return held.at[number + jnp.minimum(turn, 0)]
 
     def drain(self, refs: dict[str, Any], count: Any, names: tuple[str, ...]) -> None:
         """A block ends only when its places have been read."""
@@ -218,8 +228,8 @@ class MosaicBlock(BlockOfThreads):
 
     # -- who loads ---------------------------------------------------------------------------------------------------
 
-    def load_keys(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
-        """The tiles of keys and values that a block of rows sees."""
+    def load_keys(self, refs: dict[str, Any], place: tuple[Any, Any, Any], times: int = 1) -> None:
+        """The tiles of keys and values that a block of rows sees, so many times."""
         batch, head, block = place
 
         def copies(tile: Any) -> dict[str, Copies]:
@@ -228,7 +238,9 @@ class MosaicBlock(BlockOfThreads):
             return {loaded[name]: [(some, f"{loaded[name]}_tiles")] for name, some in rows.items()}
 
         loaded = {name: f"{name}_raw" if name in dict(self.stored) else name for name in self.streams}
-        count = self.fill(refs, (batch, head, block), copies, jnp.int32(0))
+        count = jnp.int32(0)
+        for _ in range(times):
+            count = self.fill(refs, (batch, head, block), copies, count)
         self.drain(refs, count, tuple(loaded.values()))
 
     def fill(
@@ -271,3 +283,8 @@ def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def along_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A number for each column, along it."""
     return lax.broadcast_in_dim(x, shape, (1,))
+
+
+def part_of(ref: Any, sums: Sums) -> Any:
+    """The columns of these sums."""
+    return ref if ref.shape[1] == sums.columns else ref.at[:, pl.ds(sums.first, sums.columns)]

@@ -18,7 +18,7 @@ from ...kernels.block_words import block_words
 from ...kernels.folded_rows import FoldedRows
 from ...kernels.local_mask import Dropout, LocalMask
 from ...kernels.lse import merge_stacked
-from ...kernels.operands import DynamicArgs, Operands, Results, StaticArgs, join_static
+from ...kernels.operands import DynamicArgs, Operands, StaticArgs, join_static
 from ...kernels.seen_keys import seen_keys, zero_where_hidden
 from ...kernels.tile_mask import traced_numbers
 from .block import MosaicBlock
@@ -48,7 +48,6 @@ class PartialMosaic(PartialGpu):
     lines: ClassVar[int]  # rows, or keys, of a warpgroup's tile
     title: ClassVar[str]
     kernels: ClassVar[Mapping[str, type[MosaicBlock]]]  # by pass
-    latent_gradient: ClassVar[bool] = False  # whether these have the gradients where values are a part of their keys
 
     def attend(self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs) -> tuple[jax.Array, jax.Array]:
         """See PartialAttention."""
@@ -62,17 +61,6 @@ class PartialMosaic(PartialGpu):
         output, lse = (self._whole if self.kv_splits == 1 else self._merged)(run, more, operands.query.dtype)
         output, lse = lax.slice(output, (0,) * 4, (*run.query_shape[:3], columns)), lse[:, :, : run.rows]
         return (output, lse) if folded is None else (folded.output(output), folded.numbers(lse))
-
-    def differentiate(
-        self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results
-    ) -> Operands:
-        """See PartialAttention. Where no kernel has the gradients, XLA sums them, a block at a time."""
-        if self.value_columns is None or self.latent_gradient:
-            return super().differentiate(static_args, operands, dynamic, results)
-        made = self.in_xla(static_args, operands, dynamic, results)
-        if self.layout == "bthd":
-            made = made._replace(query=made.query.swapaxes(1, 2), key=made.key.swapaxes(1, 2))
-        return made
 
     def _whole(self, run: _Pass, more: dict[str, jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
         """(output in the layout, lse), both with padding."""

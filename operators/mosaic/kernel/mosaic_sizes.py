@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import NamedTuple
 
 __all__ = [
@@ -11,9 +13,11 @@ __all__ = [
     "MOST_COLUMNS",
     "MosaicSizes",
     "MosaicTiles",
+    "Sums",
     "column_parts",
     "equal_share",
     "latent_columns",
+    "latent_sums",
     "padded_dim",
     "placed",
     "swizzled_columns",
@@ -42,6 +46,14 @@ class MosaicTiles(NamedTuple):
     forward: MosaicSizes
     dkv: MosaicSizes
     dq: MosaicSizes
+
+
+class Sums(NamedTuple):
+    """Sums of gradients, of so many columns from `first` on. of: the arrays whose gradients are summed in them."""
+
+    of: tuple[str, ...]
+    first: int
+    columns: int
 
 
 def padded_dim(dim: int) -> int:
@@ -74,3 +86,14 @@ def latent_columns(dim: int, value_dim: int) -> int:
 def placed(size: int) -> int:
     """The bytes that an array takes in shared memory: each begins where 1024 divides."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def latent_sums(first: int, end: int, value_dim: int) -> tuple[Sums, ...]:
+    """These columns of keys whose first columns are their values, in parts that one product can have, whose values are summed all
+    or not at all."""
+    made: list[Sums] = []
+    for start, stop in itertools.pairwise(sorted({first, end, min(max(value_dim, first), end)})):
+        count = DIM_STEP * math.ceil((stop - start) / (column_parts(stop - start) * DIM_STEP))
+        of = ("key", "value") if start < value_dim else ("key",)
+        made += [Sums(of, at, min(count, stop - at)) for at in range(start, stop, count)]
+    return tuple(made)
