@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+os.environ["NPROC"] = "8"  # warpgroups wait in threads of XLA's, as many as there are cores by default
+sys.path.append(str(Path(__file__).parents[1]))
 import jax
 import numpy as np
 import paged_batches as batches
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from mosaic_mistakes import Planted
 from mosaic_pages_runs import expect_scored, run, with_score
 from page_mistakes import right_written, uncommitted, widening, writing
 from paged_batches import PagedCase
@@ -23,9 +27,6 @@ from attnops.operators.kernels.pages.mosaic import hopper_pages, page_block, pag
 from attnops.operators.kernels.pages.mosaic.hopper_pages import HopperPages
 from attnops.operators.kernels.pages.mosaic.page_tiles import PageStep, PageTiles
 from attnops.operators.mosaic.kernel import block
-
-sys.path.append(str(Path(__file__).parents[1]))
-from mosaic_mistakes import Planted
 
 STAGES = 2
 SEQUENCES = (

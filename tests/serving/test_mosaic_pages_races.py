@@ -32,4 +32,4 @@ def test_ten_a_kernel() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "case", "name"), PLANTED)
 def test_a_mistake_is_noticed(program: str, case: str, name: str) -> None:
-    check_noticed(Path(__file__).with_name(f"{program}.py"), case, name, 1)
+    check_noticed(Path(__file__).with_name(f"{program}.py"), case, name, 2)
