@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem
+from ..mosaic.kernel.linker import registers_move
 from ..mosaic.kernel.mosaic_sizes import MosaicSizes, column_parts
-from ..mosaic.linker import registers_move
 from ..mosaic.mosaic_sizes import MOSAIC_FIELDS, Sizing, columns
 from .kernel.backward_sizes import FEW, STEPS, gradient_bytes, gradient_columns
 from .kernel.blackwell_sizes import KEYS, ROWS, TENSOR_COLUMNS, shared_bytes, tensor_columns

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem
+from ..mosaic.kernel.linker import registers_move
 from ..mosaic.kernel.mosaic_sizes import MosaicSizes, column_parts, equal_share
-from ..mosaic.linker import registers_move
 from ..mosaic.mosaic_sizes import MOSAIC_FIELDS, Sizing, columns
 from .kernel.hopper_sizes import FEW, KEYS, ROWS, conversions, divided, latent_halves, shared_bytes
 

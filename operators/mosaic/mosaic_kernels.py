@@ -15,7 +15,7 @@ from ..choices.mask_blocks import block_remarks
 from ..flash.flash_candidates import flash_tuned_fields
 from ..flash.flash_kernels import FlashKernels
 from .kernel.mosaic_sizes import MosaicSizes
-from .linker import linker_notes
+from .linker_notes import linker_notes
 from .mosaic_rules import is_architecture
 from .mosaic_sizes import MOSAIC_FIELDS, Sizing, columns, fields_of, tiles_of
 from .run_mosaic import run_mosaic

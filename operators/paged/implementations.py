@@ -12,7 +12,7 @@ from ...planning.notes import note
 from ...planning.paged.paged_problem import PagedProblem
 from ...planning.paged.step_tuning import step_candidates, step_fields
 from ..kernels.pages.tpu import reasons_against
-from ..mosaic.linker import linker_notes
+from ..mosaic.linker_notes import linker_notes
 from ..mosaic.mosaic_rules import is_architecture
 from ..paged_cache.paged_call import Attended, PagedCall, on_xla
 from .mosaic_kernel import BLACKWELL_PAGES, HOPPER_PAGES, MOSAIC_FEATURES, MosaicPages

@@ -23,7 +23,7 @@ from attnops import (
 from attnops.compat import abstract_device
 from attnops.operators.blackwell.kernel.blackwell_sizes import apart, shared_bytes, tensor_columns
 from attnops.operators.call.key_columns import KeyColumns
-from attnops.operators.mosaic import linker
+from attnops.operators.mosaic.kernel import linker
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
 
@@ -225,7 +225,7 @@ def test_numbers_of_8_bits_have_places_beside_the_widened_ones(dims: tuple[int, 
     key, value = (jax.ShapeDtypeStruct((2, lengths[1], 8, dim), "int8") for dim in dims)
     scale = jax.ShapeDtypeStruct((2, lengths[1], 8, 1), "float32")
     call = {"key": key, "value": value, "key_scale": scale, "value_scale": scale}
-    plan = _plan(dims=dims, lengths=lengths, call=call)
+    plan = _plan(dims=dims, lengths=lengths, config={"kernel": "mosaic"}, call=call)
     assert (plan.method, plan.rejected) == ("forward_blackwell", ())
     sizes = tiles_of(plan.config).forward
     assert sizes.block_q == 128 or sizes.block_kv == 64
@@ -285,7 +285,7 @@ def test_what_a_search_tries() -> None:
 @pytest.mark.usefixtures("new_jax")
 @pytest.mark.parametrize(("linked", "keys"), [(None, 128), ("13.5.37", 64)])
 def test_a_linker_has_tiles_of_fewer_registers(linked: str | None, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linker, "_linker", lambda: linked)
+    monkeypatch.setattr(linker, "linker", lambda: linked)
     assert _plan(dims=(128, 128)).config.block_kv == keys
 
 

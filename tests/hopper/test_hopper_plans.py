@@ -24,7 +24,7 @@ from attnops import (
 from attnops.compat import abstract_device
 from attnops.operators.call.key_columns import KeyColumns
 from attnops.operators.hopper.kernel.hopper_sizes import latent_halves, shared_bytes
-from attnops.operators.mosaic import linker
+from attnops.operators.mosaic.kernel import linker
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
 from attnops.planning.notes import has_note
@@ -238,12 +238,12 @@ def test_a_linker_beside_the_plugin_is_noted(
         return installed[name]
 
     monkeypatch.setattr(linker, "version", version)
-    linker._linker.cache_clear()
+    linker.linker.cache_clear()
     try:
         plans = [_plan(config={"kernel": kernel}) for kernel in ("mosaic", "triton")]
         assert [has_note(plan.notes, "mosaic.linker") for plan in plans] == [noted, False]
     finally:
-        linker._linker.cache_clear()
+        linker.linker.cache_clear()
 
 
 # Head dim -> (rows or keys of a block, and of its tiles) by pass, with registers of an equal share: 168 for a thread of three
@@ -260,7 +260,7 @@ LINKED = {
 @pytest.mark.usefixtures("new_jax")
 @pytest.mark.parametrize("dim", LINKED)
 def test_a_linker_has_tiles_of_fewer_registers(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linker, "_linker", lambda: "13.5.37")
+    monkeypatch.setattr(linker, "linker", lambda: "13.5.37")
     plan = _plan(dims=(dim, dim), config={"kernel": "mosaic"}, call={"mode": "train"})
     tiles = tiles_of(plan.config)._asdict()
     assert {which: (one.block_q, one.block_kv) for which, one in tiles.items()} == LINKED[dim]

@@ -31,7 +31,7 @@ from attnops.operators.kernels.pages.mosaic.page_tiles import PageTiles, StepSha
 from attnops.operators.kernels.pages.mosaic.page_units import FIELDS, chunk_tiles, own_rows, sequence_tiles, units_of
 from attnops.operators.kernels.pages.paged_mask import PagedOptions
 from attnops.operators.kernels.pages.paged_step import Batch
-from attnops.operators.mosaic import linker
+from attnops.operators.mosaic.kernel import linker
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 from attnops.operators.paged.mosaic_kernel import BLACKWELL_PAGES, HOPPER_PAGES
 from attnops.page_layouts import LAYOUTS
@@ -502,7 +502,7 @@ def test_one_unit_writes_the_key_of_each_row_of_one_token(parts: int) -> None:
 def test_a_linker_has_tiles_of_fewer_registers(
     of: str, dim: int, keys: int, groups: int, linked: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linker, "_linker", lambda: linked)
+    monkeypatch.setattr(linker, "linker", lambda: linked)
     chunks = PAGES[of].sizing.step(StepShape(400, 32, 8, (dim, dim), 16, False), CORES).chunks
     one = linked is not None and dim == 256
     assert (chunks.block_kv, chunks.row_groups) == (64 if linked else keys, 1 if one else groups)

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from ....blackwell.kernel import blackwell_sizes
 from ....hopper.kernel import hopper_sizes
+from ....mosaic.kernel.linker import registers_move
 from ....mosaic.kernel.mosaic_sizes import BARRIER, DIM_STEP, FLOAT, MosaicSizes, column_parts
-from ....mosaic.linker import registers_move
 from .page_tiles import KEYS, PageSizing, PageTiles, StepShape
 
 __all__ = ["BLACKWELL_SIZING", "HOPPER_SIZING", "BlackwellPageSizing", "HopperPageSizing"]
