@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from ...errors import ConfigError
 from ...planning import AttentionProblem
+from ...scores.steps import Lookup, Product
 from ..mosaic.kernel.linker import registers_move
 from ..mosaic.kernel.mosaic_sizes import MosaicSizes, column_parts
 from ..mosaic.mosaic_sizes import MOSAIC_FIELDS, Sizing, columns
@@ -63,10 +64,12 @@ class BlackwellSizing(Sizing):
         return sizes.block_q if q_len > _LEAST_ROWS[which] else min(sizes.block_q, _LEAST_ROWS[which])
 
     def passed_over(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:
-        """See Sizing. Dropout's numbers take the registers of so many logits; beside a warpgroup that widens keys and values, two
-        for softmaxes have registers for fewer keys too, as where all keep an equal share."""
+        """See Sizing. Dropout's numbers, and those that a score reads for each pair, take the registers of so many logits; beside
+        a warpgroup that widens keys and values, two for softmaxes have registers for fewer keys too, as where all keep an equal
+        share."""
+        beside_logits = "dropout" in problem.features or _reads_pairs(problem)
         widened = bool(problem.quantised) and sizes.block_q > ROWS
-        fewer = "dropout" in problem.features or widened or not registers_move()
+        fewer = beside_logits or widened or not registers_move()
         return which == "forward" and fewer and sizes.block_kv > STEPS[0]
 
     def fits(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:
@@ -105,6 +108,14 @@ class BlackwellSizing(Sizing):
         blocks = [n for n in (sizes.block_q, sizes.block_q * 2, sizes.block_q // 2) if n in _ROWS[which]]
         stages = [n for n in (sizes.stages, sizes.stages + 1, sizes.stages - 1) if n >= 1]
         return [MosaicSizes(q, kv, n) for q, n, kv in itertools.product(blocks, stages, keys)]
+
+
+def _reads_pairs(problem: AttentionProblem) -> bool:
+    """Whether a score reads a number for each pair of a query and a key."""
+    score = problem.score
+    return score is not None and not score.step_names(problem.contiguous_positions).isdisjoint(
+        {Lookup.name, Product.name}
+    )
 
 
 def _columns(which: str, problem: AttentionProblem, sizes: MosaicSizes) -> int:

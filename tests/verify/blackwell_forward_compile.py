@@ -12,12 +12,7 @@ import pytest
 from mosaic_calls import FEATURES, FEW, GATED, MASKS
 from mosaic_plans import mosaic_report
 
-from attnops import (
-    Causal,
-    OperationMetadata,
-    OperationRegistry,
-    Positions,
-)
+from attnops import Causal, OperationMetadata, OperationRegistry
 from attnops.operators.call.key_columns import KeyColumns
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
@@ -55,8 +50,8 @@ def _kernel(report: TargetReport) -> GpuKernelUse:
 
 def _check_loops(kernel: GpuKernelUse, block_kv: int) -> None:
     """One program serves all warpgroups that compute softmaxes. A thread has a row: an exponential for each weight, and one to
-    shrink it; in tiles without a mask every fourth weight is computed. Products are another warp's."""
-    of_each = (block_kv * 3 // 4 + 1, 0), (block_kv + 1, 0)
+    shrink it; in tiles without a mask 10 of 32 weights are computed. Products are another warp's."""
+    of_each = (block_kv * 22 // 32 + 1, 0), (block_kv + 1, 0)
     assert tuple((one.loop.ex2, one.loop.tensor) for one in kernel.loops or ()) == of_each
 
 
@@ -90,7 +85,7 @@ def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, dim: int) -> None:
     """Positions of keys take a register each beside the logits."""
-    spilled = 8 if name == "positions" else 0
+    spilled = 24 if name == "positions" else 0
     assert _kernel(_report(dims=(dim, dim), mask=MASKS[name])).stack_bytes <= spilled  # type: ignore[operator]
 
 
@@ -99,9 +94,7 @@ def test_masks(name: str, dim: int) -> None:
     "call", [call for call in FEATURES if call.get("score") != GATED], ids=lambda call: next(iter(call))
 )
 def test_other_features(call: dict[str, Any]) -> None:
-    spilled = 8 if "logits_soft_cap" in call else 0
-    spilled = 48 if isinstance(call.get("mask"), Positions) else spilled  # ids of keys, as in masks alone
-    assert _kernel(_report(**call)).stack_bytes <= spilled  # type: ignore[operator]
+    assert _kernel(_report(**call)).stack_bytes == 0
 
 
 @pytest.mark.slow

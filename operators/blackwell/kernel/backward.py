@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...mosaic.kernel.block import WARPGROUPS, MosaicBlock
+from ...mosaic.kernel.block import WARPGROUPS, MosaicBlock, one_of
 from ...mosaic.kernel.mosaic_sizes import DIM_STEP, Sums
 from .backward_sizes import COMPUTING, FEW, PIECE, STEPS, gradient_turns
 from .blackwell_sizes import ROWS
@@ -37,7 +37,7 @@ __all__ = ["BY_ROWS", "BlackwellGradients"]
 BY_ROWS = {"query": "lse", "d_output": "delta"}
 _MULTIPLIES, _LOADS = COMPUTING, COMPUTING + 1  # warpgroups that don't compute
 # Registers of a thread: those that compute, the one that multiplies and the one that loads. 512 threads have 128 each at first.
-_REGISTERS = (208, 48)
+_REGISTERS = (216, 40)
 _OF_LATENTS = (176, 80)  # of tiles of 64 rows or keys, or fewer: products of many columns have more descriptors
 
 
@@ -79,20 +79,19 @@ class BlackwellGradients(MosaicBlock):
         tile = self.sizes.block_q if self.which == "dkv" else self.sizes.block_kv
         many, few = _OF_LATENTS if self.in_key and tile <= STEPS[0] else _REGISTERS
 
-        @pl.when(warpgroup < COMPUTING)
-        def _compute() -> None:
+        def compute() -> None:
             plgpu.set_max_registers(many, action="increase")
             self.compute(refs, self.place(), warpgroup)  # one program for both
 
-        @pl.when(warpgroup == _MULTIPLIES)
-        def _multiply() -> None:
+        def multiply() -> None:
             plgpu.set_max_registers(few, action="decrease")
             self.multiply(refs, self.place())
 
-        @pl.when(warpgroup == _LOADS)
-        def _load() -> None:
+        def load() -> None:
             plgpu.set_max_registers(few, action="decrease")
             self.load(refs, self.place())
+
+        one_of([(warpgroup == _MULTIPLIES, multiply), (warpgroup == _LOADS, load), (warpgroup < COMPUTING, compute)])
 
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], which: Any) -> None:
         """What a warpgroup does with its half of the columns."""

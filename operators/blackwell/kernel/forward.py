@@ -21,7 +21,7 @@ from .tile import BY_ROW, BlackwellTile
 
 __all__ = ["BlackwellForward"]
 
-_BY_PRODUCTS = PART // 4  # of a part's exponentials; with more of them registers are spilled
+_BY_PRODUCTS = 10  # of a part's exponentials; with more of them registers are spilled
 _IN_REGISTERS = ("leaf", "words", "bias", "dropout", "key_scale")  # arrays whose numbers take a tile's registers
 
 

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...flash.kernel.weigh import weigh
 from ...kernels.lse import LN2, LOG2E
-from ...mosaic.kernel.block import WARPGROUPS, BlockOfThreads, along_rows
+from ...mosaic.kernel.block import WARPGROUPS, BlockOfThreads, along_rows, one_of
 from ...mosaic.kernel.exponentials import exp2
 from ...mosaic.kernel.mosaic_sizes import equal_share
 from .blackwell_sizes import PART, ROWS, apart, places
@@ -35,7 +35,7 @@ _LOAD, _MULTIPLY = 0, 1  # warps
 _CHUNK = 32  # columns of sums that are corrected at once
 # See BlackwellRoles; by the number of warpgroups for softmaxes, and of those that widen.
 _REGISTERS = {
-    (1, 0): (240, 184, 80), (2, 0): (192, 88, 40), (1, 1): (208, 136, 64, 104), (2, 1): (136, 88, 40, 80),
+    (1, 0): (240, 184, 80), (2, 0): (200, 80, 32), (1, 1): (208, 136, 64, 104), (2, 1): (136, 88, 40, 80),
 }  # fmt: skip
 
 
@@ -85,34 +85,39 @@ class BlackwellRoles(BlockOfThreads):
         run(0)
 
     def __call__(self, refs: dict[str, Any]) -> None:
-        warpgroup, work = lax.axis_index(WARPGROUPS), self.work(refs)
+        warpgroup = lax.axis_index(WARPGROUPS)
         soft, corrects, helps, *widens = self.registers
 
-        @pl.when(warpgroup < self.groups)
-        def _softmax() -> None:  # one program for all of them
+        def play(role: Callable[[Any], None]) -> None:
+            """What it is told is read by each role for itself, so that none holds what only others need."""
+            work = self.work(refs)
+            self.used(work, functools.partial(role, work))
+
+        def compute() -> None:  # one program for all of them
             self.take_registers(soft)
-            self.used(work, lambda: self.softmax(refs, work, 0 if self.groups == 1 else warpgroup))
+            play(lambda work: self.softmax(refs, work, 0 if self.groups == 1 else warpgroup))
 
-        @pl.when(warpgroup == self.groups)
-        def _correct() -> None:
+        def correct() -> None:
             self.take_registers(corrects)
-            self.used(work, lambda: self.correct(refs, work))
+            play(lambda work: self.correct(refs, work))
 
-        @pl.when(warpgroup == self.groups + 1)
-        def _help() -> None:
+        def of_warp(warp: Any) -> None:
+            load = functools.partial(play, lambda work: self.load(refs, work))
+            multiply = functools.partial(play, lambda work: self.multiply(refs, self.count(refs, work)))
+            one_of([(warp == _LOAD, load), (warp == _MULTIPLY, multiply), (True, lambda: None)])
+
+        def helping() -> None:
             self.take_registers(helps)
+            plgpu.warp_map(of_warp)
 
-            @plgpu.warp_map
-            def _warps(warp: Any) -> None:
-                pl.when(warp == _LOAD)(lambda: self.used(work, lambda: self.load(refs, work)))
-                pl.when(warp == _MULTIPLY)(lambda: self.used(work, lambda: self.multiply(refs, self.count(refs, work))))
+        def widen(names: tuple[str, ...]) -> None:
+            self.take_registers(*widens)
+            play(lambda work: self.widen_tiles(refs, work, names))
 
+        roles = [(warpgroup == self.groups + 1, helping), (warpgroup == self.groups, correct)]
         for number, names in enumerate(self.wideners):
-
-            @pl.when(warpgroup == self.groups + 2 + number)
-            def _widen(names: tuple[str, ...] = names) -> None:
-                self.take_registers(*widens)
-                self.used(work, lambda: self.widen_tiles(refs, work, names))
+            roles.append((warpgroup == self.groups + 2 + number, functools.partial(widen, names)))
+        one_of([*roles, (warpgroup < self.groups, compute)])
 
     @property
     def held(self) -> int:

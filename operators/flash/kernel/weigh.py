@@ -50,4 +50,4 @@ def weigh(tile: Any, raw: jax.Array, masked: bool) -> tuple[jax.Array, float, Ca
 def _tanh(x: jax.Array) -> jax.Array:
     """Computed from the exponential: a GPU has no exact instruction for it, and Triton would require a library that isn't
     installed."""
-    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))
+    return 1.0 - 2.0 * (1.0 / (1.0 + jnp.exp2(x * (2 * LOG2E))))

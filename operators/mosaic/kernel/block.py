@@ -6,7 +6,8 @@ that TMA has filled it, the other that all who read it have done so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,7 +22,17 @@ from .mosaic_sizes import MosaicSizes, Sums, swizzled_columns
 from .tile import MosaicLogits
 from .widen import widen_tile
 
-__all__ = ["BLOCKS", "WARPGROUPS", "BlockOfThreads", "Copies", "MosaicBlock", "along_columns", "along_rows", "part_of"]
+__all__ = [
+    "BLOCKS",
+    "WARPGROUPS",
+    "BlockOfThreads",
+    "Copies",
+    "MosaicBlock",
+    "along_columns",
+    "along_rows",
+    "one_of",
+    "part_of",
+]
 
 BLOCKS, WARPGROUPS = "block", "warpgroup"  # names of the grid's and the threads' axes
 Copies = list[tuple[Any, str]]  # (what is loaded, the name of the tiles that it is loaded into)
@@ -273,6 +284,16 @@ class MosaicBlock(BlockOfThreads):
         """Rows of a head in an array of the call's layout."""
         rows = pl.ds(first, count)
         return ref.at[(batch, rows, head) if self.layout == "bthd" else (batch, head, rows)]
+
+
+def one_of(roles: Sequence[tuple[Any, Callable[[], None]]]) -> None:
+    """Play the first role whose condition holds, or the last: (condition, role). Each is a branch within the one before: one
+    after the other, a role would hold in registers what the next ones begin with, such as the phases of their barriers."""
+    (chosen, role), *others = roles
+    if others:
+        lax.cond(chosen, role, functools.partial(one_of, others))
+    else:
+        role()
 
 
 def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -28,8 +28,10 @@ from .page_widening import WideningBlock
 __all__ = ["BlackwellPages"]
 
 _ROWS_OF_ZEROS = 64  # keys over whose values zeros are written at once
-# Registers per thread of the roles, and of warpgroups that widen, by how many of these there are.
-_WIDENING = {1: (224, 96, 40, 152), 2: (200, 80, 40, 80)}
+# Registers per thread of the roles, by the number of warpgroups for softmaxes.
+_ZEROING = {1: (240, 200, 64), 2: (200, 88, 24)}
+# The same with those of warpgroups that widen, by how many of these there are.
+_WIDENING = {1: (224, 96, 40, 152), 2: (184, 88, 40, 80)}
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class BlackwellPages(WideningBlock, BlackwellRoles):
         """See BlackwellRoles. Zeros over the values of many keys take more registers."""
         if self.quantised:
             return _WIDENING[len(self.wideners)]
-        many = self.groups == 1 and self.sizes.block_kv > _ROWS_OF_ZEROS
-        return (240, 200, 64) if many else super().registers
+        many = self.groups > 1 or self.sizes.block_kv > _ROWS_OF_ZEROS
+        return _ZEROING[self.groups] if many else super().registers
 
     @property
     def held(self) -> int:
