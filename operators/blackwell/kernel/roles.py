@@ -322,7 +322,7 @@ class BlackwellRoles(BlockOfThreads):
             total = total * shrink
             written = []
             for tile, x in zip(tiles, xs, strict=True):
-                weights = exp2(x * factor - along_rows(shift, x.shape), 0 if masked else by_products)
+                weights = exp2(x * factor - along_rows(shift, x.shape), by_products)
                 total = total + weights.sum(axis=1)
                 written.append(tile.dropped(weights, tile.keep()).astype(dtype))
             self.weighed(refs, count)
@@ -344,7 +344,7 @@ class BlackwellRoles(BlockOfThreads):
         plgpu.wait_smem_to_gmem(0)
 
     def by_products(self, refs: dict[str, Any]) -> int:
-        """How many of a part's exponentials are computed by products, in tiles without a mask; see exponentials.py."""
+        """How many of a part's exponentials are computed by products; see exponentials.py."""
         del refs
         return 0
 
