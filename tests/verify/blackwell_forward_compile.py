@@ -85,7 +85,7 @@ def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, dim: int) -> None:
     """Positions of keys take a register each beside the logits."""
-    spilled = 24 if name == "positions" else 0
+    spilled = 24 if name == "positions" and dim < 256 else 0
     assert _kernel(_report(dims=(dim, dim), mask=MASKS[name])).stack_bytes <= spilled  # type: ignore[operator]
 
 

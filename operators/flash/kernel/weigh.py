@@ -25,7 +25,7 @@ def weigh(tile: Any, raw: jax.Array, masked: bool) -> tuple[jax.Array, float, Ca
     if "key_scale" in tile.refs:
         x = x * tile.key_scale()
     if logits.soft_cap is not None:
-        x = capped = _tanh(x * (factor / logits.soft_cap))
+        x = capped = _tanh(x, factor / logits.soft_cap)
         factor = logits.soft_cap
     if score is None:
         factor *= LOG2E
@@ -47,7 +47,7 @@ def weigh(tile: Any, raw: jax.Array, masked: bool) -> tuple[jax.Array, float, Ca
     return x, factor, pull
 
 
-def _tanh(x: jax.Array) -> jax.Array:
-    """Computed from the exponential: a GPU has no exact instruction for it, and Triton would require a library that isn't
-    installed."""
-    return 1.0 - 2.0 * (1.0 / (1.0 + jnp.exp2(x * (2 * LOG2E))))
+def _tanh(x: jax.Array, scale: float = 1.0) -> jax.Array:
+    """Of x * scale. Computed from the exponential: a GPU has no exact instruction for it, and Triton would require a library that
+    isn't installed. A reciprocal takes fewer instructions than another quotient."""
+    return 1.0 - 2.0 * (1.0 / (1.0 + jnp.exp2(x * (2 * LOG2E * scale))))
