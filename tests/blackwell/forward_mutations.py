@@ -13,6 +13,7 @@ os.environ["NPROC"] = "8"  # warps and warpgroups wait in threads of XLA's, as m
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from attnops import Causal
@@ -72,8 +73,9 @@ def _released_before(which: str, name: str) -> None:
     """A place of tiles is said to be free before the product is issued that reads it."""
 
     def early(of: str, barrier: Any, b: Any, options: dict[str, Any]) -> dict[str, Any]:
-        if of == which and barrier is not None and (LAST[0] == 0 or int(_first_index(barrier)) == LAST[0]):
-            plgpu.tcgen05_commit_arrive(PLANTED.refs[name].at[_first_index(b)])
+        if of == which and barrier is not None:
+            last = LAST[0] == 0 or _first_index(barrier) == LAST[0]
+            pl.when(last)(lambda: plgpu.tcgen05_commit_arrive(PLANTED.refs[name].at[_first_index(b)]))
         return options
 
     _mma(early)
