@@ -129,10 +129,10 @@ def _inner_loops(text: str, wanted: Callable[[list[_Instruction]], bool]) -> tup
         target = _TARGET.search(instruction.rest)
         if instruction.name.startswith("BRA") and target and labels.get(target[1], at + 1) <= at:
             spans.add((labels[target[1]], at + 1))
-    found = [span for span in sorted(spans) if wanted(instructions[slice(*span)])]
-    inner = [span for span in found if not any(o != span and span[0] <= o[0] and o[1] <= span[1] for o in found)]
     # A branch back out of code behind the loops, such as a wait for a barrier, is no loop: it begins within one.
-    inner = [span for span in inner if not any(o[0] < span[0] < o[1] < span[1] for o in inner)]
+    loops = [span for span in sorted(spans) if not any(o[0] < span[0] < o[1] < span[1] for o in spans)]
+    found = [span for span in loops if wanted(instructions[slice(*span)])]
+    inner = [span for span in found if not any(o != span and span[0] <= o[0] and o[1] <= span[1] for o in found)]
     return tuple(_loop(instructions[start:end]) for start, end in inner)
 
 
