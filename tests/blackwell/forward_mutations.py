@@ -109,12 +109,16 @@ def _weights_released_early() -> None:
 
 
 def _arrive_early(name: str, at: str) -> None:
-    """A barrier's arrival comes with that at another, before."""
+    """A role's arrival at a barrier comes with that at another, before. Another role's stays."""
+    early = [False]
 
     def arrive(barrier: Any) -> None:
         if PLANTED.name(barrier) == at:
             plgpu.barrier_arrive(PLANTED.here(name, barrier))
-        if PLANTED.name(barrier) != name:
+            early[0] = True
+        if PLANTED.name(barrier) == name and early[0]:
+            early[0] = False
+        else:
             plgpu.barrier_arrive(barrier)
 
     PLANTED.changed["barrier_arrive"] = arrive
