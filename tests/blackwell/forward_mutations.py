@@ -191,8 +191,12 @@ def mistakes(which: str) -> dict[str, Callable[[], None]]:
     if kernel.widened:
         return widening() | {name: plant for name, plant in made.items() if "next place" not in name}
     if "value_columns" in kernel.more:
-        same = {name: plant for name, plant in made.items() if "value" not in name}
-        return same | {"all blocks have the first columns": _first_columns}
+        # The keys of the second tile from one come when its place is free, and so after the product with its weights.
+        same = {name: plant for name, plant in made.items() if "value" not in name and "weights released" not in name}
+        return same | {
+            "all blocks have the first columns": _first_columns,
+            "keys released before they are read as values": lambda: _released_before("sums", "key_free"),
+        }
     return made
 
 
