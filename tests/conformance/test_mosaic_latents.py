@@ -11,6 +11,7 @@ import pytest
 
 from attnops import Attention, Causal, SlidingWindow
 from attnops.operators.call.key_columns import KeyColumns
+from attnops.operators.kernels.local_mask import Dropout, dropout_seed
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 from attnops.verify import reference_attention, reference_gradients
 from attnops.verify.closeness import row_error, row_sizes
@@ -119,6 +120,16 @@ def test_gradients(generation: str, name: str) -> None:
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_of_gradients(generation: str, name: str) -> None:
     _check_gradients(generation, "train", "bthd", (480, 384), 70, 140, 2, {}, *FEATURES[name])
+
+
+def test_gradients_with_dropout(generation: str) -> None:
+    """A weight that is kept here and dropped there changes its row by far more than the tolerance."""
+    rng, probability = jax.random.key(3), 0.3
+    # Queries are the last tokens; dropout goes by their numbers in the array.
+    keep = np.asarray(Dropout(dropout_seed(rng), probability, 0, 0, 0).keep_all(1, 2, 70, slice(0, 140)))
+    call = {"dropout_prob": probability, "deterministic": False, "dropout_rng": rng}
+    known = {"keep": keep, "keep_probability": 1 - probability}
+    _check_gradients(generation, "train", "bthd", (480, 384), 70, 140, 2, {}, call, known)
 
 
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
