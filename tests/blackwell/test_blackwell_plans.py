@@ -283,8 +283,10 @@ def test_what_a_search_tries() -> None:
 
 
 @pytest.mark.usefixtures("new_jax")
-@pytest.mark.parametrize(("linked", "keys"), [(None, 128), ("13.5.37", 64)])
-def test_a_linker_has_tiles_of_fewer_registers(linked: str | None, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("linked", "keys"), [(None, 128), (("nvidia-nvjitlink", "13.5.37"), 64)])
+def test_a_linker_has_tiles_of_fewer_registers(
+    linked: tuple[str, str] | None, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linker, "linker", lambda: linked)
     assert _plan(dims=(128, 128)).config.block_kv == keys
 

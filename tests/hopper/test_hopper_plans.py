@@ -225,6 +225,8 @@ def test_columns_are_noted_where_there_are_more(dims: tuple[int, int], padded: s
     ("installed", "noted"),
     [
         ({"jax-cuda13-plugin": "0.12.0", "nvidia-nvjitlink": "13.5.37"}, True),
+        ({"jax-cuda12-plugin": "0.12.0", "nvidia-nvjitlink-cu12": "12.9.86"}, True),
+        ({"jax-cuda13-plugin": "0.12.0", "nvidia-nvjitlink-cu12": "12.9.86"}, False),
         ({"jax-cuda13-plugin": "0.12.0"}, False),
         ({"nvidia-nvjitlink": "13.5.37"}, False),
     ],
@@ -246,8 +248,8 @@ def test_a_linker_beside_the_plugin_is_noted(
         linker.linker.cache_clear()
 
 
-# Head dim -> (rows or keys of a block, and of its tiles) by pass, with registers of an equal share: 168 for a thread of three
-# warpgroups, 255 of two.
+LINKED_BY = ("nvidia-nvjitlink", "13.5.37")
+# Head dim -> rows and keys of a tile by pass, with registers of an equal share: 168 for a thread of three warpgroups, 255 of two.
 LINKED = {
     64: {"forward": (128, 64), "dkv": (64, 128), "dq": (128, 64)},
     96: {"forward": (128, 64), "dkv": (64, 64), "dq": (128, 64)},
@@ -260,7 +262,7 @@ LINKED = {
 @pytest.mark.usefixtures("new_jax")
 @pytest.mark.parametrize("dim", LINKED)
 def test_a_linker_has_tiles_of_fewer_registers(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linker, "linker", lambda: "13.5.37")
+    monkeypatch.setattr(linker, "linker", lambda: LINKED_BY)
     plan = _plan(dims=(dim, dim), config={"kernel": "mosaic"}, call={"mode": "train"})
     tiles = tiles_of(plan.config)._asdict()
     assert {which: (one.block_q, one.block_kv) for which, one in tiles.items()} == LINKED[dim]

@@ -498,9 +498,9 @@ def test_one_unit_writes_the_key_of_each_row_of_one_token(parts: int) -> None:
     ("of", "dim", "keys", "groups"),
     [("hopper", 64, 128, 2), ("hopper", 128, 128, 2), ("hopper", 256, 64, 2), ("blackwell", 128, 128, 2)],
 )
-@pytest.mark.parametrize("linked", [None, "13.5.37"])
+@pytest.mark.parametrize("linked", [None, ("nvidia-nvjitlink", "13.5.37")])
 def test_a_linker_has_tiles_of_fewer_registers(
-    of: str, dim: int, keys: int, groups: int, linked: str | None, monkeypatch: pytest.MonkeyPatch
+    of: str, dim: int, keys: int, groups: int, linked: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linker, "linker", lambda: linked)
     chunks = PAGES[of].sizing.step(StepShape(400, 32, 8, (dim, dim), 16, False), CORES).chunks

@@ -5,19 +5,21 @@ from __future__ import annotations
 import functools
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["LINKER", "linker", "registers_move"]
+__all__ = ["linker", "registers_move"]
 
-_PLUGIN, LINKER = "jax-cuda13-plugin", "nvidia-nvjitlink"
+_LINKERS = {"jax-cuda13-plugin": "nvidia-nvjitlink", "jax-cuda12-plugin": "nvidia-nvjitlink-cu12"}  # by JAX's plugin
 
 
 @functools.cache
-def linker() -> str | None:
-    """The version of the linker beside JAX's plugin; None without one of them."""
-    try:
-        version(_PLUGIN)
-        return version(LINKER)
-    except PackageNotFoundError:
-        return None
+def linker() -> tuple[str, str] | None:
+    """(package, version) of the linker of this environment's plugin; None without one of them."""
+    for plugin, package in _LINKERS.items():
+        try:
+            version(plugin)
+            return package, version(package)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 def registers_move() -> bool:
