@@ -29,11 +29,10 @@ _IN_REGISTERS = frozenset({
 })  # fmt: skip
 # Registers of a thread that computes, for the numbers that `_registers` counts.
 _REGISTERS = {"forward": 192, "dkv": 224, "dq": 208}
-# Where registers don't move: what a thread has beside those numbers, and what further tiles there are.
+# Where registers don't move: what a thread has beside those numbers, and further tiles, by pass.
 _BESIDE = {"forward": 48, "dkv": 16, "dq": 24}
 _FEWER = {
     "forward": tuple(MosaicSizes(ROWS, *rest) for rest in ((128, 4), (128, 2), (64, 4), (64, 2), (64, 1))),
-    "dkv": (),
     "dq": tuple(MosaicSizes(ROWS, *rest) for rest in ((64, 4), (64, 2), (64, 1), (FEW, 4), (FEW, 2))),
 }
 _OF_CONVERSION = (0, 32, 72)  # that each of two warpgroups has fewer, by how many others convert keys and values
@@ -68,7 +67,7 @@ class HopperSizing(Sizing):
         few = rows <= ROWS or wide or column_parts(columns(problem)[1]) > 1
         if which == "forward" and few:
             return _FEW
-        return self.tiles[which] if registers_move() else (*self.tiles[which], *_FEWER[which])
+        return self.tiles[which] if registers_move() else (*self.tiles[which], *_FEWER.get(which, ()))
 
     def rows(self, which: str, sizes: MosaicSizes, q_len: int) -> int:
         """See Sizing."""
@@ -85,8 +84,8 @@ class HopperSizing(Sizing):
         """See Sizing."""
         if which == "dkv" and _together(problem) and sizes.block_kv != ROWS:
             return False
-        fewer = not registers_move() and not _apart(which, problem)
-        most = _equal(which, problem, sizes) if fewer else _most(which, problem, sizes)
+        fewer = not registers_move() and not _shares_lines(which, problem)
+        most = _most_of_equal_share(which, problem, sizes) if fewer else _most(which, problem, sizes)
         return self.fits_shared(which, problem, sizes) and _registers(which, problem, sizes) <= most
 
     def shared_of(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> dict[str, int]:
@@ -102,7 +101,7 @@ class HopperSizing(Sizing):
                 f"are shared by the warpgroups that compute. Hint: block_q={ROWS}."
             )
         lines = {"dkv": 1, "dq": 0}.get(which)
-        if lines is not None and _apart(which, problem) and (sizes.block_q, sizes.block_kv)[lines] != ROWS:
+        if lines is not None and _shares_lines(which, problem) and (sizes.block_q, sizes.block_kv)[lines] != ROWS:
             name, given = MOSAIC_FIELDS[which][lines], (sizes.block_q, sizes.block_kv)[lines]
             raise ConfigError(
                 f"FlashAttention2Config: {name}={given}, with head_dim={problem.head_dim} and value dim {problem.value_dim}: two "
@@ -133,14 +132,14 @@ def _most(which: str, problem: AttentionProblem, sizes: MosaicSizes) -> int:
     return _REGISTERS[which] - (_OF_CONVERSION[len(converting)] if shared else 0)
 
 
-def _apart(which: str, problem: AttentionProblem) -> bool:
+def _shares_lines(which: str, problem: AttentionProblem) -> bool:
     """Whether two warpgroups have the same rows or keys, whatever the sizes."""
     if which == "forward":
         return column_parts(columns(problem)[1]) > 1
     return _together(problem) if which == "dkv" else problem.value_columns is not None
 
 
-def _equal(which: str, problem: AttentionProblem, sizes: MosaicSizes) -> int:
+def _most_of_equal_share(which: str, problem: AttentionProblem, sizes: MosaicSizes) -> int:
     """Registers for the numbers that are counted, where each warpgroup keeps what it begins with."""
     computing = (sizes.block_kv if which == "dkv" else sizes.block_q) // ROWS
     converting = len(conversions(tuple(problem.quantised), columns(problem)[1])) if which == "forward" else 0

@@ -50,8 +50,8 @@ def mosaic_binaries(compiled: Any, capability: tuple[int, int]) -> dict[str, set
 
 
 def mosaic_function(binary: bytes, capability: tuple[int, int]) -> CubinFunction:
-    """The kernel's function in its binary, which has others where NVIDIA's compiler of a wheel checks tensor memory. Errors:
-    ValueError if there isn't one."""
+    """The kernel's function in its binary, to which NVIDIA's linker adds some that check tensor memory. Errors: ValueError
+    without one."""
     (function,) = (one for one in cubin_functions(binary, capability) if one.name.endswith(_SUFFIX))
     return function
 

@@ -91,7 +91,7 @@ class BlackwellGradients(MosaicBlock):
             plgpu.set_max_registers(few, action="decrease")
             self.load(refs, self.place())
 
-        one_of([(warpgroup == _MULTIPLIES, multiply), (warpgroup == _LOADS, load), (warpgroup < COMPUTING, compute)])
+        one_of([(warpgroup == _MULTIPLIES, multiply), (warpgroup == _LOADS, load)], compute)
 
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], which: Any) -> None:
         """What a warpgroup does with its half of the columns."""

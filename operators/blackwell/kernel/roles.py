@@ -104,7 +104,7 @@ class BlackwellRoles(BlockOfThreads):
         def of_warp(warp: Any) -> None:
             load = functools.partial(play, lambda work: self.load(refs, work))
             multiply = functools.partial(play, lambda work: self.multiply(refs, self.count(refs, work)))
-            one_of([(warp == _LOAD, load), (warp == _MULTIPLY, multiply), (True, lambda: None)])
+            one_of([(warp == _LOAD, load), (warp == _MULTIPLY, multiply)], lambda: None)
 
         def helping() -> None:
             self.take_registers(helps)
@@ -117,7 +117,7 @@ class BlackwellRoles(BlockOfThreads):
         roles = [(warpgroup == self.groups + 1, helping), (warpgroup == self.groups, correct)]
         for number, names in enumerate(self.wideners):
             roles.append((warpgroup == self.groups + 2 + number, functools.partial(widen, names)))
-        one_of([*roles, (warpgroup < self.groups, compute)])
+        one_of(roles, compute)
 
     @property
     def held(self) -> int:

@@ -93,11 +93,11 @@ class PartialGpu:
                 (0, 2)
             )
         if operands.bias is not None:
-            d_bias = self.in_xla(static_args, operands, dynamic, results).bias
+            d_bias = self._in_xla(static_args, operands, dynamic, results).bias
         captures: tuple[jax.Array, ...] = ()
         if operands.captures:
             # A kernel has no sums over tiles in a fixed order but by another pass over all of them; XLA's is one.
-            captures = self.in_xla(static_args, operands, dynamic, results).captures
+            captures = self._in_xla(static_args, operands, dynamic, results).captures
         d_query = backward.of_query()
         return Operands(d_query, d_key, d_value, d_bias, d_sinks, d_key_scale, d_value_scale, captures)
 
@@ -107,7 +107,7 @@ class PartialGpu:
         d_x, d_scale = quantised_gradients(x.swapaxes(1, 2), scale, gradient.swapaxes(1, 2))
         return d_x.swapaxes(1, 2), d_scale
 
-    def in_xla(self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results) -> Operands:
+    def _in_xla(self, static_args: StaticArgs, operands: Operands, dynamic: DynamicArgs, results: Results) -> Operands:
         """All gradients by the blockwise pass, those of the tensors in bhtd, for what no kernel sums. The compiler drops what
         isn't used."""
         if self.layout == "bthd":

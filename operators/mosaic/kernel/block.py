@@ -286,14 +286,14 @@ class MosaicBlock(BlockOfThreads):
         return ref.at[(batch, rows, head) if self.layout == "bthd" else (batch, head, rows)]
 
 
-def one_of(roles: Sequence[tuple[Any, Callable[[], None]]]) -> None:
-    """Play the first role whose condition holds, or the last: (condition, role). Each is a branch within the one before: one
-    after the other, a role would hold in registers what the next ones begin with, such as the phases of their barriers."""
-    (chosen, role), *others = roles
-    if others:
-        lax.cond(chosen, role, functools.partial(one_of, others))
-    else:
-        role()
+def one_of(roles: Sequence[tuple[Any, Callable[[], None]]], other: Callable[[], None]) -> None:
+    """Play the first role whose condition holds, of (condition, role), else the other one. Each is a branch within the one
+    before: one after the other, a role would hold in registers what the next ones begin with, such as phases of barriers."""
+    if not roles:
+        return other()
+    (chosen, role), *rest = roles
+    lax.cond(chosen, role, functools.partial(one_of, rest, other))
+    return None
 
 
 def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
