@@ -14,7 +14,7 @@ from .bounds import BlockBounds, Blocks, Extent, between, equal
 from .checks import check_distances, whole, whole_or_none
 from .intervals import Intervals, single
 
-__all__ = ["Causal", "Chunked", "OffsetMask", "Prefix", "SlidingWindow", "window_tokens"]
+__all__ = ["Causal", "Chunked", "OffsetMask", "Prefix", "SlidingWindow", "SpanMask", "window_tokens"]
 
 
 # Not a dataclass itself: `offset` would come first among the fields of its subclasses.
@@ -49,8 +49,24 @@ class OffsetMask(Mask):
         object.__setattr__(self, "offset", offset)
 
 
+class SpanMask(OffsetMask):
+    """An OffsetMask of which each row sees keys that follow one another, and each key rows that do."""
+
+    def key_span(self, x: Any) -> tuple[Any, Any]:
+        """The keys that rows at x see: (the first, the one after the last), None without a bound. x: numbers as in `test`."""
+        raise NotImplementedError
+
+    def row_span(self, keys: Any) -> tuple[Any, Any]:
+        """The same of keys: the x of the rows that see them."""
+        raise NotImplementedError
+
+    def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
+        first, end = self.key_span(self.position(rows, positions))
+        return single(0 if first is None else first, kv_len if end is None else end, len(rows), kv_len)
+
+
 @dataclass(frozen=True)
-class Causal(OffsetMask):
+class Causal(SpanMask):
     """Key j is visible when j <= x, where x is the position, or i + offset."""
 
     kind: ClassVar[str] = "causal"
@@ -70,12 +86,15 @@ class Causal(OffsetMask):
         x = self.block_positions(blocks)
         return BlockBounds(blocks.cols.lo <= x.hi, blocks.cols.hi <= x.lo)
 
-    def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
-        return single(0, self.position(rows, positions) + 1, len(rows), kv_len)
+    def key_span(self, x: Any) -> tuple[Any, Any]:
+        return None, x + 1
+
+    def row_span(self, keys: Any) -> tuple[Any, Any]:
+        return keys, None
 
 
 @dataclass(frozen=True)
-class SlidingWindow(OffsetMask):
+class SlidingWindow(SpanMask):
     """Key j is visible when x - left <= j <= x + right. Distances are inclusive; None means no bound on that side.
 
     `left=3, right=0` keeps 4 keys; `window_tokens(4)` is the same, given the number of keys.
@@ -109,11 +128,11 @@ class SlidingWindow(OffsetMask):
         upper = None if self.right is None else Extent(self.right, self.right)
         return between(lower, Extent(keys.lo - x.hi, keys.hi - x.lo), upper)
 
-    def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
-        x = self.position(rows, positions)
-        lo = 0 if self.left is None else x - self.left
-        hi = kv_len if self.right is None else x + self.right + 1
-        return single(lo, hi, len(rows), kv_len)
+    def key_span(self, x: Any) -> tuple[Any, Any]:
+        return None if self.left is None else x - self.left, None if self.right is None else x + (self.right + 1)
+
+    def row_span(self, keys: Any) -> tuple[Any, Any]:
+        return None if self.right is None else keys - self.right, None if self.left is None else keys + (self.left + 1)
 
 
 def window_tokens(n: int) -> SlidingWindow:
@@ -123,7 +142,7 @@ def window_tokens(n: int) -> SlidingWindow:
 
 
 @dataclass(frozen=True)
-class Chunked(OffsetMask):
+class Chunked(SpanMask):
     """Key j is visible when x and j are in the same chunk of `size`: floor(x / size) == floor(j / size).
 
     A row with negative x sees nothing, as no key is negative.
@@ -151,9 +170,17 @@ class Chunked(OffsetMask):
         x, keys = (Extent(e.lo // self.size, e.hi // self.size) for e in (self.block_positions(blocks), blocks.cols))
         return equal(x, keys)
 
-    def intervals(self, rows: NDArray[Any], positions: NDArray[Any], kv_len: int) -> Intervals:
-        start = self.position(rows, positions) // self.size * self.size
-        return single(start, start + self.size, len(rows), kv_len)
+    def key_span(self, x: Any) -> tuple[Any, Any]:
+        if self.size & (self.size - 1) == 0:
+            start = x & -self.size
+        elif isinstance(x, jax.Array):
+            start = jnp.where(x < 0, -self.size, _divide(x, self.size) * self.size)  # no key is negative
+        else:
+            start = x // self.size * self.size
+        return start, start + self.size
+
+    def row_span(self, keys: Any) -> tuple[Any, Any]:
+        return self.key_span(keys)
 
 
 @dataclass(frozen=True)
