@@ -7,6 +7,7 @@ A tile reads references by name: 'leaf<n>' and 'words<n>' for the mask's arrays 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +89,13 @@ class TileMask:
 
     def position(self, rows: Any) -> Any:
         """The positions of rows of the whole problem."""
-        offset = self.static_args.query_offset or 0
-        return shifted(rows, self.refs["query_offset"][self.batch] if "query_offset" in self.refs else offset)
+        return shifted(rows, self.offset())
+
+    def offset(self) -> Any:
+        """Of the positions of this batch row."""
+        if "query_offset" in self.refs:
+            return self.refs["query_offset"][self.batch]
+        return self.static_args.query_offset or 0
 
     def global_row_and_head(self, batch: Any, head: Any) -> tuple[Any, Any]:
         """This device's batch row and query head in the whole problem."""
@@ -128,11 +134,19 @@ class TileMask:
 
     # -- the mask ----------------------------------------------------------------------------------------------------
 
-    def _tests(self, mask: Mask, rows: jax.Array, keys: jax.Array, *where: Any) -> list[Any]:
-        """The tests that a visible key passes; rows: this device's, keys: those of the whole problem."""
+    def _tests(self, mask: Mask, rows: jax.Array, keys: jax.Array, *where: Any, but: Sequence[Mask] = ()) -> list[Any]:
+        """The tests that a visible key passes; rows: this device's, keys: those of the whole problem. but: parts of the mask that
+        are left out."""
         if isinstance(mask, Full):
             return []
         numbers, words = itertools.count(), itertools.count()
+
+        def passed_over(atom: Mask) -> Mask:
+            for _ in atom.parts:
+                next(numbers)
+            if is_blocks(atom):
+                next(words)
+            return Full()
 
         def evaluate(atom: Mask) -> Mask:
             if is_blocks(atom):
@@ -146,7 +160,9 @@ class TileMask:
 
         rows = self._global_rows(rows)
         positions = self.position(rows)
-        parts = mask.map_leaves(evaluate).conjuncts()
+        parts = [
+            part.map_leaves(passed_over if any(part is one for one in but) else evaluate) for part in mask.conjuncts()
+        ]
         return [self._tested(part, rows, positions, keys) for part in parts if not isinstance(part, Full)]
 
     def _tested(self, mask: Mask, rows: Any, positions: Any, keys: Any) -> Any:

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ...flash.kernel.tile_schedule import Masked
 from ...flash.kernel.weigh import weigh
 from ...kernels.scores import without_padded_rows
 from ...mosaic.kernel.block import Copies, along_columns, part_of
@@ -142,8 +143,7 @@ class BlackwellKeyGradients(BlackwellGradients):
             return count + 1
 
         def of_head(number: Any, count: Any) -> Any:
-            row = batch, kv_head * self.group + number, kv_block
-            return self.table.fold_tiles(refs["schedule"], *row, 0, 1, visit, count)
+            return self.fold_tiles(refs, (batch, kv_head * self.group + number, kv_block), visit, count)
 
         count = self._of_heads(of_head, before)
         for name in names if ahead else ():
@@ -183,13 +183,14 @@ class BlackwellKeyGradients(BlackwellGradients):
         """The factors of all tiles for the gradients of keys, of values or of both. count: as in `_multiply`."""
         batch, kv_head, kv_block = place
         sizes, first_key, dtype = self.sizes, kv_block * ROWS, refs["key_tile"].dtype
+        refs = BlackwellTile.with_numbers(refs, self.logits.static_args.mask, batch, first_key)
         half = sizes.block_q // COMPUTING
         columns = pl.ds(which * half, half)
 
         def of_head(number: Any, count: Any) -> Any:
             head = kv_head * self.group + number
 
-            def visit(q_block: Any, count: Any, masked: bool) -> Any:
+            def visit(q_block: Any, count: Any, masked: Masked) -> Any:
                 slot = lax.rem(count, sizes.stages)
                 plgpu.barrier_wait(refs["rows_full"].at[slot])
 
@@ -200,8 +201,12 @@ class BlackwellKeyGradients(BlackwellGradients):
                 raw = self.take(refs, "logits", columns)
                 first_row = q_block * sizes.block_q + which * half
                 part = sizes._replace(block_q=half)
-                tile = BlackwellTile(self.logits, refs, (batch, head), first_row, first_key, part, None, by_keys=True)
+                tile = BlackwellTile(
+                    self.logits, refs, (batch, head), first_row, first_key, part, None, by_keys=True,
+                    by_ids=masked is Masked.BY_IDS,
+                )  # fmt: skip
                 x, factor, pull = weigh(tile, raw, masked)
+                x = tile.within(x) if masked else x
                 shifts = numbers("lse")
                 x = without_padded_rows(self.logits.static_args.score, x, shifts)
                 weights, keep = jnp.exp2(x * factor - shifts), tile.keep()
@@ -221,7 +226,7 @@ class BlackwellKeyGradients(BlackwellGradients):
                     self.give(refs, "d_logits", d_x.astype(dtype), columns)
                 return count + 1
 
-            return self.table.fold_tiles(refs["schedule"], batch, head, kv_block, 0, 1, visit, count)
+            return self.fold_tiles(refs, (batch, head, kv_block), visit, count, masks=True)
 
         return self._of_heads(of_head, count)
 

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ...flash.kernel.tile_schedule import Masked
 from ...flash.kernel.weigh import weigh
 from ...kernels.scores import without_padded_rows
 from ...mosaic.kernel.block import along_rows, part_of
@@ -71,7 +72,6 @@ class BlackwellQueryGradient(BlackwellGradients):
 
     def _multiply(self, refs: dict[str, Any], place: tuple[Any, Any, Any], turn: tuple[Sums, ...], before: Any) -> Any:
         """The products of all tiles for these sums. before: the number of tiles before these; returns it with them."""
-        batch, head, q_block = place
         stages, ahead = self.sizes.stages, pipelined(self.sizes)
         begin = turn[0].first
 
@@ -112,7 +112,7 @@ class BlackwellQueryGradient(BlackwellGradients):
                 add(count)
             return count + 1
 
-        count = self.table.fold_tiles(refs["schedule"], batch, head, q_block, 0, 1, visit, before)
+        count = self.fold_tiles(refs, place, visit, before)
         if ahead:
             add_last(count)
         return count
@@ -126,6 +126,7 @@ class BlackwellQueryGradient(BlackwellGradients):
             self._hold(refs, which)
         else:
             plgpu.barrier_arrive(refs["d_weights_read"])
+        refs = BlackwellTile.with_numbers(refs, self.logits.static_args.mask, batch, first_row)
         numbers = (refs[name].at[batch, head, pl.ds(first_row, ROWS)] for name in BY_ROWS.values())
         of_rows = [plgpu.load(some, layout=BY_ROW, optimized=False) for some in numbers]  # type: ignore[call-arg]
         count = jnp.int32(0)
@@ -164,11 +165,15 @@ class BlackwellQueryGradient(BlackwellGradients):
         half = sizes.block_kv // COMPUTING
         columns = pl.ds(which * half, half)
 
-        def visit(kv_block: Any, count: Any, masked: bool) -> Any:
+        def visit(kv_block: Any, count: Any, masked: Masked) -> Any:
             raw = self.take(refs, "logits", columns)
             first_key = kv_block * sizes.block_kv + which * half
-            tile = BlackwellTile(self.logits, refs, (batch, head), q_block * ROWS, first_key, sizes, None, keys=half)
+            tile = BlackwellTile(
+                self.logits, refs, (batch, head), q_block * ROWS, first_key, sizes, None, keys=half,
+                by_ids=masked is Masked.BY_IDS,
+            )  # fmt: skip
             x, factor, pull = weigh(tile, raw, masked)
+            x = tile.within(x) if masked else x
             shifts = along_rows(shift, x.shape)
             x = without_padded_rows(self.logits.static_args.score, x, shifts)
             pulled = pull(jnp.exp2(x * factor - shifts))
@@ -178,7 +183,7 @@ class BlackwellQueryGradient(BlackwellGradients):
             self.give(refs, "d_logits", d_x.astype(dtype), columns)
             return count + 1
 
-        return self.table.fold_tiles(refs["schedule"], batch, head, q_block, 0, 1, visit, count)
+        return self.fold_tiles(refs, (batch, head, q_block), visit, count, masks=True)
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See MosaicBlock."""

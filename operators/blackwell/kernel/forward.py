@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ...flash.kernel.tile_schedule import Masked
 from ...kernels.lse import LOG2E
 from ...mosaic.kernel.block import MosaicBlock
 from ...mosaic.kernel.mosaic_sizes import column_parts
+from ...mosaic.kernel.spans import all_spans
 from .blackwell_sizes import PART, ROWS
 from .roles import BlackwellRoles
 from .tile import BY_ROW, BlackwellTile
@@ -22,7 +24,9 @@ from .tile import BY_ROW, BlackwellTile
 __all__ = ["BlackwellForward"]
 
 _BY_PRODUCTS = 10  # of a part's exponentials; with more of them registers are spilled
-_IN_REGISTERS = ("leaf", "words", "bias", "dropout", "key_scale")  # arrays whose numbers take a tile's registers
+_BESIDE_SPANS = 8  # of those of a tile with a mask
+_IN_REGISTERS = ("bias", "dropout", "key_scale")  # arrays whose numbers take a tile's registers
+_OF_MASK = ("leaf", "words")  # the same, unless they become spans
 
 
 @dataclass(frozen=True)
@@ -86,15 +90,15 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         return self.count_tiles(refs, work)
 
     def visit_tiles(
-        self, refs: dict[str, Any], work: tuple[Any, Any, Any], visit: Callable[[Any, Any, bool], Any], carry: Any
+        self, refs: dict[str, Any], work: tuple[Any, Any, Any], visit: Callable[[Any, Any, Any], Any], carry: Any
     ) -> Any:
         """See BlackwellRoles."""
-        return self.fold_tiles(refs, work, visit, carry)
+        return self.fold_tiles(refs, work, visit, carry, masks=True)
 
     def of_rows(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: Any) -> Any:
-        """The number of the first."""
-        del refs
-        return self._first_row(work, group)
+        """The number of the first, and the references with what a mask tells of them."""
+        first_row = self._first_row(work, group)
+        return first_row, BlackwellTile.with_numbers(refs, self.logits.static_args.mask, work[0], first_row)
 
     def parts(
         self,
@@ -103,24 +107,26 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         group: Any,
         tile: Any,
         count: Any,
-        masked: bool,
+        masked: Any,
         of_rows: Any,
     ) -> list[BlackwellTile]:
         """See BlackwellRoles."""
-        del group, count, masked
+        del group, count, refs
+        first_row, refs_of_rows = of_rows
         first_key = tile * self.sizes.block_kv
         return [
             BlackwellTile(
                 self.logits,
-                refs,
+                refs_of_rows,
                 work[:2],
-                of_rows,
+                first_row,
                 first_key + first,
                 self.sizes,
                 None,
                 keys=PART,
                 period=self.period,
                 group=self.group,
+                by_ids=masked is Masked.BY_IDS,
             )
             for first in range(0, self.sizes.block_kv, PART)
         ]
@@ -139,11 +145,16 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
             sinks = sinks + jnp.where(self.split() == 0, 0.0, -jnp.inf)
         return sinks, jnp.where(sinks == -jnp.inf, 0.0, 1.0)
 
-    def by_products(self, refs: dict[str, Any]) -> int:
+    def by_products(self, refs: dict[str, Any], masked: Any) -> int:
         """Some where nothing else takes the registers that they need."""
-        logits = self.logits
-        taken = logits.soft_cap is not None or logits.static_args.score is not None
-        return 0 if taken or any(name.startswith(_IN_REGISTERS) for name in refs) else _BY_PRODUCTS
+        logits, spans = self.logits, all_spans(self.logits.static_args, refs, self.sizes.block_kv)
+        taken = logits.soft_cap is not None or logits.static_args.score is not None or masked is Masked.BY_IDS
+        if taken or any(name.startswith(_IN_REGISTERS) for name in refs):
+            return 0
+        arrays = any(name.startswith(_OF_MASK) for name in refs)
+        if arrays and not spans:
+            return 0
+        return _BESIDE_SPANS if arrays or (masked and spans) else _BY_PRODUCTS
 
     def store(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: Any, name: str, held: Any) -> None:
         """See BlackwellRoles."""

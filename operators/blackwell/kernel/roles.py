@@ -155,8 +155,8 @@ class BlackwellRoles(BlockOfThreads):
         """The number of the block's tiles."""
         raise NotImplementedError
 
-    def visit_tiles(self, refs: dict[str, Any], work: Any, visit: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
-        """visit(tile, carry, masked) for all of them."""
+    def visit_tiles(self, refs: dict[str, Any], work: Any, visit: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+        """visit(tile, carry, masked) for all of them; masked: a bool or a Masked."""
         raise NotImplementedError
 
     def of_rows(self, refs: dict[str, Any], work: Any, group: Any) -> Any:
@@ -164,7 +164,7 @@ class BlackwellRoles(BlockOfThreads):
         del refs, work, group
 
     def parts(
-        self, refs: dict[str, Any], work: Any, group: Any, tile: Any, count: Any, masked: bool, of_rows: Any
+        self, refs: dict[str, Any], work: Any, group: Any, tile: Any, count: Any, masked: Any, of_rows: Any
     ) -> Sequence[Any]:
         """Of a group's rows and a tile's keys, PART of these each, as `weigh` takes them. count: of the tiles before."""
         raise NotImplementedError
@@ -297,9 +297,9 @@ class BlackwellRoles(BlockOfThreads):
 
     def softmax(self, refs: dict[str, Any], work: Any, group: Any) -> None:
         """The weights of a warpgroup's rows, and their lse."""
-        dtype, of_rows, by_products = refs["query_tile"].dtype, self.of_rows(refs, work, group), self.by_products(refs)
+        dtype, of_rows = refs["query_tile"].dtype, self.of_rows(refs, work, group)
 
-        def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
+        def visit(kv_block: Any, carry: Any, masked: Any) -> Any:
             count, peak, total = carry
             at = self.at(count, group)
             plgpu.barrier_wait(refs["logits_full"].at[at])
@@ -309,6 +309,8 @@ class BlackwellRoles(BlockOfThreads):
             for tile, one in zip(tiles, raw, strict=True):
                 x, factor, _ = weigh(tile, one, masked)
                 xs.append(x)
+            if masked:
+                xs = tiles[0].all_within(xs)
             highest = xs[0].max(axis=1)
             for x in xs[1:]:
                 highest = jnp.maximum(highest, x.max(axis=1))
@@ -322,7 +324,7 @@ class BlackwellRoles(BlockOfThreads):
             total = total * shrink
             written = []
             for tile, x in zip(tiles, xs, strict=True):
-                weights = exp2(x * factor - along_rows(shift, x.shape), by_products)
+                weights = exp2(x * factor - along_rows(shift, x.shape), self.by_products(refs, masked))
                 total = total + weights.sum(axis=1)
                 written.append(tile.dropped(weights, tile.keep()).astype(dtype))
             self.weighed(refs, count)
@@ -343,9 +345,9 @@ class BlackwellRoles(BlockOfThreads):
         self.store(refs, work, group, "lse", refs["lse_rows"].at[group])
         plgpu.wait_smem_to_gmem(0)
 
-    def by_products(self, refs: dict[str, Any]) -> int:
+    def by_products(self, refs: dict[str, Any], masked: Any) -> int:
         """How many of a part's exponentials are computed by products; see exponentials.py."""
-        del refs
+        del refs, masked
         return 0
 
     def correct(self, refs: dict[str, Any], work: Any) -> None:

@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....masks import Mask
+from ....masks import Causal, Mask
 from ...kernels.evaluated_leaf import EvaluatedLeaf
 from ...mosaic.kernel.tile import MosaicTile
+from ...mosaic.kernel.within import ThreadColumns
 from .blackwell_sizes import ROWS
 
 __all__ = ["BY_ROW", "OUTPUT", "TILE", "BlackwellTile"]
@@ -24,6 +25,19 @@ class BlackwellTile(MosaicTile):
 
     lines: ClassVar[int] = ROWS
     in_registers: ClassVar[Any] = TILE
+    of_thread: ClassVar[ThreadColumns] = ThreadColumns(period=1, together=1, rows=1, used=6)
+    spans_beside_ids: ClassVar[bool] = False
+
+    @property
+    def takes_spans(self) -> bool:
+        """See MosaicTile. One comparison for each number takes less than the words do by keys, and beside a soft cap, which takes
+        the registers."""
+        compared = self.axis["q"] or self.logits.soft_cap is not None
+        return super().takes_spans and not (compared and self._is_causal)
+
+    @property
+    def _is_causal(self) -> bool:
+        return len(self.parts) == 1 and isinstance(self.parts[0], Causal)
 
     def _tested(self, mask: Mask, rows: Any, positions: Any, keys: Any) -> Any:
         """See TileMask. Where several tests go by the numbers of keys, which would be kept then; beside arrays of keys they are

@@ -43,7 +43,7 @@ class _BackwardKernel:
             return key, key[: len(self.parts.value)]
         return key, self.arrays.tile(refs["value"], batch, kv_head, keys, self.parts.value, bounded, seen)
 
-    def _gradient(self, refs: dict[str, Any], tile: Tile, raw: Any, d_p: Any, masked: bool) -> tuple[Any, Any]:
+    def _gradient(self, refs: dict[str, Any], tile: Tile, raw: Any, d_p: Any, masked: int) -> tuple[Any, Any]:
         """(weights after dropout, gradient of the logits without the scale) from the products of a tile."""
         place = (tile.batch, tile.head)
         shift = tile.of_rows(Arrays.numbers(refs["lse"], place, tile.rows, float("inf")))
@@ -98,7 +98,7 @@ class KeyGradients(_BackwardKernel):
         def of_head(number: Any, sums: Any) -> Any:
             head = kv_head * self.group + number
 
-            def visit(q_block: Any, sums: Any, masked: bool) -> Any:
+            def visit(q_block: Any, sums: Any, masked: int) -> Any:
                 d_key, d_value = (sums, sums[: len(value)]) if in_key else sums
                 rows = Along(q_block * sizes.block_q, sizes.block_q, static_args.q_len)
                 tile = Tile(self.logits, refs, batch, head, kv_head, rows, keys, transposed=True)

@@ -6,6 +6,7 @@ some cut by the mask - the four ends are enough, and the next tile's place needs
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +19,17 @@ from jax import lax
 from ...kernels.local_mask import LocalMask
 from ...kernels.tiles import is_arithmetic
 
-__all__ = ["Overlapped", "TileSchedule", "tile_schedule"]
+__all__ = ["Masked", "Overlapped", "TileSchedule", "tile_schedule"]
+
+_FEW_PARTIAL = 8  # one of so many tiles
+
+
+class Masked(enum.IntEnum):
+    """Whether a visited tile has a mask: none, one, or one whose segment ids aren't in order, and have to be compared."""
+
+    NO = 0
+    YES = 1
+    BY_IDS = 2
 
 
 @dataclass(frozen=True)
@@ -27,12 +38,14 @@ class TileSchedule:
 
     neighbours: a row is (first, first full, after the last full, after the last). Otherwise it is (number of partial tiles,
     number of all), then the partial tiles, then the full ones. some_partial, some_full: False if there are no such tiles.
+    many_partial: False if it's known that few are partial.
     """
 
     table: np.ndarray | jax.Array
     neighbours: bool
     some_partial: bool
     some_full: bool
+    many_partial: bool = True
 
     def fold_tiles(
         self,
@@ -42,52 +55,53 @@ class TileSchedule:
         block: Any,
         part: Any,
         parts: int,
-        visit: Callable[[Any, Any, bool], Any],
+        visit: Callable[[Any, Any, Masked], Any],
         carry: Any,
-        instead: tuple[Any, Callable[[Any, Any, bool], Any]] | None = None,
+        instead: tuple[Any, Callable[[Any, Any, Masked], Any]] | None = None,
         overlapped: Overlapped | None = None,
         times: int = 1,
+        together: bool = False,
     ) -> Any:
         """visit(tile, carry, masked) for the `part`-th of `parts` shares of a row's tiles. head: one of those with a table.
 
         instead: whether another function is to visit the partial tiles, and that function. overlapped: what visits the full ones.
         times: visits of each tile, one after another; of several, visit's first argument is (tile, number of the visit).
+        together: full tiles are visited as partial ones, all in one loop.
         """
         row = (batch if self.table.shape[0] > 1 else 0, head if self.table.shape[1] > 1 else 0, block)
-        partial, total, masked_tiles, full_tiles = self._tiles(lambda i: ref[(*row, i)])
+        tiles = self._tiles(lambda i: ref[(*row, i)])
+        partial, total = tiles.partial, tiles.total
+        low, high = (0, total) if parts == 1 else (total * part // parts, total * (part + 1) // parts)
+        if together:
+            return _fold_masked(tiles.of_all, low, high, visit, carry, instead, overlapped, times)
         of_full: tuple[Any, Any] = (0, total - partial)
         of_partial: tuple[Any, Any] = (0, partial)
         if parts > 1:
-            low, high = total * part // parts, total * (part + 1) // parts
             of_full, of_partial = (jnp.maximum(low - partial, 0), high - partial), (low, jnp.minimum(high, partial))
         if self.some_full:
             if overlapped is None:
-                carry = full_tiles.fold_tiles(*of_full, visit, carry, False, times)
+                carry = tiles.of_full.fold_tiles(*of_full, visit, carry, Masked.NO, times)
             else:
-                carry = full_tiles.overlap_tiles(*of_full, overlapped, carry)
+                carry = tiles.of_full.overlap_tiles(*of_full, overlapped, carry)
         if self.some_partial:
-            start, end = of_partial
-            middle = end if instead is None else jnp.where(instead[0], start, end)
-            carry = masked_tiles.fold_tiles(start, middle, visit, carry, True, times)
-            if instead is not None:  # a loop of its own: a choice in the loop would cost time in each turn
-                carry = masked_tiles.fold_tiles(middle, end, instead[1], carry, True)
+            carry = _fold_masked(tiles.of_partial, *of_partial, visit, carry, instead, None, times)
         return carry
 
     def count(self, ref: Any, batch: Any, head: Any, block: Any, part: Any, parts: int) -> Any:
         """The number of tiles in the `part`-th of `parts` shares of a row's."""
         row = (batch if self.table.shape[0] > 1 else 0, head if self.table.shape[1] > 1 else 0, block)
-        total = self._tiles(lambda i: ref[(*row, i)])[1]
+        total = self._tiles(lambda i: ref[(*row, i)]).total
         return total if parts == 1 else total * (part + 1) // parts - total * part // parts
 
-    def _tiles(self, entry: Callable[[Any], Any]) -> tuple[Any, Any, _Run, _Run]:
-        """(number of partial tiles, number of all, the partial ones, the full ones) of a row with these entries."""
+    def _tiles(self, entry: Callable[[Any], Any]) -> _Row:
+        """Those of a row with these entries."""
         if not self.neighbours:
             partial, total = entry(0), entry(1)
-            return partial, total, _Run(2, entry), _Run(2 + partial, entry)
+            return _Row(partial, total, _Run(2, entry), _Run(2 + partial, entry), _Run(2, entry))
         first, full, after_full, after = (entry(i) for i in range(4))
         before, partial = full - first, full - first + after - after_full
         masked = _Run(0, lambda n: jnp.where(n < before, first + n, after_full + n - before))
-        return partial, after - first, masked, _Run(full)
+        return _Row(partial, after - first, masked, _Run(full), _Run(first))
 
 
 class Overlapped(NamedTuple):
@@ -111,9 +125,9 @@ class _Run(NamedTuple):
         self,
         start: Any,
         end: Any,
-        visit: Callable[[Any, Any, bool], Any],
+        visit: Callable[[Any, Any, Masked], Any],
         carry: Any,
-        masked: bool,
+        masked: Masked,
         times: int = 1,
     ) -> Any:
         """visit(tile, carry, masked) for the tiles from the start-th to the end-th. times: see TileSchedule."""
@@ -132,10 +146,41 @@ class _Run(NamedTuple):
         def run(carry: Any) -> Any:
             carry = tiles.begin(self.tile(self.first + start), carry)
             return tiles.end(
-                self.fold_tiles(start + 1, end, lambda tile, carry, _: tiles.visit(tile, carry), carry, False)
+                self.fold_tiles(start + 1, end, lambda tile, carry, _: tiles.visit(tile, carry), carry, Masked.NO)
             )
 
         return lax.cond(start < end, run, lambda carry: carry, carry)
+
+
+def _fold_masked(
+    run: _Run,
+    start: Any,
+    end: Any,
+    visit: Callable[[Any, Any, Masked], Any],
+    carry: Any,
+    instead: tuple[Any, Callable[[Any, Any, Masked], Any]] | None,
+    overlapped: Overlapped | None,
+    times: int,
+) -> Any:
+    """Tiles of which each may have a mask; see TileSchedule.fold_tiles."""
+    middle = end if instead is None else jnp.where(instead[0], start, end)
+    if overlapped is None:
+        carry = run.fold_tiles(start, middle, visit, carry, Masked.YES, times)
+    else:
+        carry = run.overlap_tiles(start, middle, overlapped, carry)
+    if instead is not None:  # a loop of its own: a choice in the loop would cost time in each turn
+        carry = run.fold_tiles(middle, end, instead[1], carry, Masked.YES, times)
+    return carry
+
+
+class _Row(NamedTuple):
+    """A row's tiles: how many are partial, how many there are, and the partial ones, the full ones and all of them."""
+
+    partial: Any
+    total: Any
+    of_partial: _Run
+    of_full: _Run
+    of_all: _Run
 
 
 def tile_schedule(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int = 1) -> TileSchedule:
@@ -155,7 +200,8 @@ def tile_schedule(mask: LocalMask, block_q: int, block_kv: int, slow: str, table
     partial, full = int((kinds == 1).sum()), int((kinds == 2).sum())
     if 2 * full <= partial and is_arithmetic(mask.mask):  # then a single loop, half of the program
         kinds = np.minimum(kinds, 1)
-    some = bool((kinds == 1).any()), bool((kinds == 2).any())
+    partial, full = int((kinds == 1).sum()), int((kinds == 2).sum())
+    some = partial > 0, full > 0, _FEW_PARTIAL * partial > partial + full
     ends = _ends(kinds)
     if ends is not None:
         return TileSchedule(ends, True, *some)

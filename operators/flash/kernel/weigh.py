@@ -16,7 +16,7 @@ from .score_tile import TileScores
 __all__ = ["weigh"]
 
 
-def weigh(tile: Any, raw: jax.Array, masked: bool) -> tuple[jax.Array, float, Callable[[jax.Array], jax.Array]]:
+def weigh(tile: Any, raw: jax.Array, masked: int) -> tuple[jax.Array, float, Callable[[jax.Array], jax.Array]]:
     """(x, factor, pull): logits in base 2 are x * factor, factor > 0; pull: from the gradient of the logits in base e to that
     of the products times the scale. tile: a Tile, or another kernel's tile with its methods."""
     logits, score = tile.logits, tile.static_args.score

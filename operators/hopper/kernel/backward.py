@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ...flash.kernel.tile_schedule import Masked
 from ...flash.kernel.weigh import weigh
 from ...kernels.scores import without_padded_rows
 from ...mosaic.kernel.block import Copies, along_columns, along_rows, part_of
@@ -48,7 +49,7 @@ class _HopperGradients(HopperBlock):
         """Columns of the sums of a warpgroup."""
         raise NotImplementedError
 
-    def crowded(self, refs: dict[str, Any], masked: bool) -> bool:
+    def crowded(self, refs: dict[str, Any], masked: Masked) -> bool:
         """Whether the tiles of a loop have no registers to spare for descriptors that are the same in every turn."""
         beside_mask = masked and self.most_sums > _SUMS_BESIDE_OTHERS
         return self.in_key or beside_mask or ("dropout" in refs and self.most_sums > self.sums_beside_dropout)
@@ -115,10 +116,11 @@ class HopperQueryGradient(_HopperGradients):
         numbers = (refs[name].at[batch, head, pl.ds(first_row, ROWS)] for name in _ROWS.values())
         shift, delta = (plgpu.load(some, layout=BY_ROW, optimized=False) for some in numbers)  # type: ignore[call-arg]
         plgpu.barrier_wait(ready)
+        refs = HopperTile.with_numbers(refs, self.logits.static_args.mask, batch, first_row)
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
         both = self.in_key or self.dims[0] <= _SUMS_BESIDE_BOTH
 
-        def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
+        def visit(kv_block: Any, carry: Any, masked: Masked) -> Any:
             count, sums = carry
             slot, place = lax.rem(count, sizes.stages), self.loaded(count, kv_block)
             keys, last = refs["key_tiles"].at[place], self.streams[-1]
@@ -132,8 +134,12 @@ class HopperQueryGradient(_HopperGradients):
             raw, *d_weights = products.logits(*factors[: 1 + both])
             if both and not self.in_key:
                 plgpu.barrier_arrive(refs["value_free"].at[slot])
-            tile = HopperTile(self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv, sizes, columns)
+            tile = HopperTile(
+                self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv, sizes, columns,
+                by_ids=masked is Masked.BY_IDS,
+            )  # fmt: skip
             x, factor, pull = weigh(tile, raw, masked)
+            x = tile.within(x) if masked else x
             shifts = along_rows(shift, x.shape)
             x = without_padded_rows(self.logits.static_args.score, x, shifts)
             weights, keep = jnp.exp2(x * factor - shifts), tile.keep()
@@ -148,7 +154,7 @@ class HopperQueryGradient(_HopperGradients):
             return count + 1, sums
 
         carry = (jnp.int32(0), tuple(zeros(one.columns) for one in parts))
-        _, sums = self.table.fold_tiles(refs["schedule"], batch, head, q_block, 0, 1, visit, carry)
+        _, sums = self.fold_tiles(refs, place, visit, carry, masks=True)
         if self.in_key:  # the other warpgroup may still read the query
             _meet(refs["query_free"])
         for gradient, one in zip(sums, parts, strict=True):
@@ -246,10 +252,11 @@ class HopperKeyGradients(_HopperGradients):
                 self.rows(refs[name], batch, kv_head, first_key, ROWS), held[name], refs["keys_full"].at[which]
             )
         plgpu.barrier_wait(refs["keys_full"].at[which])
+        refs = HopperTile.with_numbers(refs, self.logits.static_args.mask, batch, first_key)
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
         dtype, summed = held["key"].dtype, {name for one in parts for name in one.of}
 
-        def visit(at: tuple[Any, Any], carry: Any, masked: bool) -> Any:
+        def visit(at: tuple[Any, Any], carry: Any, masked: Masked) -> Any:
             head, q_block = at
             count, sums = carry
             slot = lax.rem(count, sizes.stages)
@@ -264,9 +271,11 @@ class HopperKeyGradients(_HopperGradients):
             both = "key" in summed and "dropout" not in refs
             raw, *d_weights = products.logits(*factors[: 2 if both else 1])
             tile = HopperTile(
-                self.logits, refs, (batch, head), q_block * sizes.block_q, first_key, sizes, columns, by_keys=True
-            )
+                self.logits, refs, (batch, head), q_block * sizes.block_q, first_key, sizes, columns, by_keys=True,
+                by_ids=masked is Masked.BY_IDS,
+            )  # fmt: skip
             x, factor, pull = weigh(tile, raw, masked)
+            x = tile.within(x) if masked else x
             shifts = along_columns(products.numbers(refs["lse_tiles"].at[slot], BY_COLUMN), x.shape)
             x = without_padded_rows(self.logits.static_args.score, x, shifts)
             weights, keep = jnp.exp2(x * factor - shifts), tile.keep()
@@ -308,7 +317,8 @@ class HopperKeyGradients(_HopperGradients):
 
         def of_head(number: Any, carry: Any) -> Any:
             head = kv_head * self.group + number
-            return self.fold_tiles(refs, (batch, head, kv_block), lambda tile, *rest: visit((head, tile), *rest), carry)
+            row = batch, head, kv_block
+            return self.fold_tiles(refs, row, lambda tile, *rest: visit((head, tile), *rest), carry, masks=True)
 
         def of_all(at: tuple[Any, Any], *rest: Any) -> Any:
             tile, number = at
@@ -319,7 +329,7 @@ class HopperKeyGradients(_HopperGradients):
         apart = self.divided and not self.in_key
         if apart or _by_pair(refs) or self.table.table.shape[1] > 1:
             return lax.fori_loop(0, self.group, of_head, carry)
-        return self.table.fold_tiles(refs["schedule"], batch, 0, kv_block, 0, 1, of_all, carry, times=self.group)
+        return self.fold_tiles(refs, (batch, 0, kv_block), of_all, carry, masks=True, times=self.group)
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See HopperBlock."""

@@ -20,11 +20,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...flash.kernel.tile_schedule import Overlapped
+from ...flash.kernel.tile_schedule import Masked, Overlapped
 from ...flash.kernel.weigh import weigh
 from ...kernels.lse import LN2, LOG2E
 from ...mosaic.kernel.block import along_rows
 from ...mosaic.kernel.mosaic_sizes import column_parts
+from ...mosaic.kernel.spans import all_spans
 from .block import HopperBlock, filled, zeros
 from .hopper_sizes import ROWS
 from .tensor_cores import tensor_cores
@@ -35,6 +36,7 @@ __all__ = ["HopperForward"]
 _TOGETHER = 128  # columns with which the warpgroups share a program
 _BESIDE = 32  # columns whose exponentials are computed beside the next product
 _EIGHT = 8  # columns of which a thread has two
+_TURN = 16  # columns whose exponentials are computed before others' maximum
 _IN_REGISTERS = {"bias", "dropout"}  # what takes registers beside a tile
 _NARROW = 64  # columns beside which ids and positions have registers too
 
@@ -82,10 +84,14 @@ class HopperForward(HopperBlock):
         )
         plgpu.barrier_wait(ready)
         width, last = self.dims[1] // self.column_parts, self.streams[-1]
+        refs = HopperTile.with_numbers(refs, self.logits.static_args.mask, batch, first_row)
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
 
+        together = self.together(refs)
+        of_loop = Masked.YES if together else Masked.NO  # of that in which tiles overlap
+
         def logits(
-            count: Any, kv_block: Any, values: Any, work: Callable[[], Any], masked: bool = False
+            count: Any, kv_block: Any, values: Any, work: Callable[[], Any], masked: Masked
         ) -> tuple[HopperTile, jax.Array, float, Any]:
             """(tile, x, factor) of the count-th tile, and what work() made beside their product. values: the number of the
             tile whose values are waited for."""
@@ -98,14 +104,14 @@ class HopperForward(HopperBlock):
                     plgpu.barrier_wait(refs["value_full"].at[lax.rem(values, sizes.stages)])
             tile = HopperTile(
                 self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv, sizes, columns,
-                period=self.period, group=self.group,
+                period=self.period, group=self.group, by_ids=masked is Masked.BY_IDS, skip=together,
             )  # fmt: skip
             x, factor, _ = weigh(tile, raw, masked)
-            return tile, x, factor, made
+            return tile, tile.within(x) if masked else x, factor, made
 
-        def shifted(peak: jax.Array, x: jax.Array, factor: float, masked: bool = False) -> tuple[jax.Array, ...]:
-            """(exponents, new peak, factor of the sums so far) of logits x * factor."""
-            new_peak = jnp.maximum(peak, _top(x) * factor)
+        def shifted(peak: jax.Array, x: jax.Array, top: jax.Array, factor: float, masked: int) -> tuple[jax.Array, ...]:
+            """(exponents, new peak, factor of the sums so far) of logits x * factor. top: see `_tops`."""
+            new_peak = jnp.maximum(peak, top.max(axis=1) * factor)
             # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
             hidden = masked or "bias" in refs or self.logits.static_args.score is not None
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak) if hidden else new_peak
@@ -126,10 +132,10 @@ class HopperForward(HopperBlock):
             plgpu.barrier_arrive(refs[f"{last}_free"].at[slot])
             return sums
 
-        def visit(kv_block: Any, carry: Any, masked: bool) -> Any:
+        def visit(kv_block: Any, carry: Any, masked: Masked) -> Any:
             count, sums, peak, total = carry
             tile, x, factor, _ = logits(count, kv_block, count, lambda: None, masked)
-            exponents, peak, shrink = shifted(peak, x, factor, masked)
+            exponents, peak, shrink = shifted(peak, x, _top(x), factor, masked)
             weights = jnp.exp2(exponents)
             total = total * shrink + weights.sum(axis=1)
             sums = add_values(count, sums, shrink, tile.dropped(weights, tile.keep()))
@@ -137,17 +143,17 @@ class HopperForward(HopperBlock):
 
         def begin(kv_block: Any, carry: Any) -> Any:
             count, sums, peak, total = carry
-            _, x, factor, _ = logits(count, kv_block, None, lambda: None)
+            _, x, factor, _ = logits(count, kv_block, None, lambda: None, of_loop)
             total = along_rows(total / _EIGHT, (ROWS, _EIGHT))
-            return count + 1, sums, total, *shifted(peak, x, factor)
+            return count + 1, sums, total, *shifted(peak, x, _top(x), factor, of_loop)
 
         def visit_and_end(kv_block: Any, carry: Any) -> Any:
             count, sums, total, exponents, peak, shrink = carry
-            _, x, factor, early = logits(count, kv_block, count - 1, lambda: jnp.exp2(exponents[:, :_BESIDE]))
-            weights = jnp.concatenate([early, jnp.exp2(exponents[:, _BESIDE:])], axis=1)
+            _, x, factor, early = logits(count, kv_block, count - 1, lambda: jnp.exp2(exponents[:, :_BESIDE]), of_loop)
+            weights, top = _exponentials_and_top(early, exponents, x)
             total = summed(total, shrink, weights)
             sums = add_values(count - 1, sums, shrink, weights)
-            return count + 1, sums, total, *shifted(peak, x, factor)
+            return count + 1, sums, total, *shifted(peak, x, top, factor, of_loop)
 
         def end(carry: Any) -> Any:
             count, sums, total, exponents, peak, shrink = carry
@@ -158,7 +164,7 @@ class HopperForward(HopperBlock):
 
         carry = (jnp.int32(0), *self._start(refs, head, first_row))
         overlapped = Overlapped(begin, visit_and_end, end) if self.overlaps(refs) else None
-        _, sums, peak, total = self.fold_tiles(refs, (batch, head, q_block), visit, carry, overlapped)
+        _, sums, peak, total = self.fold_tiles(refs, place, visit, carry, overlapped, masks=True)
         visible = total > 0
         safe = jnp.where(visible, total, 1.0)
         lse = jnp.where(visible, (peak + jnp.log(safe) * LOG2E) * LN2, -jnp.inf)
@@ -191,8 +197,18 @@ class HopperForward(HopperBlock):
         others = (
             static.score is not None or self.logits.soft_cap is not None or not refs.keys().isdisjoint(_IN_REGISTERS)
         )
-        wide = max(self.dims) > _NARROW and any(name.startswith("leaf") for name in refs)
+        arrays = any(name.startswith("leaf") for name in refs) and not all_spans(static, refs, self.sizes.block_kv)
+        wide = max(self.dims) > _NARROW and arrays
         return not (others or wide or self.stored or self.in_key)
+
+    def together(self, refs: dict[str, Any]) -> bool:
+        """See MosaicBlock. Where a tile is seen whole, hiding what is outside of spans is passed over: tiles with a mask can
+        overlap too."""
+        return (
+            self.table.many_partial
+            and self.overlaps(refs)
+            and all_spans(self.logits.static_args, refs, self.sizes.block_kv)
+        )
 
     def of_part(self, part: Any, act: Callable[[], None]) -> None:
         """What only the first of the warpgroups with the same rows does."""
@@ -238,8 +254,21 @@ def _eights(x: jax.Array) -> list[jax.Array]:
 
 
 def _top(x: jax.Array) -> jax.Array:
-    """The maximum of each row. Of pairs first: the chain is half as long."""
+    """The maximum of columns as [rows, 8]. Of pairs first: the chain is half as long."""
     some = _eights(x)
     pairs = itertools.starmap(jnp.maximum, zip(some[::2], some[1::2], strict=True))
-    top: jax.Array = functools.reduce(jnp.maximum, pairs).max(axis=1)
-    return top
+    return functools.reduce(jnp.maximum, pairs)
+
+
+def _exponentials_and_top(early: jax.Array, exponents: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(2**exponents, of which `early` has the first columns; `_top` of x), a few columns of each in turn: the compiler keeps that
+    order, so that the maximum is computed while exponentials are."""
+    made, tops, width, done = [early], list[jax.Array](), x.shape[1], 0
+    for first in range(early.shape[1], width, _TURN):
+        made.append(jnp.exp2(exponents[:, first : first + _TURN]))
+        # As many columns of x in each turn, in pairs of eights.
+        upto = width * (first + _TURN - early.shape[1]) // (width - early.shape[1]) // (2 * _EIGHT) * (2 * _EIGHT)
+        if upto > done:
+            tops.append(_top(x[:, done:upto]))
+            done = upto
+    return jnp.concatenate(made, axis=1), functools.reduce(jnp.maximum, tops)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...mosaic.kernel.tile import MosaicTile
+from ...mosaic.kernel.within import ThreadColumns
 from .hopper_sizes import ROWS
 
 __all__ = ["BY_COLUMN", "BY_ROW", "TILE", "HopperTile"]
@@ -21,3 +22,5 @@ class HopperTile(MosaicTile):
 
     lines: ClassVar[int] = ROWS
     in_registers: ClassVar[Any] = TILE
+    of_thread: ClassVar[ThreadColumns] = ThreadColumns(period=8, together=2, rows=2, used=8)
+    spans_beside_ids: ClassVar[bool] = True

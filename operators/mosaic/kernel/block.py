@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...flash.kernel.tile_schedule import Overlapped, TileSchedule
+from ...flash.kernel.tile_schedule import Masked, Overlapped, TileSchedule
 from .mosaic_sizes import MosaicSizes, Sums, swizzled_columns
 from .tile import MosaicLogits
 from .widen import widen_tile
@@ -180,11 +180,24 @@ class MosaicBlock(BlockOfThreads):
         visit: Any,
         carry: Any,
         overlapped: Overlapped | None = None,
+        *,
+        masks: bool = False,
+        times: int = 1,
     ) -> Any:
-        """visit(tile, carry, masked) for the tiles of a (batch row, head, block) that this block of threads goes through.
-        overlapped: what visits those without a mask."""
-        places = *self._row(row), self.split(), self.splits
-        return self.table.fold_tiles(refs["schedule"], *places, visit, carry, overlapped=overlapped)
+        """visit(tile, carry, masked) for the tiles of a (batch row, head, block) that this block of threads goes through. See
+        TileSchedule. masks: whether visit has to know what kind of mask a tile has."""
+        places, instead = (*self._row(row), self.split(), self.splits), None
+        if masks and "unordered" in refs:
+            unordered = refs["unordered"].at[row[0] if refs["unordered"].shape[0] > 1 else 0][...] > 0
+            instead = unordered, lambda tile, carry, _: visit(tile, carry, Masked.BY_IDS)
+        return self.table.fold_tiles(
+            refs["schedule"], *places, visit, carry, instead, overlapped, times, together=self.together(refs)
+        )
+
+    def together(self, refs: dict[str, Any]) -> bool:
+        """Whether all tiles are visited in one loop, as if each had a mask."""
+        del refs
+        return False
 
     def count_tiles(self, refs: dict[str, Any], row: tuple[Any, Any, Any]) -> Any:
         """How many these are."""

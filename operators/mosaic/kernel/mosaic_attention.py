@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ....masks import SegmentIds
 from ....scores.steps import Diagonal, Steps
 from ...flash.kernel.partial_gpu import PartialGpu
 from ...flash.kernel.tile_schedule import tile_schedule
@@ -23,8 +24,10 @@ from ...kernels.seen_keys import seen_keys, zero_where_hidden
 from ...kernels.tile_mask import traced_numbers
 from .block import MosaicBlock
 from .distance_tables import by_distance
+from .id_spans import id_spans
 from .launch import launch
 from .mosaic_sizes import MosaicSizes, MosaicTiles, latent_columns, padded_dim
+from .spans import bounds_of, numbered
 from .tile import MosaicLogits
 
 __all__ = ["PartialMosaic"]
@@ -278,4 +281,19 @@ class _Pass:
             x = jnp.asarray(leaf.array)
             x = x if self.folded is None else self.folded.array(x, leaf.dims)
             arrays[f"leaf{number}"] = self._by_tiles(x.astype(jnp.int8 if x.ndim == 4 else jnp.int32), leaf.dims)
-        return arrays
+        return arrays | self._of_spans(mask)
+
+    def _of_spans(self, mask: LocalMask) -> dict[str, jax.Array]:
+        """The spans of segment ids that are in order, where they are a part of the mask that keys have to pass."""
+        arrays, unordered = dict[str, jax.Array](), None
+        for one in numbered(mask.mask.conjuncts()):
+            if one.part.kind != SegmentIds.kind:
+                continue
+            of_rows, of_keys = (jnp.asarray(x).astype(jnp.int32) for x in one.part.arrays())
+            lines, columns, dim = (of_rows, of_keys, "q") if self.slow == "q" else (of_keys, of_rows, "kv")
+            *bounds, rest = id_spans(lines, columns)
+            for name, x in zip(bounds_of(one), bounds, strict=True):
+                x = x if self.folded is None else self.folded.array(x, ("batch", dim))
+                arrays[name] = self._by_tiles(x, ("batch", dim))
+            unordered = rest if unordered is None else unordered | rest
+        return arrays if unordered is None else arrays | {"unordered": unordered.astype(jnp.int32)}

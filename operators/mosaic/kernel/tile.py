@@ -6,6 +6,7 @@ whole shape: the layouts of a warpgroup's registers know no tile of one row. The
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,13 +17,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....masks import Mask, Not
+from ....masks import And, Lengths, Mask, Not, SegmentIds
+from ....masks.static import SpanMask
+from ...kernels.block_words import is_blocks
 from ...kernels.local_mask import Dropout
 from ...kernels.tile_mask import TileLogits, TileMask
 from .gather import gathered
 from .mosaic_sizes import MosaicSizes
+from .spans import Numbered, bounds_of, is_span, numbered
+from .within import Span, ThreadColumns, within
 
 __all__ = ["MosaicLogits", "MosaicTile"]
+
+_MANY = 2**30  # columns: all that there are
 
 
 @dataclass(frozen=True)
@@ -61,10 +68,13 @@ class MosaicTile(TileMask):
     """A warpgroup's tile of a batch row and query head. first_row, first_key: where it begins on this device. sizes: of the tiles
     of its block. columns: a reference to 0, 1, ... in shared memory; None where the compiler knows the numbers of a thread's
     columns. by_keys: [lines, block_q rows] instead of [lines, block_kv keys]. keys: those of a part of a tile. period, group:
-    rows have the queries of the `group` heads of a kv head, which is then the head, each with that many."""
+    rows have the queries of the `group` heads of a kv head, which is then the head, each with that many. by_ids: segment ids are
+    compared. skip: see `within`."""
 
     lines: ClassVar[int]  # rows of a warpgroup, or its keys
     in_registers: ClassVar[Any]  # how the tile's numbers lie in the registers of a warpgroup
+    of_thread: ClassVar[ThreadColumns]  # the same of a thread
+    spans_beside_ids: ClassVar[bool]  # whether other parts of a mask are spans where ids are compared
 
     def __init__(
         self,
@@ -80,22 +90,145 @@ class MosaicTile(TileMask):
         keys: int | None = None,
         period: int | None = None,
         group: int = 1,
+        by_ids: bool = False,
+        skip: bool = False,
     ) -> None:
         batch, self.head = place
-        self.period, self.group = period, group
+        self.period, self.group, self.by_ids, self.skip = period, group, by_ids, skip
         super().__init__(logits.static_args, refs, batch)
+        self.parts = _with_negations(self.static_args.mask).conjuncts()
         self.logits, self.block_q, self.block_kv, self.columns = logits, sizes.block_q, sizes.block_kv, columns
         self.first = {"q": first_row, "kv": first_key}
         self.axis = {"q": int(by_keys), "kv": int(not by_keys)}
         self.shape = (self.lines, sizes.block_q if by_keys else keys or sizes.block_kv)
 
+    @classmethod
+    def with_numbers(cls, refs: dict[str, Any], mask: Mask, batch: Any, first: Any) -> dict[str, Any]:
+        """The references, and the numbers that spans of all tiles of some lines are made of, read once. first: of the lines."""
+
+        def row(ref: Any) -> Any:
+            return batch if ref.shape[0] > 1 else 0
+
+        read = dict[str, Any]()
+        for one in numbered(mask.conjuncts()):
+            if one.part.kind == Lengths.kind:
+                ref = refs[f"leaf{one.array}"]
+                read[f"length{one.array}"] = ref[row(ref)]
+            elif one.part.kind == SegmentIds.kind:
+                for name in refs.keys() & set(bounds_of(one)):
+                    cut = refs[name].at[row(refs[name]), pl.ds(first, cls.lines)]
+                    read[name] = plgpu.load(cut, layout=cls.in_registers.reduce(1), optimized=False)  # type: ignore[call-arg]
+        return refs | read
+
     def visible(self) -> list[jax.Array]:
-        """The tests that a visible key passes, each of the tile's shape."""
+        """The tests that a visible key passes, each of the tile's shape, beside those that `within` stands for."""
+        spans = [part for part, _ in self._spans]
+        padded = not self.takes_spans and self.static_args.kv_len % self.block_kv > 0
+        if len(spans) == len(self.parts) and not padded:
+            return []
         keys = self._numbers("kv")
-        seen = self._tests(_with_negations(self.static_args.mask), self.local_rows(), self._global_keys(keys))
-        if self.static_args.kv_len % self.block_kv:
-            seen.append(keys < self.static_args.kv_len)
-        return seen
+        seen = self._tests(And(self.parts), self.local_rows(), self._global_keys(keys), but=spans)
+        return [*seen, keys < self.static_args.kv_len] if padded else seen
+
+    def within(self, x: jax.Array) -> jax.Array:
+        """Logits without those outside of their line's span."""
+        return self.all_within([x])[0]
+
+    def all_within(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
+        """The same of several tiles, which are neighbours; this is the first."""
+        span = self._span()
+        if span is None:
+            return list(parts)
+        return within(parts, span, self.of_thread, self.in_registers, skip=self.skip, interpret=self.logits.interpret)
+
+    def _span(self) -> Span | None:
+        """The columns that each line sees, counted from the tile's first."""
+        of_columns = "q" if self.axis["q"] else "kv"
+        spans, kv_len = [span for _, span in self._spans], self.static_args.kv_len
+        if kv_len % self.block_kv and self.takes_spans:
+            spans.append((None, self._before(kv_len)))
+        begins, ends = ([one[number] for one in spans if one[number] is not None] for number in range(2))
+        first = self.first[of_columns]
+        begin = functools.reduce(jnp.maximum, begins) - first if begins else None
+        end = functools.reduce(jnp.minimum, ends) - first if ends else None
+        return None if begin is None and end is None else Span(begin, end, first)
+
+    @functools.cached_property
+    def _spans(self) -> list[tuple[Mask, tuple[Any, Any]]]:
+        """(part of the mask, (begin, end)) for those that are spans of columns of this device. Made once: Mosaic finds no layout
+        for numbers that nobody reads."""
+        if not self.takes_spans:
+            return []
+        by_keys = bool(self.axis["q"])
+        return [
+            (one.part, self._span_of(one))
+            for one in numbered(self.parts)
+            if is_span(one, self.static_args, self.refs, self.block_kv, by_keys=by_keys)
+            and not (self.by_ids and one.part.kind == SegmentIds.kind)
+        ]
+
+    @property
+    def takes_spans(self) -> bool:
+        """Whether spans aren't tested for each number."""
+        return self.spans_beside_ids or not self.by_ids
+
+    def _span_of(self, one: Numbered) -> tuple[Any, Any]:
+        """(begin, end) of a part of the mask; None without a bound."""
+        part, words = one.part, f"words{one.words}"
+        if part.kind == SegmentIds.kind:
+            begin, end = (self.refs[name] for name in bounds_of(one))
+            return begin, end
+        if part.kind == Lengths.kind:
+            return None, self._before(self._local_key(self.refs[f"length{one.array}"]))
+        if is_blocks(part):
+            return None, self._end_of_block(self.refs[words]) if words in self.refs else None
+        assert isinstance(part, SpanMask)
+        lines = self._lines()
+        if self.axis["q"]:
+            offset = self.offset() if part.offset is None else part.offset
+            begin, end = part.row_span(self._global_keys(lines))
+            return self._local_row(begin, offset), self._local_row(end, offset)
+        rows = self._global_rows(self._of_head(lines))
+        begin, end = part.key_span(part.position(rows, self.position(rows)))
+        return self._local_key(begin), self._local_key(end)
+
+    def _before(self, length: Any) -> jax.Array:
+        """The end of each line's span where keys from this one on are hidden."""
+        if self.axis["q"]:
+            return jnp.where(self._lines() < length, _MANY, 0)
+        ends: jax.Array = plgpu.layout_cast(jnp.full(self.shape[:1], length, jnp.int32), self.in_registers.reduce(1))
+        return ends
+
+    def _end_of_block(self, ref: Any) -> jax.Array:
+        """The end of each row's span where a tile lies in one block of the mask."""
+        place, tile = self._of_words(ref)
+        cut = ref.at[(*place, tile, 0, pl.ds(self.first["q"], self.lines))]
+        words = plgpu.load(cut, layout=self.in_registers.reduce(1), optimized=False)  # type: ignore[call-arg] # of jax 0.10
+        return jnp.where((words & 1) != 0, _MANY, 0)
+
+    def _of_words(self, ref: Any) -> tuple[tuple[Any, Any], Any]:
+        """(the place of this batch row and head, the number of the tile of keys)."""
+        batch, head = (at if n > 1 else 0 for at, n in zip((self.batch, self.head), ref.shape[:2], strict=True))
+        return (batch, head), lax.div(self.first["kv"], jnp.int32(self.block_kv))
+
+    def _lines(self) -> jax.Array:
+        """Numbers of the tile's lines on this device, one each."""
+        dim = "kv" if self.axis["q"] else "q"
+        numbers: jax.Array = plgpu.broadcasted_iota(jnp.int32, self.shape[:1], 0, layout=self.in_registers.reduce(1))
+        return numbers + self.first[dim]
+
+    def _local_key(self, key: Any) -> Any:
+        """A key of the whole problem on this device; None for None."""
+        start = self.static_args.k_start
+        return key if key is None or start == 0 else key - (self.refs["k_start"][0] if start is None else start)
+
+    def _local_row(self, x: Any, offset: Any) -> Any:
+        """The row of this device at x."""
+        start = self.static_args.q_start
+        if x is None:
+            return None
+        x = x if isinstance(offset, int) and offset == 0 else x - offset
+        return x if start == 0 else x - (self.refs["q_start"][0] if start is None else start)
 
     def keep(self) -> jax.Array | None:
         """Which weights dropout keeps; None without dropout."""
@@ -111,7 +244,10 @@ class MosaicTile(TileMask):
 
     def local_rows(self) -> jax.Array:
         """The queries' numbers on this device."""
-        rows = self._numbers("q")
+        return self._of_head(self._numbers("q"))
+
+    def _of_head(self, rows: jax.Array) -> jax.Array:
+        """The queries of rows."""
         if self.period is None:
             return rows
         # The rest of a division by a power of two, 1 among them, is one instruction.
@@ -209,8 +345,7 @@ class MosaicTile(TileMask):
 
     def _words(self, ref: Any, *where: Any) -> tuple[list[jax.Array], Any]:
         """See TileMask."""
-        place = tuple(at if n > 1 else 0 for at, n in zip((self.batch, self.head), ref.shape[:2], strict=True))
-        tile = lax.div(self.first["kv"], jnp.int32(self.block_kv))
+        place, tile = self._of_words(ref)
         words = [self._spread(ref, (*place, tile, word), "q") for word in range(ref.shape[3])]
         return words, tile * self.block_kv
 

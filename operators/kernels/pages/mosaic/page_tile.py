@@ -62,6 +62,10 @@ class PageTile:
         """The tests that a visible key passes."""
         return self.seen
 
+    def all_within(self, parts: list[jax.Array]) -> list[jax.Array]:
+        """`visible` has all tests."""
+        return parts
+
     def key_scale(self) -> Any:
         """The scale of each key."""
         return self.scale

@@ -1,0 +1,234 @@
+"""Hide what lies outside of the span of columns that a row of a tile sees: on a GPU by bits, in Pallas' interpreter by comparing.
+
+A comparison and a choice for each number of a tile would take four cycles of a unit that has other work. A thread rather makes a
+word of bits for the columns that it has, one instruction makes predicates of several of its bits, and some of the numbers are
+chosen by a multiplication, which is another unit's work. The compiler does so for instructions in this order only, hence they are
+written out here. All that a compiled kernel and an interpreted one don't share of it is in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, scf
+
+__all__ = ["Span", "ThreadColumns", "any_outside", "chosen", "span_place", "span_word", "within"]
+
+_BITS, _BYTE = 32, 8
+_MULTIPLIED = (4, 5, 6)  # bits of a byte whose numbers are chosen by a multiplication
+_MOST = 256  # columns of a tile
+_HIDDEN = "0xFF800000"  # -inf
+_WARP = 32
+
+
+@dataclass(frozen=True)
+class Span:
+    """begin, end: the first column that each row sees and the one after the last, int32 [rows]; None without a bound. number:
+    one that isn't negative, of which the compiler doesn't know it."""
+
+    begin: jax.Array | None
+    end: jax.Array | None
+    number: Any
+
+
+@dataclass(frozen=True)
+class ThreadColumns:
+    """Which numbers of a tile a thread has, in the order of its registers: of `rows` rows in turn `together` neighbours, of every
+    `period` columns those that its lane tells. used: bits of each byte of a word that stand for columns. Of 8 the compiler tests
+    the last one by an instruction of its own; of 6 it leaves a predicate for what else the loop has."""
+
+    period: int
+    together: int
+    rows: int
+    used: int
+
+    def place(self, number: int) -> tuple[int, int, int]:
+        """(which of its rows, which of the neighbours, which period) the number-th of its numbers is of."""
+        rest, neighbour = divmod(number, self.together)
+        period, row = divmod(rest, self.rows)
+        return row, neighbour, period
+
+    def first(self, lane: Any) -> Any:
+        """The first of its columns."""
+        return lane % (self.period // self.together) * self.together
+
+    def bit(self, period: int) -> tuple[int, int]:
+        """(word, bit) of a neighbour's column."""
+        byte, bit = divmod(period, self.used)
+        return divmod(byte * _BYTE + bit, _BITS)
+
+
+def within(
+    parts: Sequence[jax.Array], span: Span, columns: ThreadColumns, layout: Any, *, skip: bool, interpret: bool
+) -> list[jax.Array]:
+    """Logits with -inf outside of their row's span. parts: [rows, columns] each, neighbours in a tile. skip: a warp whose rows
+    see all of the tile's columns passes over it."""
+    if interpret:
+        return list(_compared(parts, span, layout))
+    bounds = [x for x in (span.begin, span.end) if x is not None]
+    by_row = layout.reduce(1)
+    zero = jnp.minimum(plgpu.layout_cast(jnp.full(bounds[0].shape, span.number, jnp.int32), by_row), 0)
+    made = [plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout) for x in parts]
+    layouts = *[layout for _ in parts], *[by_row for _ in bounds], by_row
+
+    @plgpu.inline_mgpu(arg_types=layouts, return_type=made)
+    def hide(context: Any, *arrays: Any) -> Any:
+        del context
+        xs, (*given, zeros) = arrays[: len(parts)], map(_scalars, arrays[len(parts) :])
+        begin = given.pop(0) if span.begin is not None else None
+        end = given.pop(0) if span.end is not None else None
+        values = [_scalars(x) for x in xs]
+        before = [value for some in values for value in some]
+        if skip:
+            needed = _needed(begin, end, sum(x.shape[1] for x in parts))
+            choice: Any = scf.IfOp(needed, [value.type for value in before], has_else=True)  # type: ignore[arg-type,call-arg]
+            with ir.InsertionPoint(choice.then_block):
+                scf.YieldOp(_hidden(values, begin, end, zeros, columns))
+            with ir.InsertionPoint(choice.else_block):
+                scf.YieldOp(before)
+            after = iter(choice.results)
+        else:
+            after = iter(_hidden(values, begin, end, zeros, columns))
+        return [x.foreach(lambda *_: next(after), create_array=True) for x in xs]
+
+    return list(hide(*parts, *bounds, zero))
+
+
+def _compared(parts: Sequence[jax.Array], span: Span, layout: Any) -> Iterator[jax.Array]:
+    first = 0
+    for x in parts:
+        at = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=layout) + first
+        for bound, seen in ((span.begin, at.__ge__), (span.end, at.__lt__)):
+            if bound is not None:
+                x = jnp.where(seen(lax.broadcast_in_dim(bound, x.shape, (0,))), x, -jnp.inf)
+        first += x.shape[1]
+        yield x
+
+
+# -- what a thread does, in PTX ------------------------------------------------------------------------------------------
+
+
+def any_outside(begins: int, ends: int, width: int) -> str:
+    """$0: 1 if a row of the warp has a column outside of its span, else 0. $1, ...: so many begins, then ends."""
+    tests = [("gt", number, 0) for number in range(begins)] + [("lt", begins + n, width) for n in range(ends)]
+    lines = [
+        f"setp.{sign}{'.or' if at else ''}.s32 p, ${1 + number}, {bound}{', p' if at else ''};"
+        for at, (sign, number, bound) in enumerate(tests)
+    ]
+    return _block(".pred p", *lines, "vote.sync.any.pred p, p, 0xffffffff;", "selp.b32 $0, 1, 0, p;")
+
+
+def span_place(columns: ThreadColumns, neighbour: int) -> str:
+    """$0: the number of the bit, among those of all words of this neighbour's columns, at which a bound lies. $1: the bound, less
+    the thread's first column."""
+    less, shift = neighbour - (columns.period - 1), columns.period.bit_length() - 1
+    lines = [f"sub.s32 a, $1, {less};", *([f"shr.s32 a, a, {shift};"] if shift else []), "max.s32 a, a, 0;"]
+    if columns.used == _BYTE:
+        return _block(".b32 a", *lines, "mov.b32 $0, a;")
+    share = -(-(1 << 16) // columns.used)  # of 2**16: what is divided by it is at most _MOST
+    return _block(
+        ".b32 a, b", *lines, f"min.s32 a, a, {_MOST};", f"mul.lo.s32 b, a, {share};", "shr.u32 b, b, 16;",
+        f"mad.lo.s32 $0, b, {_BYTE - columns.used}, a;",
+    )  # fmt: skip
+
+
+def span_word(number: int, begin: bool, end: bool) -> str:
+    """$0: the number-th word. A bit is 1 within the span; without a begin it is 0 there. $1, $2: the places of begin and end, of
+    those that there are."""
+    lines = ["mov.b32 c, 0xFFFFFFFF;"]
+    for name, at in (("a", 1), ("b", 1 + begin)):
+        if (begin, end)[name == "b"]:
+            # A shift by 32 bits or more leaves none.
+            lines += [
+                f"sub.s32 {name}, ${at}, {number * _BITS};",
+                f"max.s32 {name}, {name}, 0;",
+                f"shl.b32 {name}, c, {name};",
+            ]
+    both = ["not.b32 b, b;", "and.b32 $0, a, b;"]
+    return _block(".b32 a, b, c", *lines, *(both if begin and end else [f"mov.b32 $0, {'a' if begin else 'b'};"]))
+
+
+def chosen(bit: int, hides: bool) -> str:
+    """$0: $1 where this bit of the word $2 is 1, with `hides` where it is 0, else -inf. $3: 0."""
+    lines = [f"and.b32 a, $2, {1 << bit:#x};", f"setp.{'eq' if hides else 'ne'}.b32 p, a, 0;"]
+    if bit % _BYTE in _MULTIPLIED:
+        lines += ["mov.b32 a, $1;", f"@!p mad.lo.s32 a, a, $3, {_HIDDEN};", "mov.b32 $0, a;"]
+    else:
+        lines.append(f"selp.b32 $0, $1, {_HIDDEN}, p;")
+    return _block(".pred p; .reg .b32 a", *lines)
+
+
+def _block(registers: str, *lines: str) -> str:
+    return " ".join(("{ .reg", f"{registers};", *lines, "}"))
+
+
+def _needed(begin: list[Any] | None, end: list[Any] | None, width: int) -> Any:
+    begins, ends = begin or [], end or []
+    text = any_outside(len(begins), len(ends), width)
+    needed = _asm(_word_type(), text, *begins, *ends, together=True)
+    return arith.cmpi(arith.CmpIPredicate.ne, needed, mgpu.c(0, needed.type))
+
+
+def _hidden(
+    parts: list[list[Any]], begin: list[Any] | None, end: list[Any] | None, zeros: list[Any], columns: ThreadColumns
+) -> list[Any]:
+    if columns.period > 1:
+        first = _first_column(columns)
+        begin, end = ([arith.subi(x, first) for x in some] if some else None for some in (begin, end))
+    bounds = [of_rows for of_rows in (begin, end) if of_rows is not None]
+    # By words: only tests of neighbouring bits, one after the other, become one instruction.
+    words = dict[tuple[int, int, int], list[tuple[int, int, Any]]]()
+    count = before = 0
+    for values in parts:
+        for number, value in enumerate(values):
+            row, neighbour, period = columns.place(number)
+            word, bit = columns.bit(before + period)
+            words.setdefault((row, neighbour, word), []).append((count, bit, value))
+            count += 1
+        before += columns.place(len(values) - 1)[2] + 1
+    made, places = [None] * count, dict[tuple[int, int], list[Any]]()
+    for (row, neighbour, word), some in words.items():
+        if (row, neighbour) not in places:
+            places[row, neighbour] = [_asm(_word_type(), span_place(columns, neighbour), x[row]) for x in bounds]
+        text = span_word(word, begin is not None, end is not None)
+        whole = _asm(_word_type(), text, *places[row, neighbour])
+        for at, bit, value in some:
+            made[at] = _asm(value.type, chosen(bit, begin is None), value, whole, zeros[row])
+    return made
+
+
+def _first_column(columns: ThreadColumns) -> Any:
+    lane = mgpu.thread_idx()
+    lanes, together = (mgpu.c(n, lane.type) for n in (columns.period // columns.together, columns.together))
+    return arith.muli(arith.remui(lane, lanes), together)  # a warp has a multiple of so many lanes
+
+
+def _scalars(x: Any) -> list[Any]:
+    """A thread's numbers of an array."""
+    numbers: list[Any] = []
+    x.foreach(lambda value, _: numbers.append(value))
+    return numbers
+
+
+def _word_type() -> Any:
+    return ir.IntegerType.get_signless(_BITS)
+
+
+def _asm(result: Any, text: str, *operands: Any, together: bool = False) -> Any:
+    """together: all threads of a warp come here at once."""
+    kinds = ("f" if isinstance(of, ir.F32Type) else "r" for of in (result, *(x.type for x in operands)))
+    attributes = {
+        "asm_string": ir.StringAttr.get(text),
+        "constraints": ir.StringAttr.get("=" + ",".join(kinds)),
+        **({"has_side_effects": ir.UnitAttr.get()} if together else {}),
+    }
+    made = ir.Operation.create("llvm.inline_asm", results=[result], operands=list(operands), attributes=attributes)
+    return made.result
