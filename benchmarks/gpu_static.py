@@ -21,7 +21,7 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -30,13 +30,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from attnops import Causal, Full, OperationMetadata, OperationRegistry, SegmentIds, SlidingWindow
+from attnops import Causal, Full, Mask, OperationMetadata, OperationRegistry, SegmentIds, SlidingWindow
 from attnops.devices import gpu_specs
 from attnops.operators.flash.kernel.tile_schedule import tile_schedule
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from attnops.verify.gpu.gpu_mesh import described_gpus
-from attnops.verify.gpu_clock import loop_tiles
+from attnops.verify.gpu_clock import hidden_share, loop_tiles, loop_turns
 
 TARGETS = ("a100", "h100", "b200")
 BATCH, LENGTH, HEADS = 2, 4096, 16
@@ -56,9 +56,17 @@ HELPING_WARPS = {
     ("b200", "backward"): {"attnops mosaic": 8, "tokamax mosaic": 4},
 }
 WARPS_OF_GROUP = 4
-WRITTEN = ("flash", "hopper", "blackwell")  # in the names of attnops' kernels
 BACKWARD = 64  # rows and keys of the tiles of JAX's backward pass
 PASSES = ("forward", "backward")
+
+
+class Tiles(NamedTuple):
+    """Turns of the loops of a kernel's program for a head, logits of a tile, and the share of the warps that need what others of
+    them pass over in a loop."""
+
+    turns: tuple[float, ...]
+    logits: int
+    needing: float = 1.0
 
 
 def cases() -> list[dict[str, Any]]:
@@ -107,8 +115,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     instructions = stalls = visited = 0.0
     used = []
     for kernel in kernels:
-        counts, logits = loops_of(kernel)
-        if not counts:
+        tiles = loops_of(kernel)
+        if tiles is None:
             continue
         assert kernel.loops is not None, "nvdisasm isn't installed: pip install 'attnops[cuda-sass]'"
         mosaic = case["who"] in MOSAIC.get(case["target"], ())
@@ -117,17 +125,18 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         )
         # On Hopper warpgroups of attnops' kernel for keys have loops of their own; on Blackwell a block may go through its tiles
         # twice.
-        parts = len(kernel.loops) // len(counts) if case["who"] == "attnops mosaic" else 1
+        parts = len(kernel.loops) // len(tiles.turns) if case["who"] == "attnops mosaic" else 1
         programs = 1 if case["target"] == "b200" else parts
-        found = f"{kernel.name} has {len(kernel.loops)} loops; wanted {len(counts)}"
-        assert len(kernel.loops) == parts * len(counts), found
-        for one, tiles in zip(kernel.loops, parts * counts, strict=True):
-            instructions += one.loop.instructions * warps * tiles / programs / live
-            stalls += one.loop.stall_cycles * warps * tiles / programs / live
+        found = f"{kernel.name} has {len(kernel.loops)} loops; wanted {len(tiles.turns)}"
+        assert len(kernel.loops) == parts * len(tiles.turns), found
+        for one, turns in zip(kernel.loops, parts * tiles.turns, strict=True):
+            of_turn = one.loop.mean(tiles.needing)
+            instructions += of_turn[0] * warps * turns / programs / live
+            stalls += of_turn[1] * warps * turns / programs / live
         for sums in kernel.sum_loops:
-            instructions += sums.instructions * WARPS_OF_GROUP * sum(counts) / live
-            stalls += sums.stall_cycles * WARPS_OF_GROUP * sum(counts) / live
-        visited += sum(counts) * logits / live
+            instructions += sums.instructions * WARPS_OF_GROUP * sum(tiles.turns) / live
+            stalls += sums.stall_cycles * WARPS_OF_GROUP * sum(tiles.turns) / live
+        visited += sum(tiles.turns) * tiles.logits / live
         used.append({"kernel": kernel.name, "registers": kernel.registers, "stack": kernel.stack_bytes, "warps": warps})
     return {"instructions": instructions, "stalls": stalls, "visited": visited, "kernels": used}
 
@@ -138,11 +147,10 @@ def _live(name: str) -> int:
     return int((seen & (IDS[0][:, None] == IDS[0]) if name == "packed" else seen).sum())
 
 
-def _packed_tiles(block: tuple[int, int], slow: str) -> list[float]:
+def _packed_tiles(mask: LocalMask, block: tuple[int, int], slow: str) -> tuple[float, float]:
     """The tiles of a head that the kernel's lists hold for these ids: those without a mask, then those with one."""
-    mask = LocalMask(Causal() & SegmentIds(jnp.asarray(IDS), jnp.asarray(IDS)), 0, LENGTH, LENGTH, 0)
     table = np.asarray(tile_schedule(mask, *block, slow).table)
-    return [float((table[..., 1] - table[..., 0]).sum()) / BATCH, float(table[..., 0].sum()) / BATCH]
+    return float((table[..., 1] - table[..., 0]).sum()) / BATCH, float(table[..., 0].sum()) / BATCH
 
 
 def _attnops(case: dict[str, Any], mesh: Any) -> Any:
@@ -152,23 +160,23 @@ def _attnops(case: dict[str, Any], mesh: Any) -> Any:
     mask = MASKS[case["mask"]]
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, case["dim"]), jnp.bfloat16)
     mode = "train" if case["pass"] == "backward" else "prefill"
-    config: Any = attend.plan(x, x, x, mask=mask, mode=mode).config
-    sizes = {
-        "attnops_flash_forward": (config.block_q, config.block_kv, "q"),
-        "attnops_hopper_forward": (config.block_q, config.block_kv, "q"),
-        "attnops_blackwell_forward": (config.block_q, config.block_kv, "q"),
-        **{f"attnops_{name}_dkv": (config.block_q_dkv, config.block_kv_dkv, "kv") for name in WRITTEN},
-        **{f"attnops_{name}_dq": (config.block_q_dq, config.block_kv_dq, "q") for name in WRITTEN},
-    }
+    ids = jnp.asarray(IDS)
+    packed: Mask = mask & SegmentIds(ids, ids) if case["mask"] == "packed" else mask
+    decided = attend.plan(x, x, x, mask=packed, mode=mode)
+    sizes = {size.kernel: size for size in decided.runs.passes(decided.config, case["pass"] == "backward")}
+    known = LocalMask(packed, 0, LENGTH, LENGTH, 0)
 
-    def loops_of(kernel: GpuKernelUse) -> tuple[list[float], int]:
-        """Tiles of the loop without a mask, then of the loop with it; logits of a tile."""
-        if kernel.name.endswith("_forward") == (case["pass"] == "backward"):
-            return [], 0
-        block_q, block_kv, slow = sizes[kernel.name]
-        if case["mask"] == "packed":
-            return _packed_tiles((block_q, block_kv), slow), block_q * block_kv
-        return list(loop_tiles(mask, (block_q, block_kv), slow, LENGTH, LENGTH, 0)), block_q * block_kv
+    def loops_of(kernel: GpuKernelUse) -> Tiles | None:
+        if kernel.name not in sizes:
+            return None
+        size = sizes[kernel.name]
+        block = size.block_q, size.block_kv
+        if packed is mask:
+            tiles = loop_tiles(mask, block, size.outer, LENGTH, LENGTH, 0)
+        else:
+            tiles = _packed_tiles(known, block, size.outer)
+        turns = loop_turns(tiles, kernel, size, packed)
+        return Tiles(turns, math.prod(block), hidden_share(known, block, size.warp_rows))
 
     def run(q: Any, k: Any, v: Any, ids: Any = None) -> Any:
         return attend(q, k, v, mask=mask, mode=mode, q_segment_ids=ids, kv_segment_ids=ids).attention_outputs
@@ -187,16 +195,16 @@ def _jax(case: dict[str, Any], mesh: Any) -> Any:
         ends = -(-rows * (np.arange(LENGTH // rows) + 1) // keys)
         return int(ends.sum()) if causal else (LENGTH // rows) * (LENGTH // keys)
 
-    def loops_of(kernel: GpuKernelUse) -> tuple[list[float], int]:
+    def loops_of(kernel: GpuKernelUse) -> Tiles | None:
         if kernel.name == "mha_forward" and case["pass"] == "forward":
-            return [tiles(sizes.block_q, sizes.block_k)], sizes.block_q * sizes.block_k
+            return Tiles((tiles(sizes.block_q, sizes.block_k),), sizes.block_q * sizes.block_k)
         if kernel.name == "mha_backward":
             firsts = np.arange(LENGTH // sizes.block_kv_dkv) * sizes.block_kv_dkv // sizes.block_q_dkv
             of_keys = int((LENGTH // sizes.block_q_dkv - firsts * causal).sum())
             logits = sizes.block_q_dkv * sizes.block_kv_dkv
             assert logits == sizes.block_q_dq * sizes.block_kv_dq
-            return [of_keys, tiles(sizes.block_q_dq, sizes.block_kv_dq)], logits
-        return [], 0
+            return Tiles((of_keys, tiles(sizes.block_q_dq, sizes.block_kv_dq)), logits)
+        return None
 
     scale = case["dim"] ** -0.5
     return (lambda q, k, v, ids=None: attention.mha(q, k, v, ids, scale, causal, block_sizes=sizes)), loops_of
@@ -217,14 +225,14 @@ def _jax_mosaic(case: dict[str, Any], mesh: Any) -> Any:
     ends = -(-rows * (np.arange(LENGTH // rows) + 1) // keys)
     tiles = int(ends.sum()) if causal else (LENGTH // rows) * (LENGTH // keys)
 
-    def loops_of(kernel: GpuKernelUse) -> tuple[list[float], int]:
+    def loops_of(kernel: GpuKernelUse) -> Tiles | None:
         if case["pass"] == "backward":
             tiles_of_gradients = (LENGTH // BACKWARD) ** 2
-            return ([], 0) if kernel.name == "entry" else ([tiles_of_gradients], BACKWARD**2)
+            return None if kernel.name == "entry" else Tiles((tiles_of_gradients,), BACKWARD**2)
         # Loops for tiles without a mask, if there are some: JAX divides a causal row into those and the last ones.
         loops = len(kernel.loops or ())
         full = int((rows * np.arange(LENGTH // rows) // keys).sum())
-        return ([full, tiles - full] if loops == 2 and causal else [tiles]), rows * keys
+        return Tiles((full, tiles - full) if loops == 2 and causal else (tiles,), rows * keys)
 
     return (lambda q, k, v: attention_mgpu.attention(q, k, v, config)), loops_of
 
@@ -241,9 +249,9 @@ def _tokamax(case: dict[str, Any], mesh: Any) -> Any:
     attend = type("Here", (pallas_triton.PallasTritonFlashAttention,), {"supported_on": lambda *_: True})(config=config)
     count = LENGTH // block
 
-    def loops_of(kernel: GpuKernelUse) -> tuple[list[float], int]:
+    def loops_of(kernel: GpuKernelUse) -> Tiles:
         # The tile on the diagonal has no loop: it is counted like the others.
-        return [count * (count + 1) // 2 if causal else count * count], block * block
+        return Tiles((count * (count + 1) // 2 if causal else count * count,), block * block)
 
     return (lambda q, k, v: attend(q, k, v, is_causal=causal)), loops_of
 
@@ -259,10 +267,10 @@ def _tokamax_mosaic(case: dict[str, Any], mesh: Any) -> Any:
     causal, block = case["mask"] != "full", 128
     count = LENGTH // block
 
-    def loops_of(kernel: GpuKernelUse) -> tuple[list[float], int]:
+    def loops_of(kernel: GpuKernelUse) -> Tiles | None:
         if kernel.name.startswith("flash_attention") == (case["pass"] == "backward"):
-            return [], 0
-        return [count * (count + 1) // 2 if causal else count * count], block * block
+            return None
+        return Tiles((count * (count + 1) // 2 if causal else count * count,), block * block)
 
     def run(q: Any, k: Any, v: Any) -> Any:
         return tokamax.dot_product_attention(q, k, v, is_causal=causal, implementation="mosaic")

@@ -88,6 +88,8 @@ def _loop(gpu_loop: GpuLoop) -> str:
         f"inner loop of {loop.instructions} instructions, {loop.tensor} of tensor cores, {loop.ex2} of EX2; "
         f"{loop.stall_cycles} stall cycles"
     )
+    if loop.passed_stalls:
+        text += f", {loop.passed_stalls} of them where a warp hides keys that one of its rows doesn't see"
     if gpu_loop.bound is None:
         return text
     cycles = ", ".join(f"{unit} {count:.0f}" for unit, count in gpu_loop.bound.cycles.items() if count is not None)

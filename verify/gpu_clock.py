@@ -7,7 +7,7 @@ nor how many blocks of threads fill the GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..devices import spec_of_kind
 from ..distribution import with_extras
 from ..errors import ConfigError
-from ..masks import Mask
+from ..masks import Mask, SegmentIds
 from ..operators.paged.page_visits import KernelTiles
 from ..planning import AttentionProblem, OperationConfig, PassSizes, Placement
 from .devices import lowered_for, tracing_on
@@ -24,7 +24,19 @@ from .gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from .gpu.gpu_mesh import described_gpus
 from .local_call import LocalProblem
 
-__all__ = ["GpuCost", "compiled_kernels", "gpu_cost", "loop_tiles", "same_splits", "step_cost"]
+if TYPE_CHECKING:
+    from ..operators.kernels.local_mask import LocalMask
+
+__all__ = [
+    "GpuCost",
+    "compiled_kernels",
+    "gpu_cost",
+    "hidden_share",
+    "loop_tiles",
+    "loop_turns",
+    "same_splits",
+    "step_cost",
+]
 
 _WARP = 32
 _LEAST_SPILL = 16  # bytes
@@ -53,6 +65,8 @@ def gpu_cost(
     """The cost of a pass's compiled kernels, with the sizes that they run with. Errors: ConfigError if a kernel's loops can't be
     read or told apart.
     """
+    from ..operators.kernels.local_mask import LocalMask
+
     sizes: Any = config
     local, spec = placement.local, spec_of_kind(problem.device_kind)
     assert spec is not None
@@ -72,14 +86,17 @@ def gpu_cost(
         warps, by_block = (kernel.threads or 0) // _WARP - size.loading, sum(tiles)
         converted = _converted(kernel, tiles)
         warps -= _WARPS_OF_GROUP * (len(kernel.converting) // max(len(tiles), 1))
-        if size.loading and tiles and len(kernel.loops) % len(tiles) == 0:  # parts of the warps have loops of their own
-            parts = len(kernel.loops) // len(tiles)
-            tiles, warps = tiles * parts, warps // (size.programs or parts)
-        elif len(kernel.loops) == len(tiles) + 1:  # the last one is for keys, values or scales that aren't finite
-            tiles = (*tiles, 0.0)
-        if len(kernel.loops) != len(tiles):
-            raise ConfigError(f"{name} has {len(kernel.loops)} loops where {len(tiles)} are known")
-        by_head = sum(loop.loop.stall_cycles * count for loop, count in zip(kernel.loops, tiles, strict=True))
+        turns, needing = loop_turns(tiles, kernel, size, problem.mask), 1.0
+        if kernel.passes_over and problem.mask.is_static and offset is not None:
+            needing = hidden_share(LocalMask(problem.mask, 0, local.q_len, local.kv_len, offset), block, size.warp_rows)
+        if size.loading and turns and len(kernel.loops) % len(turns) == 0:  # parts of the warps have loops of their own
+            parts = len(kernel.loops) // len(turns)
+            turns, warps = turns * parts, warps // (size.programs or parts)
+        elif len(kernel.loops) == len(turns) + 1:  # the last one is for keys, values or scales that aren't finite
+            turns = (*turns, 0.0)
+        if len(kernel.loops) != len(turns):
+            raise ConfigError(f"{name} has {len(kernel.loops)} loops where {len(turns)} are known")
+        by_head = sum(loop.loop.mean(needing)[1] * count for loop, count in zip(kernel.loops, turns, strict=True))
         # A warpgroup corrects the sums of all rows of a block, tile by tile.
         of_sums = sum(loop.stall_cycles for loop in kernel.sum_loops) * by_block * _WARPS_OF_GROUP
         stalls += (by_head * warps + of_sums + converted) * heads * local.batch
@@ -175,6 +192,28 @@ def loop_tiles(
         partial, full = rows[:, 0], rows[:, 1] - rows[:, 0]
     counts = (full, schedule.some_full), (partial, schedule.some_partial)
     return tuple(float(n.sum()) / schedule.table.shape[1] for n, some in counts if some)
+
+
+def loop_turns(tiles: tuple[float, ...], kernel: GpuKernelUse, size: PassSizes, mask: Mask) -> tuple[float, ...]:
+    """Turns of the loops of a kernel's program, by the tiles of `loop_tiles`: all in one loop if warps pass over what hides keys;
+    with segment ids there is a last loop for ids that aren't in order, to which packed documents don't come."""
+    if kernel.passes_over and size.warp_rows:
+        tiles = (sum(tiles),)
+    by_ids = size.loading and any(part.kind == SegmentIds.kind for part in mask.conjuncts())
+    return (*tiles, 0.0) if by_ids else tiles
+
+
+def hidden_share(mask: LocalMask, block: tuple[int, int], warp_rows: int) -> float:
+    """The share of all pairs of a visited tile and a warp of it, which has so many of its rows, where a column is hidden from one
+    of these rows; 1 if nobody has rows alone."""
+    if not warp_rows:
+        return 1.0
+    of_tiles, of_warps = (np.asarray(mask.kinds_of_heads(rows, block[1], 1)) for rows in (block[0], warp_rows))
+    whole = of_warps == 2
+    if mask.kv_len % block[1]:  # what lies beyond the end is hidden
+        whole[..., -1] = False
+    visited = np.repeat(of_tiles > 0, -(-block[0] // warp_rows), axis=2)[:, :, : whole.shape[2]]
+    return 1.0 - float(whole[visited].mean()) if visited.any() else 0.0
 
 
 def same_splits(candidates: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:

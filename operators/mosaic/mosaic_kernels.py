@@ -75,6 +75,7 @@ class MosaicKernels(FlashKernels):
                 self.kernel(which),
                 loading=self.helping,
                 programs=self.programs if backward else 0,
+                warp_rows=self.sizing.lines // WARPS_OF_GROUP,
             )
             for which, sizes in self._tiles(config).items()
             if (which != "forward") == backward and sizes.block_q is not None

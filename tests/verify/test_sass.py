@@ -58,6 +58,41 @@ def test_inner_loops_with_exponentials() -> None:
     assert second == TileLoop(5, 1, 2 * 16 * 8 * 16, 1, 2, 4 + 1 + 1 + 2 + 5)
 
 
+def test_what_a_warp_passes_over() -> None:
+    """A forward branch within the loop, by the vote of the warp's lanes: neither by a predicate that was written again, nor by a
+    lane's own, nor out of the loop to a wait."""
+    text = _text(
+        ("BRA `(.L_x_0)", 5),
+        ".L_x_0",
+        ("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24", 4),
+        ("SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR7], R129", 1),
+        ("@!P1 BRA `(.L_x_9)", 5),
+        ("ISETP.GT.AND P0, PT, R128, RZ, PT", 2),
+        ("VOTE.ANY P0, P0", 2),
+        ("ISETP.NE.U32.AND P3, PT, R146.reuse, R131.reuse, PT", 1),
+        ("@!P0 BRA `(.L_x_2)", 5),
+        *(("R2P PR, R131, 0x7f", 6), ("SEL R24, R24, 0xff800000, P0", 3), ("@!P4 IMAD R40, R40, R128, -0x800000", 4)),
+        ".L_x_2",
+        ("@!P0 BRA `(.L_x_3)", 5),  # after R2P
+        ("IADD3 R2, P0, R2, R4, RZ", 1),
+        ".L_x_3",
+        ("@!P0 BRA `(.L_x_4)", 5),
+        ("FADD R21, R20, R3", 1),
+        ".L_x_4",
+        ("MUFU.EX2 R20, R20", 2),
+        ("@P5 BRA `(.L_x_0)", 5),
+        ".L_x_9",
+        ("SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR7], R129", 1),
+        ("BRA `(.L_x_0)", 5),
+    )
+    (loop,) = tile_loops(text)
+    assert (loop.instructions, loop.stall_cycles) == (16, 4 + 1 + 5 + 2 + 2 + 1 + 5 + 6 + 3 + 4 + 5 + 1 + 5 + 1 + 2 + 5)
+    assert (loop.passed_instructions, loop.passed_stalls) == (3, 6 + 3 + 4)
+    assert loop.mean(1.0) == (loop.instructions, loop.stall_cycles)
+    assert loop.mean(0.25) == (loop.instructions - 0.75 * 3, loop.stall_cycles - 0.75 * 13)
+    assert [one.passed_instructions for one in tile_loops(KERNEL)] == [0, 0]
+
+
 def test_loops_that_correct_sums() -> None:
     """They read and write tensor memory: neither a softmax, which has exponentials too, nor what only reads."""
     text = _text(

@@ -50,6 +50,11 @@ class GpuKernelUse:
     sum_loops: tuple[TileLoop, ...] = ()
     converting: tuple[TileLoop, ...] = ()
 
+    @property
+    def passes_over(self) -> bool:
+        """Whether its warps pass over parts of loops."""
+        return any(loop.loop.passed_stalls for loop in self.loops or ())
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
         loops = None

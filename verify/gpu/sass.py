@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ __all__ = ["TileLoop", "converting_loops", "disassembled", "disassembler", "load
 
 _LABEL = re.compile(r"^(\.L\w+):")
 _INSTRUCTION = re.compile(
-    r"^/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<name>[A-Z][\w.]*)(?P<rest>.*?);?\s*/\*\s*0x[0-9a-f]{16}\s*\*/"
+    r"^/\*[0-9a-f]{4,}\*/\s+(?:@!?(?P<guard>U?P\w+)\s+)?(?P<name>[A-Z][\w.]*)(?P<rest>.*?);?\s*/\*\s*0x[0-9a-f]{16}\s*\*/"
 )
 _SECOND_WORD = re.compile(r"^/\*\s*0x([0-9a-f]{16})\s*\*/")
 _TARGET = re.compile(r"\((\.L\w+)\)")
@@ -33,6 +34,8 @@ _OF_GROUP = re.compile(r"\.(\d+)x(\d+)x(\d+)")
 _WARPS_OF_GROUP = 4
 # Float32 work of a lane, packed instructions counting twice, as in the guide's rate for additions and multiplications.
 _FLOAT32 = {"FADD": 1, "FMUL": 1, "FFMA": 1, "FADD2": 2, "FMUL2": 2, "FFMA2": 2}
+# Of instructions that write predicates, these are the first or the second operand; R2P writes all of them.
+_PREDICATE, _ALL_PREDICATES = re.compile(r"U?P[0-9T]"), "PR"
 _SECONDS = 60
 
 
@@ -42,7 +45,8 @@ class TileLoop(NamedTuple):
 
     tensor_flops: in units of 16-bit products; TF32 counts twice and 8-bit half; None where the instructions don't show the shape
     of their product. float32: additions, multiplications and fused ones per lane. stall_cycles: the sum of the instructions'
-    waits in the compiler's schedule, without waits for memory. copies: to shared memory by TMA.
+    waits in the compiler's schedule, without waits for memory. copies: to shared memory by TMA. passed_instructions and
+    passed_stalls: those of the above in parts that a warp passes over unless one of its lanes needs them.
     """
 
     instructions: int
@@ -52,9 +56,17 @@ class TileLoop(NamedTuple):
     float32: int
     stall_cycles: int
     copies: int = 0
+    passed_instructions: int = 0
+    passed_stalls: int = 0
+
+    def mean(self, needing: float) -> tuple[float, float]:
+        """(instructions, stall cycles) of a turn, where so large a share of the warps needs what others pass over."""
+        passing = 1 - needing
+        return self.instructions - passing * self.passed_instructions, self.stall_cycles - passing * self.passed_stalls
 
 
 class _Instruction(NamedTuple):
+    guard: str | None
     name: str
     rest: str
     stall: int
@@ -133,7 +145,28 @@ def _inner_loops(text: str, wanted: Callable[[list[_Instruction]], bool]) -> tup
     loops = [span for span in sorted(spans) if not any(o[0] < span[0] < o[1] < span[1] for o in spans)]
     found = [span for span in loops if wanted(instructions[slice(*span)])]
     inner = [span for span in found if not any(o != span and span[0] <= o[0] and o[1] <= span[1] for o in found)]
-    return tuple(_loop(instructions[start:end]) for start, end in inner)
+    return tuple(_loop(instructions[start:end], _passed(instructions, labels, start, end)) for start, end in inner)
+
+
+def _passed(
+    instructions: list[_Instruction], labels: dict[str, int], start: int, end: int
+) -> Iterator[list[_Instruction]]:
+    """The parts of a loop that a warp passes over if none of its lanes needs them: VOTE.ANY, then a branch forward."""
+    for at in range(start, end):
+        guard, name, rest, _ = instructions[at]
+        target = _TARGET.search(rest)
+        if guard and target and name.startswith("BRA") and at + 1 < labels.get(target[1], 0) < end:
+            made = (one.name for one in reversed(instructions[start:at]) if guard in _written(one))
+            if next(made, "") == "VOTE.ANY":
+                yield instructions[at + 1 : labels[target[1]]]
+
+
+def _written(instruction: _Instruction) -> tuple[str, ...]:
+    """The predicates among what an instruction writes."""
+    first = [operand.strip() for operand in instruction.rest.split(",")[:2]]
+    if first[0] == _ALL_PREDICATES:
+        return tuple(f"P{number}" for number in range(7))
+    return tuple(operand for operand in first if _PREDICATE.fullmatch(operand))
 
 
 def _parsed(text: str) -> tuple[list[_Instruction], dict[str, int]]:
@@ -146,16 +179,17 @@ def _parsed(text: str) -> tuple[list[_Instruction], dict[str, int]]:
             opened = match
         elif opened is not None and (second := _SECOND_WORD.match(line)):
             stall = int(second[1], 16) >> _STALL_SHIFT & _STALL_BITS
-            instructions.append(_Instruction(opened["name"], opened["rest"], stall))
+            instructions.append(_Instruction(opened["guard"], opened["name"], opened["rest"], stall))
             opened = None
     return instructions, labels
 
 
-def _loop(body: list[_Instruction]) -> TileLoop:
+def _loop(body: list[_Instruction], passed: Iterable[list[_Instruction]]) -> TileLoop:
     names = collections.Counter(instruction.name for instruction in body)
     tensor = {name: times for name, times in names.items() if _TENSOR.match(name)}
     flops = [(_product(name), times) for name, times in tensor.items()]
     has_flops = all(count is not None for count, _ in flops)
+    left_out = list(itertools.chain.from_iterable(passed))
     return TileLoop(
         len(body),
         sum(tensor.values()),
@@ -164,6 +198,8 @@ def _loop(body: list[_Instruction]) -> TileLoop:
         sum(_FLOAT32.get(name.split(".")[0], 0) * times for name, times in names.items()),
         sum(instruction.stall for instruction in body),
         sum(_COPY.match(instruction.name) is not None for instruction in body),
+        len(left_out),
+        sum(instruction.stall for instruction in left_out),
     )
 
 
