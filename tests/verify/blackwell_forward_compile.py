@@ -12,7 +12,7 @@ import pytest
 from mosaic_calls import FEATURES, FEW, GATED, MASKS
 from mosaic_plans import mosaic_report
 
-from attnops import Causal, OperationMetadata, OperationRegistry
+from attnops import Causal, Mask, OperationMetadata, OperationRegistry
 from attnops.operators.call.key_columns import KeyColumns
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 from attnops.operators.mosaic.mosaic_sizes import tiles_of
@@ -186,14 +186,19 @@ def test_several_gpus_send_what_is_needed(operation: str, sizes: dict[str, int])
 
 @needs_disassembler
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [64, 256])
-def test_sizes_are_searched_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+@pytest.mark.parametrize(
+    ("dim", "mask"),
+    [(64, Causal()), (256, Causal()), *((dim, MASKS[name]) for dim in (64, 128) for name in ("window", "segments"))],
+)
+def test_sizes_are_searched_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dim: int, mask: Mask
+) -> None:
     monkeypatch.setenv("ATTNOPS_TUNE_CACHE", str(tmp_path))
     configs = {"flash_attn2": {"kernel": "mosaic"}}
     metadata = OperationMetadata(mesh=described_gpus("b200"), fallback="error", operation_configs=configs)
     attend = OperationRegistry.create("flash_attn2", metadata)
-    x = jax.ShapeDtypeStruct((2, 1024, 4, dim), jnp.bfloat16)
-    report = tune_plan(attend.plan(x, x, x, mask=Causal(), mode="prefill"), most=2)
+    x = jax.ShapeDtypeStruct((1, 1024, 4, dim), jnp.bfloat16)
+    report = tune_plan(attend.plan(x, x, x, mask=mask, mode="prefill"), most=2)
     measured = report.measured("forward")
     assert len(measured) == 2
     assert all(one.seconds and one.detail["cycles"] > 0 for one in measured)

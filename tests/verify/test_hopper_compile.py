@@ -12,7 +12,7 @@ import pytest
 from mosaic_calls import DROPOUT, FEATURES, FEW, MASKS, REPEATED
 from mosaic_plans import mosaic_report
 
-from attnops import Causal, OperationMetadata, OperationRegistry
+from attnops import Causal, Mask, OperationMetadata, OperationRegistry
 from attnops.operators.call.key_columns import KeyColumns
 from attnops.operators.hopper.kernel.hopper_sizes import divided
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
@@ -62,8 +62,34 @@ def test_a_forward_pass() -> None:
     assert kernel.occupancy is not None
     assert kernel.occupancy.blocks == 1
     if disassembler() is not None:
-        assert len(kernel.loops or ()) == 2
+        assert _passed_over(kernel) == [True]
         _check_loops(kernel, 128, (128, 128))
+
+
+def _passed_over(kernel: GpuKernelUse) -> list[bool]:
+    """Of each loop, whether a warp passes over hiding keys."""
+    return [one.loop.passed_stalls > 0 for one in kernel.loops or ()]
+
+
+@needs_disassembler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("length", "dim", "name", "loops"),
+    [
+        (4096, 128, "causal", [False, False]),  # one tile of sixteen has a mask
+        (4096, 128, "full", [False]),
+        (4096, 128, "window", [True]),
+        (1024, 64, "chunks", [True]),
+        (1024, 128, "lengths", [True]),
+        (1024, 128, "segments", [True, True]),  # the last one for ids that aren't in order
+        (1024, 64, "prefix", [False, False]),
+    ],
+)
+def test_tiles_are_visited_in_one_loop_where_many_have_a_mask(
+    length: int, dim: int, name: str, loops: list[bool]
+) -> None:
+    kernel = _kernel(_report(lengths=(length, length), dims=(dim, dim), mask=({"causal": Causal()} | MASKS)[name]))
+    assert _passed_over(kernel) == loops
 
 
 @pytest.mark.slow
@@ -297,17 +323,24 @@ def test_several_gpus_send_what_is_needed(operation: str, sizes: dict[str, int])
 @needs_disassembler
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "part", "dim"), [("prefill", "forward", 64), ("train", "backward", 64), ("train", "backward", 192)]
+    ("mode", "part", "dim", "mask"),
+    [
+        ("prefill", "forward", 64, Causal()),
+        *(("prefill", "forward", dim, MASKS[name]) for dim in (64, 128) for name in ("window", "segments", "lengths")),
+        ("train", "backward", 64, Causal()),
+        ("train", "backward", 64, MASKS["segments"]),
+        ("train", "backward", 192, Causal()),
+    ],
 )
 def test_sizes_are_searched_without_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, part: str, dim: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, part: str, dim: int, mask: Mask
 ) -> None:
     monkeypatch.setenv("ATTNOPS_TUNE_CACHE", str(tmp_path))
     configs = {"flash_attn2": {"kernel": "mosaic"}}
     metadata = OperationMetadata(mesh=described_gpus("h100"), fallback="error", operation_configs=configs)
     attend = OperationRegistry.create("flash_attn2", metadata)
-    x = jax.ShapeDtypeStruct((2, 1024, 4, dim), jnp.bfloat16)
-    report = tune_plan(attend.plan(x, x, x, mask=Causal(), mode=mode), most=2)
+    x = jax.ShapeDtypeStruct((1, 1024, 4, dim), jnp.bfloat16)
+    report = tune_plan(attend.plan(x, x, x, mask=mask, mode=mode), most=2)
     measured = report.measured(part)
     assert len(measured) == 2
     assert all(one.seconds and one.detail["cycles"] > 0 for one in measured)
