@@ -1,0 +1,216 @@
+"""How a compiled kernel of Mosaic GPU hides what lies outside of spans: its instructions in NumPy, against comparisons."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
+
+if jax.__version_info__ < JAX_NEEDED:
+    pytest.skip(f"jax {jax.__version__} has no layouts of registers in public", allow_module_level=True)
+
+from jax.experimental.mosaic import gpu as mgpu
+from jax.extend.mlir import ir
+from jax.interpreters.mlir import make_ir_context
+from thread_values import ptx, run_block
+
+from attnops.operators.blackwell.kernel.tile import BlackwellTile
+from attnops.operators.hopper.kernel.tile import HopperTile
+from attnops.operators.mosaic.kernel import within as hiding
+from attnops.operators.mosaic.kernel.within import any_outside, chosen, span_place, span_word
+
+TILES = pytest.mark.parametrize("tile", [HopperTile, BlackwellTile], ids=["hopper", "blackwell"])
+WIDTHS = pytest.mark.parametrize("width", [32, 64, 128, 256])
+FAR = 2**30
+HIDDEN = np.float32(-np.inf).view(np.uint32)
+# Bits of NaNs of both signs, infinities, zeros, subnormal numbers, the largest one and an ordinary one.
+NANS = 0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF
+NUMBERS = np.array([*NANS, 0x7F800000, HIDDEN, 0, 0x80000000, 1, 0x807FFFFF, 0x7F7FFFFF, 0x3F800001], np.uint32)
+
+
+def _bits(x: Any) -> np.ndarray:
+    return np.asarray(x, np.int64).astype(np.int32).view(np.uint32)
+
+
+def _columns_of_words(columns: Any, width: int) -> dict[tuple[int, int, int], int]:
+    """{(neighbour, word, bit): column} of those of a thread, less its first one."""
+    per_thread = [
+        (neighbour, period) for period in range(width // columns.period) for neighbour in range(columns.together)
+    ]
+    return {(n, *columns.bit(period)): n + period * columns.period for n, period in per_thread}
+
+
+@TILES
+@WIDTHS
+@pytest.mark.parametrize(("has_begin", "has_end"), [(True, True), (True, False), (False, True)])
+def test_bits_of_every_span(tile: Any, width: int, has_begin: bool, has_end: bool) -> None:
+    """Every span of a tile, and of its neighbourhood, in every lane."""
+    columns = tile.of_thread
+    bounds = np.r_[np.arange(-5, width + 6), FAR, -FAR]
+    begin = bounds[:, None] if has_begin else None
+    end = bounds[None, :] if has_end else None
+    of_words = _columns_of_words(columns, width)
+    for first in sorted({int(columns.first(lane)) for lane in range(32)}):
+        given = [_bits(x - first) for x in (begin, end) if x is not None]
+        words = dict[tuple[int, int], np.ndarray]()
+        for (neighbour, word, bit), column in of_words.items():
+            if (neighbour, word) not in words:
+                places = [ptx(span_place(columns, neighbour), x) for x in given]
+                words[neighbour, word] = ptx(span_word(word, has_begin, has_end), *places)
+            seen = np.True_ if begin is None else begin <= first + column
+            seen = seen if end is None else seen & (first + column < end)
+            found = (words[neighbour, word] >> np.uint32(bit)) & 1 == has_begin
+            np.testing.assert_array_equal(found, np.broadcast_to(seen, found.shape))
+
+
+@pytest.mark.parametrize("bit", range(32))
+@pytest.mark.parametrize("hides", [True, False])
+def test_what_a_bit_makes_of_a_number(bit: int, hides: bool) -> None:
+    """Bit by bit: nothing is rounded, and no NaN becomes another."""
+    rng = np.random.default_rng(bit)
+    word = np.r_[np.uint32(0), np.uint32(2**32 - 1), rng.integers(0, 2**32, 30, np.uint32)][:, None]
+    number = np.r_[NUMBERS, rng.integers(0, 2**32, 20, np.uint32)][None, :]
+    found = ptx(chosen(bit, hides), number, word, np.zeros_like(number))
+    seen = ((word >> np.uint32(bit)) & 1 == 1) ^ hides
+    np.testing.assert_array_equal(found, np.where(seen, number, HIDDEN))
+
+
+@pytest.mark.parametrize(("begins", "ends"), [(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (2, 2)])
+@WIDTHS
+def test_a_warp_that_sees_all_is_told(begins: int, ends: int, width: int) -> None:
+    rng, few = np.random.default_rng(0), 0.01  # rows that have a column outside
+
+    def bounds(count: int, seen: int, hidden: int) -> np.ndarray:
+        near = rng.integers(0, 4, (count, 500, 32))
+        # Beyond the tile's end, or a column or more within it.
+        return np.where(
+            rng.random(near.shape) < few, hidden * (1 + near), seen * near * rng.choice([1, FAR // 4], near.shape)
+        )
+
+    begin, end = bounds(begins, -1, 1), bounds(ends, 1, -1) + width
+    found = ptx(any_outside(begins, ends, width), *map(_bits, (*begin, *end)))
+    want = (begin > 0).any((0, 2)) | (end < width).any((0, 2))
+    assert 0 < want.mean() < 1
+    np.testing.assert_array_equal(found, np.broadcast_to(want[:, None], found.shape))
+
+
+class Threads:
+    """The threads of two warpgroups, each of which has an array in its registers. ids: (row, column) of a number, or (row,)."""
+
+    count = 256
+
+    def __init__(self) -> None:
+        self.module = ir.Module.create()
+        self.held = dict[Any, np.ndarray]()
+
+    def make(self, kind: Any, bits: np.ndarray) -> Any:
+        """A value that has these bits."""
+        value = mgpu.c(0.0 if isinstance(kind, ir.F32Type) else 0, kind)
+        self.held[value] = np.broadcast_to(bits, (self.count,))
+        return value
+
+    def places(self, layout: Any, shape: tuple[int, ...]) -> list[list[np.ndarray]]:
+        """The indices of each number of an array, in the order in which a thread has them."""
+        found: list[Any] = []
+        zero = mgpu.c(0.0, ir.F32Type.get())
+        mgpu.FragmentedArray.splat(zero, shape, layout.to_mgpu()).foreach(lambda _, at: found.append(at))
+        held = self.run()
+        return [[held[index] for index in at] for at in found]
+
+    def run(self) -> dict[Any, np.ndarray]:
+        return run_block(self.module.body.operations, self.count, self.held)
+
+
+@pytest.fixture
+def threads() -> Any:
+    with make_ir_context(), ir.Location.unknown():
+        made = Threads()
+        with ir.InsertionPoint(made.module.body):
+            yield made
+
+
+@TILES
+@pytest.mark.parametrize("width", [16, 64, 256])
+def test_numbers_lie_where_the_tile_says(threads: Threads, tile: Any, width: int) -> None:
+    columns = tile.of_thread
+    rows = threads.places(tile.in_registers.reduce(1), (tile.lines,))
+    assert len(rows) == columns.rows
+    first = columns.first(np.arange(threads.count) % 32)
+    numbers = threads.places(tile.in_registers, (tile.lines, width))
+    assert len(numbers) == tile.lines * width // 128
+    for number, (row, column) in enumerate(numbers):
+        which, neighbour, period = columns.place(number)
+        np.testing.assert_array_equal(row, rows[which][0])
+        np.testing.assert_array_equal(column, first + neighbour + period * columns.period)
+
+
+def _spans(rng: np.random.Generator, lines: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Some of them are empty, or have bounds far beyond the tile."""
+    bounds = rng.integers(-5, width + 6, (2, lines))
+    far = rng.choice([-FAR, FAR], (2, lines))
+    return tuple(np.where(rng.random((2, lines)) < 0.1, far, bounds))
+
+
+@TILES
+@pytest.mark.parametrize("widths", [(64,), (128,), (256,), (32, 32), (32, 32, 32, 32)], ids=str)
+@pytest.mark.parametrize("bounds", [("begin",), ("end",), ("begin", "end")], ids="_".join)
+def test_a_tile(threads: Threads, tile: Any, widths: tuple[int, ...], bounds: tuple[str, ...]) -> None:
+    """All that threads do, from the bounds of their rows to their numbers; a tile may be given in parts."""
+    rng = np.random.default_rng(len(widths))
+    lines, width = tile.lines, sum(widths)
+    spans = dict(zip(("begin", "end"), _spans(rng, lines, width), strict=True))
+    x = rng.choice(np.r_[NUMBERS, rng.integers(0, 2**32, 50, np.uint32)], (lines, width))
+    rows = [row for (row,) in threads.places(tile.in_registers.reduce(1), (lines,))]
+    word, number = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    parts, places = [], []
+    for before, of_part in zip(itertools.accumulate(widths, initial=0), widths, strict=False):
+        at = [(row, column + before) for row, column in threads.places(tile.in_registers, (lines, of_part))]
+        parts.append([threads.make(number, x[place]) for place in at])
+        places += at
+    begin, end = (
+        [threads.make(word, _bits(spans[name])[row]) for row in rows] if name in bounds else None
+        for name in ("begin", "end")
+    )
+    zeros = [threads.make(word, np.uint32(0)) for _ in rows]
+    made = hiding._hidden(parts, begin, end, zeros, tile.of_thread)
+    held, found = threads.run(), np.full_like(x, 0x12345678)
+    for value, place in zip(made, places, strict=True):
+        found[place] = held[value]
+    at = np.arange(width)
+    seen = np.ones((lines, width), bool)
+    if "begin" in bounds:
+        seen &= at >= spans["begin"][:, None]
+    if "end" in bounds:
+        seen &= at < spans["end"][:, None]
+    np.testing.assert_array_equal(found, np.where(seen, x, HIDDEN))
+
+
+@TILES
+@pytest.mark.parametrize("widths", [(64,), (128,), (256,), (32, 32, 32, 32)], ids=str)
+def test_bits_are_tested_one_after_the_other(threads: Threads, tile: Any, widths: tuple[int, ...]) -> None:
+    """Of each byte of a word: one instruction makes predicates of them if nothing is between."""
+    columns, word, number = tile.of_thread, ir.IntegerType.get_signless(32), ir.F32Type.get()
+    zeros = [threads.make(word, np.uint32(0)) for _ in range(columns.rows)]
+    numbers = [[mgpu.c(0.0, number) for _ in range(tile.lines * n // 128)] for n in widths]
+    hiding._hidden(numbers, zeros, zeros, zeros, columns)
+    tested, words = [], []
+    for operation in threads.module.body.operations:
+        op = operation.operation
+        text = ir.StringAttr(op.attributes["asm_string"]).value if op.name == "llvm.inline_asm" else ""
+        found = re.search(r"and\.b32 a, \$2, (0x\w+);", text)
+        if found:
+            tested.append((words.index(op.operands[1]), int(found[1], 0).bit_length() - 1))
+        elif "shl.b32" in text:
+            words.append(op.results[0])
+    of_word = {n: [bit for _, bit in some] for n, some in itertools.groupby(tested, lambda x: x[0])}
+    assert sum(map(len, of_word.values())) == len(tested) == sum(map(len, numbers))
+    assert len(of_word) == len({n for n, _ in tested}) == len(words)
+    for bits in of_word.values():
+        used = [byte * 8 + bit for byte in range(4) for bit in range(columns.used)]
+        assert bits == used[: len(bits)]
