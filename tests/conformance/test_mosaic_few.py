@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from attnops import Causal
+from attnops import Causal, Chunked, SlidingWindow
 from attnops.operators.kernels.local_mask import Dropout, dropout_seed
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 
 from . import cases, harness
+from .span_cases import segments
 
 if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: the interpreter of {JAX_NEEDED} looks for races", allow_module_level=True)
@@ -128,3 +129,31 @@ def test_hidden_keys_may_hold_anything(generation: str) -> None:
     got = harness.run(attend, case, tensors._replace(key=key, value=value), "bfloat16", "bthd")
     published = harness.MOSAIC[generation].capability.tolerance["bfloat16"]
     harness.agree(got, want, published.forward, published.backward)
+
+
+HEADS = 4, 2
+SPANS = {
+    "in_order": segments(["padded"], [Causal()], q_len=5, offsets=113, heads=HEADS),
+    "each": segments(["unordered", "rising"], [Causal()], q_len=5, offsets=[145, 70], heads=HEADS),
+    "window": segments(["rising", "unordered"], [SlidingWindow(50, 3)], q_len=7, offsets=140, lengths=[150, 143], heads=HEADS),
+    "chunks": segments(["long", "unordered"], [Causal(), Chunked(48)], q_len=3, offsets=[147, -1], heads=(4, 1), return_lse=True),
+    "one_query": segments(["unordered", "padded"], q_len=1, offsets=[149, 40], lengths=[150, 41], heads=HEADS),
+}  # fmt: skip
+SPANS_IN_WAYS = [
+    (name, list(WAYS)[(number + more) % len(WAYS)]) for number, name in enumerate(SPANS) for more in (0, 2)
+]
+
+
+@SLOW
+@GENERATIONS
+@pytest.mark.parametrize(("name", "way"), SPANS_IN_WAYS)
+def test_spans(generation: str, name: str, way: str) -> None:
+    """Segment ids in order, and out of order, beside other parts of a mask."""
+    _check(generation, WAYS[way], SPANS[name])
+
+
+@SLOW
+@pytest.mark.parametrize(("generation", "block_q"), [("hopper", 128), ("blackwell", 128), ("blackwell", 256)])
+def test_spans_of_several_warpgroups(generation: str, block_q: int) -> None:
+    case = segments(["unordered", "rising"], [Causal(), Chunked(48)], q_len=40, offsets=[110, 20], heads=(4, 1))
+    _check(generation, {"fold": True, "kv_splits": 2, "block_q": block_q, "block_kv": 64, "num_stages": 2}, case)

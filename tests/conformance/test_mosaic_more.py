@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from attnops import Causal, SlidingWindow
+from attnops import Causal, Chunked, SlidingWindow
 from attnops.operators.kernels.local_mask import Dropout, dropout_seed
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 
 from . import cases, harness
+from .span_cases import segments
 
 if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__}: the interpreter of {JAX_NEEDED} looks for races", allow_module_level=True)
@@ -137,3 +139,50 @@ def test_bias_and_score_together(generation: str) -> None:
 def test_hidden_keys_may_hold_anything(generation: str) -> None:
     case = _together(SIZES)
     _check(generation, case, hidden=slice(SIZES.length - 9, None))
+
+
+WINDOW = SlidingWindow(left=50, right=3)
+SPANS: dict[str, Callable[[], cases.Case]] = {
+    "rising": lambda: segments(["rising"], [Causal()]),
+    "padded": lambda: segments(["padded"], [Causal()]),
+    "padded_alone": lambda: segments(["padded"]),
+    "unordered": lambda: segments(["unordered"], [Causal()]),
+    "unordered_alone": lambda: segments(["unordered"]),
+    "each": lambda: segments(["rising", "unordered"], [Causal()]),
+    "absent": lambda: segments(["unordered", "padded"], absent=True),
+    "whole_tiles": lambda: segments(["long", "long"], [Causal()], kv_len=256, q_len=256, lengths=[256, 211]),
+    "window": lambda: segments(["rising", "unordered"], [WINDOW]),
+    "chunks": lambda: segments(["padded", "unordered"], [Causal(), Chunked(48)]),
+    "chunks_of_64": lambda: segments(["unordered", "long"], [Chunked(64)], lengths=[150, 80]),
+    "lengths": lambda: segments(["unordered", "padded"], [Causal()], lengths=[77, 130]),
+    "no_keys": lambda: segments(["unordered", "rising"], [WINDOW], lengths=[0, 150], return_lse=True),
+    "window_of_each": lambda: segments(["unordered", "rising"], [Causal(), WINDOW], lengths=[140, 65]),
+    "fewer_queries": lambda: segments(["rising", "unordered"], [Causal()], q_len=70, offsets=80),
+    "offsets": lambda: segments(["padded", "unordered"], [Causal(), Chunked(48)], q_len=70, offsets=[80, 11]),
+    "offsets_before": lambda: segments(
+        ["unordered", "rising"], [WINDOW], q_len=100, offsets=[-40, 90], return_lse=True
+    ),
+    "more_queries": lambda: segments(["rising", "unordered"], [Causal()], kv_len=70),
+    "more_queries_in_chunks": lambda: segments(["rising"], [Chunked(48)], kv_len=70, offsets=-20),
+    "groups": lambda: segments(["unordered", "padded"], [Causal(), WINDOW], heads=(4, 1)),
+    "either": lambda: segments(["rising", "unordered"], [WINDOW], either=True, lengths=[150, 99]),
+    "cap": lambda: segments(["unordered", "padded"], [Causal()], logits_soft_cap=3.0),
+}
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_spans(generation: str, name: str) -> None:
+    """Each row of a batch visits its tiles by its own kind of ids."""
+    case = SPANS[name]()
+    if "logits_soft_cap" in case.call:
+        case.reference["soft_cap"] = case.call["logits_soft_cap"]
+    _check(generation, case)
+
+
+def test_lengths_of_more_than_all_keys_and_of_less_than_none(generation: str) -> None:
+    """Lengths that are known only at run time aren't refused."""
+    case = segments(["rising", "unordered"], [WINDOW], lengths=[-(2**31), 2**31 - 1], return_lse=True)
+    dtype, kernel = "bfloat16", harness.MOSAIC[generation]
+    tensors, published = harness.draw(case, dtype), kernel.capability.tolerance[dtype]
+    got = harness.run(kernel.make(dtype), case, tensors, dtype, "bthd")
+    harness.agree(got, harness.expect(case, tensors), published.forward, published.backward)
