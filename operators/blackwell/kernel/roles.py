@@ -392,6 +392,8 @@ class BlackwellRoles(BlockOfThreads):
         seen = (total > 0) & (count > 0)
         share = self.shares(refs, work, jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0))
         pl.when(count > 0)(lambda: plgpu.barrier_wait(refs["sums_full"].at[group]))
+        # Without tiles the queries, whose place the output may take, can still be on their way.
+        pl.when(count == 0)(lambda: plgpu.barrier_wait(refs["query_full"].at[group]))
         step = self.chunk if self.columns % (2 * self.chunk) else 2 * self.chunk
         output, unrounded = refs.get("output_tile", refs["query_tile"]).at[group], self.unrounded(refs, work, group)
 
