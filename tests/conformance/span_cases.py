@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from attnops import Causal, Chunked, Mask, SegmentIds, SlidingWindow
+from attnops import Blocks, Causal, Chunked, Mask, SegmentIds, SlidingWindow
 from attnops.masks import And
 
 from .cases import Case
@@ -51,6 +51,8 @@ def _seen(part: Mask, x: np.ndarray, keys: np.ndarray) -> np.ndarray:
         return keys <= x
     if isinstance(part, Chunked):
         return x // part.size == keys // part.size
+    if isinstance(part, Blocks):
+        return np.asarray(part.layout)[0][x // part.block_q, keys // part.block_kv]
     assert isinstance(part, SlidingWindow)
     left, right = (2**30 if side is None else side for side in (part.left, part.right))
     return (keys >= x - left) & (keys <= x + right)

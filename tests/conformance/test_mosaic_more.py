@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from attnops import Causal, Chunked, SlidingWindow
+from attnops import Blocks, Causal, Chunked, SlidingWindow
 from attnops.operators.kernels.local_mask import Dropout, dropout_seed
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 
@@ -142,6 +142,7 @@ def test_hidden_keys_may_hold_anything(generation: str) -> None:
 
 
 WINDOW = SlidingWindow(left=50, right=3)
+LAYOUT = np.array([[True, False, True], [True, True, False], [True, False, True]])
 SPANS: dict[str, Callable[[], cases.Case]] = {
     "rising": lambda: segments(["rising"], [Causal()]),
     "padded": lambda: segments(["padded"], [Causal()]),
@@ -166,6 +167,8 @@ SPANS: dict[str, Callable[[], cases.Case]] = {
     "more_queries_in_chunks": lambda: segments(["rising"], [Chunked(48)], kv_len=70, offsets=-20),
     "groups": lambda: segments(["unordered", "padded"], [Causal(), WINDOW], heads=(4, 1)),
     "either": lambda: segments(["rising", "unordered"], [WINDOW], either=True, lengths=[150, 99]),
+    "blocks": lambda: segments(["rising", "unordered"], [Causal(), Blocks(LAYOUT, 64, 64)], lengths=[150, 131]),
+    "smaller_blocks": lambda: segments(["unordered", "padded"], [Blocks(LAYOUT.repeat(4, 1), 64, 16)]),
     "cap": lambda: segments(["unordered", "padded"], [Causal()], logits_soft_cap=3.0),
 }
 

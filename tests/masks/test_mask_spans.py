@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from attnops.masks import Causal, Chunked, SlidingWindow
-from attnops.masks.static import OffsetMask
+from attnops.masks.static import SpanMask
 
 KEYS = np.arange(70, dtype=np.int32)
 ROWS = np.arange(60, dtype=np.int32)
@@ -41,7 +41,7 @@ def _within(span: tuple[Any, Any], at: np.ndarray) -> np.ndarray:
 @EVERY_MASK
 @KINDS
 @pytest.mark.parametrize("query_offset", [0, 5, -23])
-def test_keys_of_rows(mask: OffsetMask, array: Any, query_offset: int) -> None:
+def test_keys_of_rows(mask: SpanMask, array: Any, query_offset: int) -> None:
     """Rows at negative positions are among them; keys have none."""
     want = mask.test(ROWS[:, None], ROWS[:, None] + query_offset, KEYS)
     rows = array(ROWS)
@@ -53,7 +53,7 @@ def test_keys_of_rows(mask: OffsetMask, array: Any, query_offset: int) -> None:
 @EVERY_MASK
 @KINDS
 @pytest.mark.parametrize("query_offset", [0, 5, -23])
-def test_rows_of_keys(mask: OffsetMask, array: Any, query_offset: int) -> None:
+def test_rows_of_keys(mask: SpanMask, array: Any, query_offset: int) -> None:
     """A span of x, of which a row has its position, or its number and the leaf's own offset."""
     want = mask.test(ROWS[:, None], ROWS[:, None] + query_offset, KEYS).T
     keys = array(KEYS)
@@ -74,7 +74,7 @@ BOUNDS = {
 
 
 @pytest.mark.parametrize("mask", BOUNDS, ids=repr)
-def test_bounds_that_there_are(mask: OffsetMask) -> None:
+def test_bounds_that_there_are(mask: SpanMask) -> None:
     """A missing bound isn't one that lies far away: nothing is computed for it."""
     assert tuple(x is not None for x in mask.key_span(ROWS)) == BOUNDS[mask]
     assert tuple(x is not None for x in mask.row_span(KEYS)) == BOUNDS[mask][::-1]
