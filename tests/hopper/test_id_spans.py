@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnops import Causal, Chunked, Mask, Prefix, SlidingWindow
+from attnops.operators.kernels.operands import StaticArgs
 from attnops.operators.mosaic.kernel.id_spans import id_spans
+from attnops.operators.mosaic.kernel.spans import all_spans
 
 LENGTHS = 1, 2, 127, 128, 129, 1000
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -107,3 +110,19 @@ def test_rows_of_each_kind(count: int) -> None:
     columns = np.stack([kinds[n][1](count, rng) for n in order])
     lines = np.roll(columns, 1, axis=1)[:, : max(1, count // 2)]
     np.testing.assert_array_equal(_check(lines, columns), [kinds[n][0] in UNORDERED for n in order])
+
+
+@pytest.mark.parametrize(
+    ("mask", "spans"),
+    [
+        (Causal(), True),
+        (Causal() & SlidingWindow(1000) & Chunked(96), True),
+        (Prefix(3) | Causal(), False),
+        (Causal() & ~SlidingWindow(3), False),
+        (SlidingWindow(None, 2**30, offset=2**30), False),  # sums of these don't fit into int32
+        (Causal() & Chunked(2**30, offset=2**30), False),
+    ],
+)
+def test_which_masks_are_spans(mask: Mask, spans: bool) -> None:
+    static = StaticArgs(mask=mask, q_len=64, kv_len=64, q_start=0, query_offset=0, dropout=0.0)
+    assert all_spans(static, {}, 64) == spans

@@ -12,6 +12,7 @@ from ...kernels.operands import StaticArgs
 
 __all__ = ["BOUNDS", "Numbered", "all_spans", "bounds_of", "is_span", "numbered"]
 
+_FAR = 2**28  # from sums of numbers up to this and of places in arrays int32 is far
 BOUNDS = "begin", "end"  # of segment ids, as arrays are called
 
 
@@ -46,12 +47,16 @@ def is_span(
     if part.kind == SegmentIds.kind:
         return bounds_of(one)[0] in refs
     if not is_blocks(part):
-        return isinstance(part, SpanMask) or part.kind == Lengths.kind
+        return part.kind == Lengths.kind or (isinstance(part, SpanMask) and _is_near(part))
     if f"words{one.words}" not in refs:
         return True  # what isn't visited is all that it hides
     start = static_args.k_start
     alone = start is not None and start % block_kv == 0 and part.block_kv % block_kv == 0
     return alone and not by_keys  # then a tile has one bit for each row
+
+
+def _is_near(part: SpanMask) -> bool:
+    return all(number is None or abs(number) <= _FAR for number in vars(part).values())
 
 
 def all_spans(static_args: StaticArgs, refs: dict[str, Any], block_kv: int) -> bool:
