@@ -16,10 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from attnops import Causal
 from attnops.operators.blackwell.kernel import backward, backward_keys, backward_query, blackwell_attention
 from attnops.operators.blackwell.kernel.backward_sizes import gradient_turns
-from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.operands import Operands, split_static
 from attnops.operators.mosaic.kernel import block
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes, MosaicTiles
@@ -27,14 +25,15 @@ from attnops.verify import reference_attention, reference_gradients
 
 sys.path.append(str(Path(__file__).parents[1]))
 from mosaic_mistakes import Planted
+from span_mistakes import MASKS, span_mistakes
 
-Q_LEN, KV_LEN, OFFSET = 264, 296, 32
 STAGES = 2
 
 
 class Kernel(NamedTuple):
     """A kernel under test. start: barriers of what a block loads once. loaded: the barriers of tiles, and these tiles. factors:
-    of sums. dims: of keys and values; in_key: these are the first columns of keys."""
+    of sums. dims: of keys and values; in_key: these are the first columns of keys. mask: one of MASKS; of others than a causal
+    one the mistakes are of spans. lengths: of rows and keys, and the offset of rows."""
 
     sizes: MosaicSizes
     start: tuple[str, ...]
@@ -42,6 +41,8 @@ class Kernel(NamedTuple):
     factors: tuple[str, ...]
     dims: tuple[int, int] = (128, 128)
     in_key: bool = False
+    mask: str = "causal"
+    lengths: tuple[int, int, int] = (264, 296, 32)
 
     @property
     def turns(self) -> int:
@@ -66,6 +67,11 @@ KERNELS = {
     ),
     "latent dkv": Kernel(MosaicSizes(64, 128, STAGES), ("key_full",), BY_ROWS, OF_KEYS, LATENTS, in_key=True),
 }  # fmt: skip
+KERNELS |= {
+    f"{name} {mask}": KERNELS[name]._replace(mask=mask, dims=(64, 64), lengths=(136, 216, 72))
+    for name in ("dq", "dkv")
+    for mask in ("window", "documents")
+}
 
 
 PLANTED = Planted(STAGES)
@@ -206,6 +212,8 @@ class _First:
 
 def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
     """The mistakes of a kernel, by name."""
+    if kernel.mask != "causal":
+        return span_mistakes(kernel.mask, by_keys=len(kernel.factors) > 1)
     made: dict[str, Callable[[], None]] = {
         "none": lambda: None,
         **{f"no wait for {name}": functools.partial(PLANTED.without, "barrier_wait", name) for name in kernel.start},
@@ -283,14 +291,15 @@ def right(kernel: Kernel) -> bool:
     part = blackwell_attention.PartialBlackwell(
         "bthd", dim**-0.5, None, "cuda", True, None, tiles=tiles, value_columns=columns
     )
-    rng = np.random.default_rng(0)
-    shapes = [(1, n, 1, d) for n, d in ((Q_LEN, dim), (KV_LEN, dim), (KV_LEN, value_dim), (Q_LEN, value_dim))]
+    rng, hidden, (q_len, kv_len, _) = np.random.default_rng(0), MASKS[kernel.mask](*kernel.lengths), kernel.lengths
+    shapes = [
+        (hidden.batch, n, 1, d) for n, d in ((q_len, dim), (kv_len, dim), (kv_len, value_dim), (q_len, value_dim))
+    ]
     q, k, v, pull = (rng.standard_normal(shape).astype(jnp.bfloat16) for shape in shapes)
     v = k[..., :value_dim] if kernel.in_key else v
-    static, dynamic = split_static(LocalMask(Causal(), 0, Q_LEN, KV_LEN, OFFSET), None)
+    static, dynamic = split_static(hidden.mask, None)
     operands = Operands(jnp.asarray(q), jnp.asarray(k), None if kernel.in_key else jnp.asarray(v), None, None)
-    seen = np.arange(KV_LEN) <= np.arange(Q_LEN)[:, None] + OFFSET
-    exact, known = [x.astype(np.float64) for x in (q, k, v)], {"scale": dim**-0.5, "mask": seen[None, None]}
+    exact, known = [x.astype(np.float64) for x in (q, k, v)], {"scale": dim**-0.5, "mask": hidden.seen}
     reference = reference_attention(*exact, **known)
     shift = jnp.asarray(reference.lse * np.log2(np.e), jnp.float32)
     delta = jnp.asarray((reference.output * pull.astype(np.float64)).sum(-1).swapaxes(1, 2), jnp.float32)

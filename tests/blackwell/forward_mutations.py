@@ -16,9 +16,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from attnops import Causal
 from attnops.operators.blackwell.kernel import blackwell_attention, forward, roles
-from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.operands import Operands, split_static
 from attnops.operators.mosaic.kernel import block
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes, MosaicTiles
@@ -26,12 +24,14 @@ from attnops.verify import reference_attention
 
 sys.path.append(str(Path(__file__).parents[1]))
 from mosaic_mistakes import Planted
+from span_mistakes import MASKS, span_mistakes
 
 STAGES = 2
 
 
 class Kernel(NamedTuple):
-    """A kernel under test. offset: of the queries' positions. more: of the kernel. widened: whether keys and values are int8."""
+    """A kernel under test. offset: of the queries' positions. more: of the kernel. widened: whether keys and values are int8.
+    mask: one of MASKS; of others than a causal one the mistakes are of spans."""
 
     sizes: MosaicSizes
     dim: int
@@ -41,6 +41,7 @@ class Kernel(NamedTuple):
     heads: int = 1
     more: dict[str, Any] = {}  # noqa: RUF012
     widened: bool = False
+    mask: str = "causal"
 
 
 KERNELS = {
@@ -54,6 +55,7 @@ KERNELS = {
     "latent": Kernel(MosaicSizes(128, 64, STAGES), 576, 128, 320, 192, more={"value_columns": 512}),
     # int8 keys and values.
     "widened": Kernel(MosaicSizes(256, 64, STAGES), 64, 256, 256, 0, widened=True),
+    **{mask: Kernel(MosaicSizes(128, 64, STAGES), 64, 136, 216, 72, mask=mask) for mask in ("window", "documents")},
 }
 PLANTED = Planted(STAGES)
 
@@ -188,6 +190,8 @@ def _arrive_with(name: str, start: str) -> None:
 def mistakes(which: str) -> dict[str, Callable[[], None]]:
     """Those of one of these kernels, by name."""
     kernel, made = KERNELS[which], mutations()
+    if kernel.mask != "causal":
+        return span_mistakes(kernel.mask, by_keys=False, parts=2, totals=True)
     if kernel.widened:
         return widening() | {name: plant for name, plant in made.items() if "next place" not in name}
     if "value_columns" in kernel.more:
@@ -210,24 +214,23 @@ def right(kernel: Kernel) -> bool:
     tiles = MosaicTiles(kernel.sizes, kernel.sizes, kernel.sizes)
     scale = kernel.dim**-0.5
     part = blackwell_attention.PartialBlackwell("bthd", scale, None, "cuda", True, None, tiles=tiles, **kernel.more)
-    rng = np.random.default_rng(0)
+    rng, hidden = np.random.default_rng(0), MASKS[kernel.mask](kernel.q_len, kernel.kv_len, kernel.offset)
     shapes = (kernel.q_len, kernel.heads), (kernel.kv_len, 1), (kernel.kv_len, 1)
-    q, k, v = (rng.standard_normal((1, *shape, kernel.dim)).astype(jnp.bfloat16) for shape in shapes)
+    q, k, v = (rng.standard_normal((hidden.batch, *shape, kernel.dim)).astype(jnp.bfloat16) for shape in shapes)
     stored, scales = [k, v], list[jax.Array]()
     if kernel.widened:
         stored = [np.round(40 * x.astype(np.float32)).clip(-127, 127).astype(np.int8) for x in stored]
         scales = [jnp.full((1, 1, kernel.kv_len), 1 / 32, jnp.float32)] * 2
         k, v = (x.astype(np.float64) / 32 for x in stored)
-    static, dynamic = split_static(LocalMask(Causal(), 0, kernel.q_len, kernel.kv_len, kernel.offset), None)
+    static, dynamic = split_static(hidden.mask, None)
     columns = kernel.more.get("value_columns")
     if columns is not None:
         v = k[..., :columns]
     key, value = (jnp.asarray(x) for x in stored)
     operands = Operands(jnp.asarray(q), key, value if columns is None else None, None, None, *scales)
     output, lse = part.attend(static, operands, dynamic)
-    seen = np.arange(kernel.kv_len) <= np.arange(kernel.q_len)[:, None] + kernel.offset
     exact = [x.astype(np.float64) for x in (q, k, v)]
-    want = reference_attention(*exact, scale=scale, mask=seen[None, None])
+    want = reference_attention(*exact, scale=scale, mask=hidden.seen)
     pairs = (output, want.output), (lse, want.lse)
     return max(float(np.abs(np.asarray(x, np.float64) - y).max()) for x, y in pairs) < 2e-2
 

@@ -20,7 +20,8 @@ PLANTED = [(kernel, name) for kernel, one in KERNELS.items() for name in mutatio
 
 
 def test_twenty_a_kernel() -> None:
-    assert all(len(mutations(kernel)) > 20 for kernel in KERNELS.values())
+    """Of spans there are some more."""
+    assert all(len(mutations(kernel)) > (20 if kernel.mask == "causal" else 9) for kernel in KERNELS.values())
 
 
 @pytest.mark.slow

@@ -20,7 +20,8 @@ PLANTED = [(kernel, name) for kernel in KERNELS for name in mistakes(kernel)]
 
 
 def test_twenty_a_kernel() -> None:
-    assert all(len(mistakes(kernel)) > 20 for kernel in KERNELS)
+    """Of spans there are some more."""
+    assert all(len(mistakes(name)) > (20 if kernel.mask == "causal" else 9) for name, kernel in KERNELS.items())
 
 
 @pytest.mark.slow

@@ -18,9 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from attnops import Causal
 from attnops.operators.hopper.kernel import backward, block, forward, hopper_attention, tensor_cores
-from attnops.operators.kernels.local_mask import LocalMask
 from attnops.operators.kernels.operands import Operands, split_static
 from attnops.operators.mosaic.kernel import block as mosaic_block
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes, MosaicTiles
@@ -28,6 +26,7 @@ from attnops.verify import reference_attention, reference_gradients
 
 sys.path.append(str(Path(__file__).parents[1]))
 from mosaic_mistakes import Planted
+from span_mistakes import MASKS, loader_apart, span_mistakes
 
 STAGES = 2
 CLASSES = forward.HopperForward, backward.HopperQueryGradient, backward.HopperKeyGradients
@@ -35,7 +34,7 @@ CLASSES = forward.HopperForward, backward.HopperQueryGradient, backward.HopperKe
 
 class Kernel(NamedTuple):
     """A kernel under test. start: the barrier of what each warpgroup loads for itself. loaded: the barriers of tiles, and these
-    tiles."""
+    tiles. mask: one of MASKS; of others than a causal one the mistakes are of spans. sharp: a factor of the logits."""
 
     sizes: MosaicSizes
     start: str
@@ -45,6 +44,8 @@ class Kernel(NamedTuple):
     heads: int = 1
     more: dict[str, Any] = {}  # noqa: RUF012 # of the kernels
     quantised: bool = False
+    mask: str = "causal"
+    sharp: float = 1.0
 
 
 BY_KEYS = {"key": ("key_tiles",), "value": ("value_tiles",)}
@@ -89,6 +90,19 @@ KERNELS = {
         MosaicSizes(32, 64, STAGES), "keys_full", BY_ROWS, (128, 64), (160, 64), 2, {"value_columns": 64}
     ),
 }
+FORWARD, IN_KEY = KERNELS["forward"], KERNELS["latent_dq"]
+SPANS = {"forward": FORWARD, "dq": KERNELS["dq"], "dkv": KERNELS["dkv"]._replace(heads=2)}
+KERNELS |= {
+    f"{name}_{mask}": kernel._replace(mask=mask, lengths=lengths)
+    for name, kernel in SPANS.items()
+    for mask, lengths in (("window", (128, 216)), ("documents", (128, 248)))
+}
+# Whose tiles don't overlap.
+KERNELS["apart_documents"] = KERNELS["forward_documents"]._replace(
+    loaded=IN_KEY.loaded, dims=IN_KEY.dims, more=IN_KEY.more
+)
+# So large logits that exponentials overflow where a row's maximum isn't known.
+KERNELS["forward_sharp"] = FORWARD._replace(sharp=256.0)
 
 
 PLANTED = Planted(STAGES)
@@ -145,9 +159,61 @@ def _swapped(first: str, second: str) -> None:
     tensor_cores.TensorCores.numbers = numbers  # type: ignore[method-assign]
 
 
+def _tops(of: Callable[[Any, Any], Any]) -> None:
+    """The maximum of tiles that overlap is another. of: of exponents and logits."""
+    plain = forward._exponentials_and_top
+
+    def made(early: Any, exponents: Any, x: Any) -> Any:
+        return plain(early, exponents, x)[0], forward._top(of(exponents, x))
+
+    forward._exponentials_and_top = made
+
+
+def _weights(of: Callable[[Any, Any, Any], Any]) -> None:
+    """The weights of tiles that overlap are others. of: of the weights, the first exponentials and the exponents."""
+    plain = forward._exponentials_and_top
+
+    def made(early: Any, exponents: Any, x: Any) -> Any:
+        weights, top = plain(early, exponents, x)
+        return of(weights, early, exponents), top
+
+    forward._exponentials_and_top = made
+
+
+def overlapped() -> dict[str, Callable[[], None]]:
+    """The mistakes of exponentials that are computed beside the next tile's maximum, by name."""
+    turn, beside = forward._TURN, forward._BESIDE
+    return {
+        "none": lambda: None,
+        "a maximum without the first columns": lambda: _tops(lambda exponents, x: x[:, turn:]),
+        "a maximum without the last columns": lambda: _tops(lambda exponents, x: x[:, :-turn]),
+        "a maximum of the first columns": lambda: _tops(lambda exponents, x: x[:, :turn]),
+        "the maximum of the tile before": lambda: _tops(lambda exponents, x: exponents),
+        "the first exponentials twice": lambda: _weights(
+            lambda weights, early, exponents: jnp.concatenate([early, weights[:, :-beside]], axis=1)
+        ),
+        "exponents for the first exponentials": lambda: _weights(
+            lambda weights, early, exponents: jnp.concatenate([exponents[:, :beside], weights[:, beside:]], axis=1)
+        ),
+        "exponentials of turns swapped": lambda: _weights(
+            lambda weights, early, exponents: jnp.concatenate(
+                [early, weights[:, beside + turn :], weights[:, beside : beside + turn]], axis=1
+            )
+        ),
+    }
+
+
 def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
     """The mistakes of a kernel, by name."""
-    made: dict[str, Callable[[], None]] = {
+    made: dict[str, Callable[[], None]]
+    if kernel.sharp > 1:
+        return overlapped()
+    if kernel.mask != "causal":
+        made = span_mistakes(kernel.mask, kernel.start == "keys_full", totals=kernel.start == "query_full")
+        if kernel == KERNELS["forward_documents"]:
+            made["the loader's tiles in another order"] = lambda: loader_apart(forward.HopperForward)
+        return made
+    made = {
         "none": lambda: None,
         f"no wait for {kernel.start}": lambda: PLANTED.without("barrier_wait", kernel.start),
         "output not committed": lambda: PLANTED.changed.update(commit_smem=lambda: None),
@@ -171,6 +237,8 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
         }
         if name.endswith("_raw"):  # one warpgroup reads it
             del made[f"{name} free after one arrival"]
+        elif kernel.quantised:  # may wait forever
+            del made[f"the next place of {full} waited for"]
         if len(tiles) > 1:
             made[f"{full} after one copy fewer"] = functools.partial(PLANTED.arrivals, CLASSES, full, len(tiles) - 1)
         for one in tiles:
@@ -223,12 +291,14 @@ def right(which: str, kernel: Kernel) -> bool:
     """Whether the kernel's numbers are right."""
     dim, value_dim = kernel.dims
     tiles = MosaicTiles(kernel.sizes, kernel.sizes, kernel.sizes)
-    part = hopper_attention.PartialHopper("bthd", dim**-0.5, None, "cuda", True, None, tiles=tiles, **kernel.more)
+    scale = kernel.sharp * dim**-0.5
+    part = hopper_attention.PartialHopper("bthd", scale, None, "cuda", True, None, tiles=tiles, **kernel.more)
     rng, (q_len, kv_len), heads = np.random.default_rng(0), kernel.lengths, kernel.heads
+    hidden = MASKS[kernel.mask](q_len, kv_len, kv_len - q_len - 8 * (kernel.mask != "causal"))
     shapes = (q_len, heads, dim), (kv_len, 1, dim), (kv_len, 1, value_dim), (q_len, heads, value_dim)
-    q, k, v, pull = (rng.standard_normal((1, *shape)).astype(jnp.bfloat16) for shape in shapes)
+    q, k, v, pull = (rng.standard_normal((hidden.batch, *shape)).astype(jnp.bfloat16) for shape in shapes)
     v = k[..., :value_dim] if latent(kernel) else v
-    static, dynamic = split_static(LocalMask(Causal(), 0, q_len, kv_len, kv_len - q_len), None)
+    static, dynamic = split_static(hidden.mask, None)
     value, scales = None if latent(kernel) else jnp.asarray(v), (None, None)
     if kernel.quantised:
         k, v = (np.round(40 * x.astype(np.float32)).clip(-127, 127) for x in (k, v))
@@ -238,8 +308,7 @@ def right(which: str, kernel: Kernel) -> bool:
     else:
         key = jnp.asarray(k)
     operands = Operands(jnp.asarray(q), key, value, None, None, *scales)
-    seen = np.arange(kv_len) <= np.arange(q_len)[:, None] + kv_len - q_len
-    exact, known = [x.astype(np.float64) for x in (q, k, v)], {"scale": dim**-0.5, "mask": seen[None, None]}
+    exact, known = [x.astype(np.float64) for x in (q, k, v)], {"scale": scale, "mask": hidden.seen}
     reference = reference_attention(*exact, **known)
     if kernel.start == "query_full":
         got, want = [part.attend(static, operands, dynamic)[0]], [reference.output]
