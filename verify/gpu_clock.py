@@ -138,9 +138,10 @@ def step_cost(kind: str, visits: Mapping[str, KernelTiles], kernels: tuple[GpuKe
 
 
 def _spilled(name: str | None, kernel: GpuKernelUse) -> list[str]:
-    """That a kernel spills registers, if it's more than a few, whose loads count as stalls like others."""
+    """That a kernel spills registers in its loops, if it's more than a few, whose loads count as stalls like others."""
     size = kernel.stack_bytes or 0
-    return [f"{name} spills {size} bytes of registers per thread"] if size >= _LEAST_SPILL else []
+    told = size >= _LEAST_SPILL and kernel.spills_in_loops
+    return [f"{name} spills {size} bytes of registers per thread"] if told else []
 
 
 def _readable(name: str | None, kernels: tuple[GpuKernelUse, ...]) -> GpuKernelUse:

@@ -77,7 +77,7 @@ def test_traced_masks_and_offsets_count_as_masked() -> None:
 
 
 def _kernel(name: str, *stalls: int, stack: int = 0, warps: int = 4) -> GpuKernelUse:
-    loops = tuple(GpuLoop(TileLoop(100, 16, None, 8, 8, n), None) for n in stalls)
+    loops = tuple(GpuLoop(TileLoop(100, 16, None, 8, 8, n, spills=stack // 4), None) for n in stalls)
     return GpuKernelUse(name, 200, stack, 1024, 32 * warps, 1, None, loops)
 
 
@@ -255,6 +255,17 @@ def test_spills_are_told() -> None:
         both = tuple(_kernel(name, 10, 20, stack=stack) for name in names)
         told = _cost(decided, backward, True, both).spills
         assert all((name in (told or "")) == (stack == 16) for name in names)
+
+
+def test_spills_outside_of_the_loops_are_no_reason_to_refuse_sizes() -> None:
+    """They are written and read once for all tiles of a block."""
+    decided = _plan()
+    config = decided.config.with_fields({"block_q": 64, "block_kv": 64})
+    kernel = replace(_kernel("attnops_flash_forward", 10, 20), stack_bytes=48)
+    assert _cost(decided, config, False, (kernel,)).spills is None
+    other = (TileLoop(50, 0, None, 0, 64, 70, spills=2),)
+    assert _cost(decided, config, False, (replace(kernel, loading=other),)).spills is None
+    assert _cost(decided, config, False, (replace(kernel, sum_loops=other),)).spills is not None
 
 
 def test_candidates_keep_the_heuristics_splits() -> None:

@@ -77,7 +77,7 @@ def test_what_a_warp_passes_over() -> None:
         ("IADD3 R2, P0, R2, R4, RZ", 1),
         ".L_x_3",
         ("@!P0 BRA `(.L_x_4)", 5),
-        ("FADD R21, R20, R3", 1),
+        ("LDL.LU R21, [R1]", 1),
         ".L_x_4",
         ("MUFU.EX2 R20, R20", 2),
         ("@P5 BRA `(.L_x_0)", 5),
@@ -87,7 +87,7 @@ def test_what_a_warp_passes_over() -> None:
     )
     (loop,) = tile_loops(text)
     assert (loop.instructions, loop.stall_cycles) == (16, 4 + 1 + 5 + 2 + 2 + 1 + 5 + 6 + 3 + 4 + 5 + 1 + 5 + 1 + 2 + 5)
-    assert (loop.passed_instructions, loop.passed_stalls) == (3, 6 + 3 + 4)
+    assert (loop.passed_instructions, loop.passed_stalls, loop.spills) == (3, 6 + 3 + 4, 1)
     assert loop.mean(1.0) == (loop.instructions, loop.stall_cycles)
     assert loop.mean(0.25) == (loop.instructions - 0.75 * 3, loop.stall_cycles - 0.75 * 13)
     assert [one.passed_instructions for one in tile_loops(KERNEL)] == [0, 0]

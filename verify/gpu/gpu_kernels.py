@@ -55,6 +55,12 @@ class GpuKernelUse:
         """Whether its warps pass over parts of loops."""
         return any(loop.loop.passed_stalls for loop in self.loops or ())
 
+    @property
+    def spills_in_loops(self) -> bool:
+        """Whether registers are spilled in a loop, not once for all tiles of a block. Warps that load have time for it."""
+        loops = (*(loop.loop for loop in self.loops or ()), *self.sum_loops, *self.converting)
+        return any(loop.spills for loop in loops)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
         loops = None

@@ -27,6 +27,7 @@ _EXPONENTIAL = re.compile(r"MUFU\.EX2")
 _TENSOR = re.compile(r"(?P<kind>[HI]MMA|[HIQ]GMMA|UTC[A-Z]*MMA)\b")
 _READ, _WRITTEN = re.compile("LDTM"), re.compile("STTM")  # of tensor memory
 _COPY = re.compile(r"UTMALDG|UBLKCP")  # by TMA, of a tensor or of bytes
+_SPILLED = re.compile("LDL|STL")  # to a thread's memory
 _FROM_SHARED, _TO_SHARED = re.compile("LDS"), re.compile("STSM?")
 _WIDENED = re.compile(r"I2F|HADD2|F2FP\.F16\.E[45]M[23]")  # numbers of 8 bits to 16 or 32
 _OF_WARP = {"884": 8 * 8 * 4, "1688": 16 * 8 * 8, "16816": 16 * 8 * 16, "16832": 16 * 8 * 32}
@@ -46,7 +47,8 @@ class TileLoop(NamedTuple):
     tensor_flops: in units of 16-bit products; TF32 counts twice and 8-bit half; None where the instructions don't show the shape
     of their product. float32: additions, multiplications and fused ones per lane. stall_cycles: the sum of the instructions'
     waits in the compiler's schedule, without waits for memory. copies: to shared memory by TMA. passed_instructions and
-    passed_stalls: those of the above in parts that a warp passes over unless one of its lanes needs them.
+    passed_stalls: those of the above in parts that a warp passes over unless one of its lanes needs them. spills: registers that
+    are written to memory or read from there.
     """
 
     instructions: int
@@ -58,6 +60,7 @@ class TileLoop(NamedTuple):
     copies: int = 0
     passed_instructions: int = 0
     passed_stalls: int = 0
+    spills: int = 0
 
     def mean(self, needing: float) -> tuple[float, float]:
         """(instructions, stall cycles) of a turn, where so large a share of the warps needs what others pass over."""
@@ -200,6 +203,7 @@ def _loop(body: list[_Instruction], passed: Iterable[list[_Instruction]]) -> Til
         sum(_COPY.match(instruction.name) is not None for instruction in body),
         len(left_out),
         sum(instruction.stall for instruction in left_out),
+        sum(_SPILLED.match(instruction.name) is not None for instruction in body),
     )
 
 
