@@ -110,7 +110,7 @@ class HopperForward(HopperBlock):
             return tile, tile.within(x) if masked else x, factor, made
 
         def shifted(peak: jax.Array, x: jax.Array, top: jax.Array, factor: float, masked: int) -> tuple[jax.Array, ...]:
-            """(exponents, new peak, factor of the sums so far) of logits x * factor. top: see `_tops`."""
+            """(exponents, new peak, factor of the sums so far) of logits x * factor. top: see `_top`."""
             new_peak = jnp.maximum(peak, top.max(axis=1) * factor)
             # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
             hidden = masked or "bias" in refs or self.logits.static_args.score is not None

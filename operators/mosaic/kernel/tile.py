@@ -115,7 +115,7 @@ class MosaicTile(TileMask):
                 ref = refs[f"leaf{one.array}"]
                 read[f"length{one.array}"] = ref[row(ref)]
             elif one.part.kind == SegmentIds.kind:
-                for name in refs.keys() & set(bounds_of(one)):
+                for name in (name for name in bounds_of(one) if name in refs):
                     cut = refs[name].at[row(refs[name]), pl.ds(first, cls.lines)]
                     read[name] = plgpu.load(cut, layout=cls.in_registers.reduce(1), optimized=False)  # type: ignore[call-arg]
         return refs | read
