@@ -1,9 +1,9 @@
 """Hide what lies outside of the span of columns that a row of a tile sees: on a GPU by bits, in Pallas' interpreter by comparing.
 
-A comparison and a choice for each number of a tile would take four cycles of a unit that has other work. A thread rather makes a
-word of bits for the columns that it has, one instruction makes predicates of several of its bits, and some of the numbers are
-chosen by a multiplication, which is another unit's work. The compiler does so for instructions in this order only, hence they are
-written out here. All that a compiled kernel and an interpreted one don't share of it is in this file.
+A comparison and a choice for each number of a tile would take four cycles of a unit that has other work. Instead a thread makes
+words of bits for the columns that it has, one instruction makes predicates of several bits, and some of the numbers are chosen by
+a multiplication, which is another unit's work. The compiler does so for instructions in this order only, hence they are written
+out here. All that a compiled kernel and an interpreted one don't share of it is in this file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ _BITS, _BYTE = 32, 8
 _MULTIPLIED = (4, 5, 6)  # bits of a byte whose numbers are chosen by a multiplication
 _MOST = 256  # columns of a tile
 _HIDDEN = "0xFF800000"  # -inf
-_WARP = 32
 
 
 @dataclass(frozen=True)
