@@ -76,8 +76,8 @@ def _near(q_len: int, kv_len: int, offsets: np.ndarray) -> np.ndarray:
 MASKS = {"causal": causal, "window": window, "documents": documents}
 
 
-class _OfFirst:
-    """A reference that is always cut at its first place, as one of the array's first batch row."""
+class FirstPlace:
+    """A reference that is always cut at its first place, as that to an array of one batch row."""
 
     shape = (1,)
 
@@ -250,7 +250,7 @@ def _of_arrays(by_keys: bool) -> Mistakes:
         "ids are compared, and not tested": lambda: setattr(MosaicTile, "visible", lambda self: []),
         "ids are said to be in order": lambda: _ids(lambda begin, end, rest: (begin, end, rest & False)),
         "ids are compared where they are in order": lambda: _ids(lambda begin, end, rest: (begin, end, ~rest)),
-        "whether the first batch row's ids are in order": lambda: _unordered(_OfFirst),
+        "whether the first batch row's ids are in order": lambda: _unordered(FirstPlace),
         "ids end at the last": lambda: _ids(lambda begin, end, rest: (begin, end - 1, rest)),
         "ids begin with the second": lambda: _ids(lambda begin, end, rest: (begin + 1, end, rest)),
     }

@@ -25,7 +25,7 @@ from attnops.verify import reference_attention, reference_gradients
 
 sys.path.append(str(Path(__file__).parents[1]))
 from mosaic_mistakes import Planted
-from span_mistakes import MASKS, span_mistakes
+from span_mistakes import MASKS, FirstPlace, span_mistakes
 
 STAGES = 2
 
@@ -191,23 +191,9 @@ def _pieces_in_one_place() -> None:
     plain = backward.BlackwellGradients.store_pieces
 
     def store(self: Any, refs: Any, *given: Any) -> None:
-        plain(self, refs | {"pieces": _First(refs["pieces"])}, *given)
+        plain(self, refs | {"pieces": FirstPlace(refs["pieces"])}, *given)
 
     backward.BlackwellGradients.store_pieces = store  # type: ignore[method-assign]
-
-
-class _First:
-    """A reference that is always cut at its first place."""
-
-    def __init__(self, ref: Any) -> None:
-        self.ref = ref
-
-    @property
-    def at(self) -> Any:
-        return self
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.ref.at[index * 0]
 
 
 def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:

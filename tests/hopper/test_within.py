@@ -22,8 +22,14 @@ from thread_values import ptx, run_block
 
 from attnops.operators.blackwell.kernel.tile import BlackwellTile
 from attnops.operators.hopper.kernel.tile import HopperTile
-from attnops.operators.mosaic.kernel import within as hiding
-from attnops.operators.mosaic.kernel.within import any_outside, chosen, span_place, span_word
+from attnops.operators.mosaic.kernel.within import (
+    any_outside,
+    chosen,
+    hidden,
+    hidden_where_needed,
+    span_place,
+    span_word,
+)
 
 TILES = pytest.mark.parametrize("tile", [HopperTile, BlackwellTile], ids=["hopper", "blackwell"])
 WIDTHS = pytest.mark.parametrize("width", [32, 64, 128, 256])
@@ -36,6 +42,11 @@ NUMBERS = np.array([*NANS, 0x7F800000, HIDDEN, 0, 0x80000000, 1, 0x807FFFFF, 0x7
 
 def _bits(x: Any) -> np.ndarray:
     return np.asarray(x, np.int64).astype(np.int32).view(np.uint32)
+
+
+def _first_column(columns: Any, lane: int) -> int:
+    """Of the thread in this lane."""
+    return lane % (columns.period // columns.together) * columns.together
 
 
 def _columns_of_words(columns: Any, width: int) -> dict[tuple[int, int, int], int]:
@@ -56,7 +67,7 @@ def test_bits_of_every_span(tile: Any, width: int, has_begin: bool, has_end: boo
     begin = bounds[:, None] if has_begin else None
     end = bounds[None, :] if has_end else None
     of_words = _columns_of_words(columns, width)
-    for first in sorted({int(columns.first(lane)) for lane in range(32)}):
+    for first in sorted({_first_column(columns, lane) for lane in range(32)}):
         given = [_bits(x - first) for x in (begin, end) if x is not None]
         words = dict[tuple[int, int], np.ndarray]()
         for (neighbour, word, bit), column in of_words.items():
@@ -141,7 +152,7 @@ def test_numbers_lie_where_the_tile_says(threads: Threads, tile: Any, width: int
     columns = tile.of_thread
     rows = threads.places(tile.in_registers.reduce(1), (tile.lines,))
     assert len(rows) == columns.rows
-    first = columns.first(np.arange(threads.count) % 32)
+    first = np.array([_first_column(columns, thread % 32) for thread in range(threads.count)])
     numbers = threads.places(tile.in_registers, (tile.lines, width))
     assert len(numbers) == tile.lines * width // 128
     for number, (row, column) in enumerate(numbers):
@@ -160,11 +171,13 @@ def _spans(rng: np.random.Generator, lines: int, width: int) -> tuple[np.ndarray
 @TILES
 @pytest.mark.parametrize("widths", [(64,), (128,), (256,), (32, 32), (32, 32, 32, 32)], ids=str)
 @pytest.mark.parametrize("bounds", [("begin",), ("end",), ("begin", "end")], ids="_".join)
-def test_a_tile(threads: Threads, tile: Any, widths: tuple[int, ...], bounds: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("skip", [False, True], ids=["all", "where_needed"])
+def test_a_tile(threads: Threads, tile: Any, widths: tuple[int, ...], bounds: tuple[str, ...], skip: bool) -> None:
     """All that threads do, from the bounds of their rows to their numbers; a tile may be given in parts."""
     rng = np.random.default_rng(len(widths))
     lines, width = tile.lines, sum(widths)
     spans = dict(zip(("begin", "end"), _spans(rng, lines, width), strict=True))
+    spans["begin"][:32], spans["end"][:32] = -FAR, FAR  # whole warps pass over
     x = rng.choice(np.r_[NUMBERS, rng.integers(0, 2**32, 50, np.uint32)], (lines, width))
     rows = [row for (row,) in threads.places(tile.in_registers.reduce(1), (lines,))]
     word, number = ir.IntegerType.get_signless(32), ir.F32Type.get()
@@ -178,7 +191,8 @@ def test_a_tile(threads: Threads, tile: Any, widths: tuple[int, ...], bounds: tu
         for name in ("begin", "end")
     )
     zeros = [threads.make(word, np.uint32(0)) for _ in rows]
-    made = hiding._hidden(parts, begin, end, zeros, tile.of_thread)
+    given = parts, begin, end, zeros, tile.of_thread
+    made = hidden_where_needed(*given, width) if skip else hidden(*given)
     held, found = threads.run(), np.full_like(x, 0x12345678)
     for value, place in zip(made, places, strict=True):
         found[place] = held[value]
@@ -198,7 +212,7 @@ def test_bits_are_tested_one_after_the_other(threads: Threads, tile: Any, widths
     columns, word, number = tile.of_thread, ir.IntegerType.get_signless(32), ir.F32Type.get()
     zeros = [threads.make(word, np.uint32(0)) for _ in range(columns.rows)]
     numbers = [[mgpu.c(0.0, number) for _ in range(tile.lines * n // 128)] for n in widths]
-    hiding._hidden(numbers, zeros, zeros, zeros, columns)
+    hidden(numbers, zeros, zeros, zeros, columns)
     tested, words = [], []
     for operation in threads.module.body.operations:
         op = operation.operation

@@ -16,6 +16,7 @@ __all__ = ["ptx", "run_block"]
 
 Array = np.ndarray[Any, Any]
 _WARP = 32
+_NOT_EQUAL = 1  # of arith's predicates
 
 
 def _signed(x: Array) -> Array:
@@ -108,9 +109,24 @@ def run_block(operations: Sequence[Any], threads: int, held: dict[Any, Array]) -
                 made = np.uint32(ir.IntegerAttr(value).value) if isinstance(value, ir.IntegerAttr) else np.uint32(0)
             elif op.name == "gpu.thread_id":
                 made = numbers if re.search(r"\bx\b", str(op.attributes["dimension"])) else np.uint32(0)
+            elif op.name == "arith.cmpi":
+                assert ir.IntegerAttr(op.attributes["predicate"]).value == _NOT_EQUAL
+                made = np.not_equal(*operands)
+            elif op.name == "scf.if":
+                for result, *branches in zip(
+                    op.results, *(_yielded(at, threads, held) for at in op.regions), strict=True
+                ):
+                    held[result] = np.where(*operands, *branches)
+                continue
             elif op.name == "llvm.inline_asm":
                 made = ptx(ir.StringAttr(op.attributes["asm_string"]).value, *operands)
             else:
                 made = _OPERATIONS[op.name](*operands)
         held[op.results[0]] = np.broadcast_to(made, (threads,))
     return held
+
+
+def _yielded(region: Any, threads: int, held: dict[Any, Array]) -> list[Array]:
+    *operations, last = region.blocks[0].operations
+    found = run_block(operations, threads, held)
+    return [found[value] for value in last.operation.operands]

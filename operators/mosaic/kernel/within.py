@@ -20,7 +20,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf
 
-__all__ = ["Span", "ThreadColumns", "any_outside", "chosen", "span_place", "span_word", "within"]
+__all__ = [
+    "Span",
+    "ThreadColumns",
+    "any_outside",
+    "chosen",
+    "hidden",
+    "hidden_where_needed",
+    "span_place",
+    "span_word",
+    "within",
+]
 
 _BITS, _BYTE = 32, 8
 _MULTIPLIED = (4, 5, 6)  # bits of a byte whose numbers are chosen by a multiplication
@@ -55,10 +65,6 @@ class ThreadColumns:
         period, row = divmod(rest, self.rows)
         return row, neighbour, period
 
-    def first(self, lane: Any) -> Any:
-        """The first of its columns."""
-        return lane % (self.period // self.together) * self.together
-
     def bit(self, period: int) -> tuple[int, int]:
         """(word, bit) of a neighbour's column."""
         byte, bit = divmod(period, self.used)
@@ -75,28 +81,21 @@ def within(
     bounds = [x for x in (span.begin, span.end) if x is not None]
     by_row = layout.reduce(1)
     zero = jnp.minimum(plgpu.layout_cast(jnp.full(bounds[0].shape, span.number, jnp.int32), by_row), 0)
-    made = [plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout) for x in parts]
+    like = [plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout) for x in parts]
     layouts = *[layout for _ in parts], *[by_row for _ in bounds], by_row
 
-    @plgpu.inline_mgpu(arg_types=layouts, return_type=made)
+    @plgpu.inline_mgpu(arg_types=layouts, return_type=like)
     def hide(context: Any, *arrays: Any) -> Any:
         del context
         xs, (*given, zeros) = arrays[: len(parts)], map(_scalars, arrays[len(parts) :])
         begin = given.pop(0) if span.begin is not None else None
         end = given.pop(0) if span.end is not None else None
-        values = [_scalars(x) for x in xs]
-        before = [value for some in values for value in some]
+        values, width = [_scalars(x) for x in xs], sum(x.shape[1] for x in parts)
         if skip:
-            needed = _needed(begin, end, sum(x.shape[1] for x in parts))
-            choice: Any = scf.IfOp(needed, [value.type for value in before], has_else=True)  # type: ignore[arg-type,call-arg]
-            with ir.InsertionPoint(choice.then_block):
-                scf.YieldOp(_hidden(values, begin, end, zeros, columns))
-            with ir.InsertionPoint(choice.else_block):
-                scf.YieldOp(before)
-            after = iter(choice.results)
+            made = iter(hidden_where_needed(values, begin, end, zeros, columns, width))
         else:
-            after = iter(_hidden(values, begin, end, zeros, columns))
-        return [x.foreach(lambda *_: next(after), create_array=True) for x in xs]
+            made = iter(hidden(values, begin, end, zeros, columns))
+        return [x.foreach(lambda *_: next(made), create_array=True) for x in xs]
 
     return list(hide(*parts, *bounds, zero))
 
@@ -176,9 +175,30 @@ def _needed(begin: list[Any] | None, end: list[Any] | None, width: int) -> Any:
     return arith.cmpi(arith.CmpIPredicate.ne, needed, mgpu.c(0, needed.type))
 
 
-def _hidden(
+def hidden_where_needed(
+    parts: list[list[Any]],
+    begin: list[Any] | None,
+    end: list[Any] | None,
+    zeros: list[Any],
+    columns: ThreadColumns,
+    width: int,
+) -> list[Any]:
+    """`hidden` for the warps that have a hidden column among so many."""
+    before = [value for values in parts for value in values]
+    needed = _needed(begin, end, width)
+    choice: Any = scf.IfOp(needed, [value.type for value in before], has_else=True)  # type: ignore[arg-type,call-arg]
+    with ir.InsertionPoint(choice.then_block):
+        scf.YieldOp(hidden(parts, begin, end, zeros, columns))
+    with ir.InsertionPoint(choice.else_block):
+        scf.YieldOp(before)
+    return list(choice.results)
+
+
+def hidden(
     parts: list[list[Any]], begin: list[Any] | None, end: list[Any] | None, zeros: list[Any], columns: ThreadColumns
 ) -> list[Any]:
+    """A thread's numbers of neighbouring parts of a tile, with -inf outside of their row's span. begin, end, zeros: one for each
+    of its rows."""
     if columns.period > 1:
         first = _first_column(columns)
         begin, end = ([arith.subi(x, first) for x in some] if some else None for some in (begin, end))
