@@ -5,8 +5,9 @@
 
 All are compiled for described GPUs. For each kernel's loops over tiles it counts the instructions, and sums the cycles that a
 warp waits by the compiler's own schedule. Both are given per logit that the mask leaves: times the warps of a tile and
-the tiles that the loop goes through, so fully masked tiles count at their full cost. `visited` is how many logits these
-tiles have for each one that the mask leaves. Waits for memory and for the tensor cores' results aren't in the sums, and
+the tiles that the loop goes through, so fully masked tiles count at their full cost. Where warps leave out parts of tiles that
+their rows don't see, a loop counts at its mean over the parts of tiles with a mask. `visited` is how many logits these tiles have
+for each one that the mask leaves. Waits for memory and for the tensor cores' results aren't in the sums, and
 nothing here was timed.
 
 `packed` is causal attention within documents of the lengths in DOCUMENTS. Their segment ids are an argument of the compiled
@@ -36,7 +37,8 @@ from attnops.operators.flash.kernel.tile_schedule import tile_schedule
 from attnops.operators.kernels.local_mask import LocalMask
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from attnops.verify.gpu.gpu_mesh import described_gpus
-from attnops.verify.gpu_clock import hidden_share, loop_tiles, loop_turns
+from attnops.verify.gpu.part_regions import EVERY_PART, PartShares
+from attnops.verify.gpu_clock import loop_tiles, loop_turns, part_shares
 
 TARGETS = ("a100", "h100", "b200")
 BATCH, LENGTH, HEADS = 2, 4096, 16
@@ -61,12 +63,12 @@ PASSES = ("forward", "backward")
 
 
 class Tiles(NamedTuple):
-    """Turns of the loops of a kernel's program for a head, logits of a tile, and the share of the warps that need what others of
-    them pass over in a loop."""
+    """Turns of the loops of a kernel's program for a head, logits of a tile, and what a warp sees of the parts of tiles with a
+    mask."""
 
     turns: tuple[float, ...]
     logits: int
-    needing: float = 1.0
+    shares: PartShares = EVERY_PART
 
 
 def cases() -> list[dict[str, Any]]:
@@ -133,7 +135,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         found = f"{kernel.name} has {len(kernel.loops)} loops; wanted {len(turns_of)}"
         assert len(kernel.loops) == len(turns_of), found
         for one, turns in zip(kernel.loops, turns_of, strict=True):
-            of_turn = one.loop.mean(tiles.needing)
+            of_turn = one.loop.mean(tiles.shares)
             instructions += of_turn[0] * warps * turns / programs / live
             stalls += of_turn[1] * warps * turns / programs / live
         for sums in kernel.sum_loops:
@@ -178,8 +180,9 @@ def _attnops(case: dict[str, Any], mesh: Any) -> Any:
             tiles = loop_tiles(mask, block, size.outer, LENGTH, LENGTH, 0)
         else:
             tiles = _packed_tiles(known, block, size.outer)
-        turns = loop_turns(tiles, kernel, size, packed)
-        return Tiles(turns, math.prod(block), hidden_share(known, block, size.warp_rows))
+        turns = loop_turns(tiles, size, packed)
+        shares = part_shares(known, block, size.part) if kernel.by_parts else EVERY_PART
+        return Tiles(turns, math.prod(block), shares)
 
     def run(q: Any, k: Any, v: Any, ids: Any = None) -> Any:
         return attend(q, k, v, mask=mask, mode=mode, q_segment_ids=ids, kv_segment_ids=ids).attention_outputs

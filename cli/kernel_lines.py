@@ -10,6 +10,7 @@ from ..verify.compiled import KernelUse
 from ..verify.devices import AnyKernelUse
 from ..verify.gpu.gpu_device import GpuDevice
 from ..verify.gpu.gpu_kernels import GpuKernelUse, GpuLoop
+from ..verify.gpu.part_regions import PartShares
 from ..verify.gpu.sass import TileLoop
 from ..verify.report import TargetReport
 
@@ -88,8 +89,11 @@ def _loop(gpu_loop: GpuLoop) -> str:
         f"inner loop of {loop.instructions} instructions, {loop.tensor} of tensor cores, {loop.ex2} of EX2; "
         f"{loop.stall_cycles} stall cycles"
     )
-    if loop.passed_stalls:
-        text += f", {loop.passed_stalls} of them where a warp hides keys that one of its rows doesn't see"
+    if loop.by_parts:
+        whole, hidden = (loop.mean(PartShares(seen, 0.0))[1] for seen in (1.0, 0.0))
+        text += (
+            f", {whole:.0f} of them where a warp's rows see the tile whole, {hidden:.0f} where they see nothing of it"
+        )
     if gpu_loop.bound is None:
         return text
     cycles = ", ".join(f"{unit} {count:.0f}" for unit, count in gpu_loop.bound.cycles.items() if count is not None)

@@ -42,7 +42,8 @@ class PassSizes(NamedTuple):
     if its schedule can be read there. compute_q, compute_kv: the parts of a tile that it can leave out; None if it can't.
     pipelined: products run ahead of exponentials. loading: warps of a block of threads on a GPU that don't
     compute. programs: how many programs those have that do, where each may go through its tiles more than once; else 0.
-    warp_rows: rows of a tile that a warp has alone, if any. heads: query heads that share a tile.
+    part: rows and keys of a tile of which a warp decides at once whether it computes them; 0 if it doesn't. heads: query heads
+    that share a tile.
     """
 
     products: str
@@ -54,7 +55,7 @@ class PassSizes(NamedTuple):
     pipelined: bool = False
     loading: int = 0
     programs: int = 0
-    warp_rows: int = 0
+    part: tuple[int, int] = (0, 0)
     heads: int = 1
 
     @property

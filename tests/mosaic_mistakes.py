@@ -16,10 +16,11 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # A race, a phase that nobody has waited for, one that was missed or comes too late, arrivals that complete none, and a place that
-# holds another array by now.
+# holds another array by now or that an array hasn't.
 NOTICED = (
     "RACE DETECTED", "Barrier completed phase", "must do so in all phases", "must observe each barrier completion",
     "missed observing phase", "barrier is already at phase", "arrivals pending", "disjoint lifetimes",
+    "Out-of-bounds read",
 )  # fmt: skip
 SECONDS = 600
 

@@ -1,6 +1,6 @@
 """Masks for the kernels in Mosaic GPU whose mistakes are planted, and mistakes in the spans of columns that a mask's lines see.
 
-They change results and no barrier, except the order of tiles: see mosaic_mistakes.py.
+They change results and no barrier: see mosaic_mistakes.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from attnops.operators.mosaic.kernel.within import Span
 
 Mistakes = dict[str, Callable[[], None]]
 LEFT, RIGHT = 180, 20
-_BEYOND = 60  # keys
-_MANY = 2**30  # the same
+_BEYOND, _FEW, _MANY = 60, 33, 2**30  # keys
 
 
 class Hidden(NamedTuple):
@@ -49,6 +48,13 @@ def window(q_len: int, kv_len: int, offset: int) -> Hidden:
     return Hidden(mask, _near(q_len, kv_len, np.array([offset])))
 
 
+def edges(q_len: int, kv_len: int, offset: int) -> Hidden:
+    """A row sees its position, the key before and some behind it."""
+    distance = np.arange(kv_len) - (np.arange(q_len)[:, None] + offset)
+    mask = LocalMask(SlidingWindow(left=1, right=_FEW), 0, q_len, kv_len, offset)
+    return Hidden(mask, ((distance >= -1) & (distance <= _FEW))[None, None])
+
+
 def documents(q_len: int, kv_len: int, offset: int) -> Hidden:
     """The same of three batch rows, with lengths and segment ids: in order, in order from one that isn't the least, and in none.
     A row has its position's id."""
@@ -73,7 +79,7 @@ def _near(q_len: int, kv_len: int, offsets: np.ndarray) -> np.ndarray:
     return (distance >= -LEFT) & (distance <= RIGHT)
 
 
-MASKS = {"causal": causal, "window": window, "documents": documents}
+MASKS = {"causal": causal, "window": window, "edges": edges, "documents": documents}
 
 
 class FirstPlace:
@@ -92,7 +98,7 @@ class FirstPlace:
         return self.ref.at[0]
 
 
-def _span(change: Callable[[Span, Any], Span]) -> None:
+def change_span(change: Callable[[Span, Any], Span]) -> None:
     """A tile's span, changed. change: of the span and the number of the tile's first column."""
     plain = MosaicTile._span
 
@@ -109,11 +115,11 @@ def _moved(begin: int, end: int) -> None:
     def later(x: Any, columns: Any) -> Any:
         return None if x is None else x + columns
 
-    _span(lambda span, first: Span(later(span.begin, begin), later(span.end, end), span.number))
+    change_span(lambda span, first: Span(later(span.begin, begin), later(span.end, end), span.number))
 
 
 def _from_tile() -> None:
-    _span(lambda span, first: Span(*(None if x is None else x + first for x in (span.begin, span.end)), first))
+    change_span(lambda span, first: Span(*(None if x is None else x + first for x in (span.begin, span.end)), first))
 
 
 def _numbers_of(change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
@@ -193,43 +199,23 @@ def _unordered(change: Callable[[Any], Any]) -> None:
     MosaicBlock.fold_tiles = fold  # type: ignore[method-assign]
 
 
-def _parts_apart() -> None:
-    """Parts of a tile are hidden as if each were the first."""
-    plain = MosaicTile.all_within
-    MosaicTile.all_within = lambda self, parts: [plain(self, [x])[0] for x in parts]  # type: ignore[method-assign]
-
-
-def loader_apart(kernel: type[MosaicBlock]) -> None:
-    """What loads tiles goes through the full ones first, as if they had a loop of their own."""
-    plain, together = kernel.load_keys, kernel.together
-
-    def load(self: Any, *given: Any) -> None:
-        kernel.together = lambda self, refs: False  # type: ignore[method-assign]
-        plain(self, *given)
-        kernel.together = together  # type: ignore[method-assign]
-
-    kernel.load_keys = load  # type: ignore[method-assign, assignment]
-
-
-def span_mistakes(mask: str, by_keys: bool, parts: int = 1, totals: bool = False) -> Mistakes:
-    """The mistakes of a kernel with one of these masks, by name. by_keys: lines are keys. parts: of a tile, hidden together.
-    totals: whether it sums weights: in other sums padded keys are 0."""
+def span_mistakes(mask: str, by_keys: bool, totals: bool = False) -> Mistakes:
+    """The mistakes of a kernel with one of these masks, by name. by_keys: lines are keys. totals: whether it sums weights: in
+    other sums padded keys are 0."""
     if mask == "documents":
         return _of_arrays(by_keys)
     made: Mistakes = {
         "none": lambda: None,
-        "begin and end swapped": lambda: _span(lambda span, first: Span(span.end, span.begin, span.number)),
+        "begin and end swapped": lambda: change_span(lambda span, first: Span(span.end, span.begin, span.number)),
         "a span begins early": lambda: _moved(-1, 0),
         "a span begins late": lambda: _moved(1, 0),
         "a span ends early": lambda: _moved(0, -1),
         "a span ends late": lambda: _moved(0, 1),
         "the first column not subtracted": _from_tile,
-        "nothing hidden": lambda: setattr(MosaicTile, "all_within", lambda self, parts: list(parts)),
+        "nothing hidden": lambda: setattr(MosaicTile, "within", lambda self, x: x),
         "spans of rows for those of keys": _other_axis,
         "no offset": lambda: setattr(MosaicTile, "offset", lambda self: 0),
     }
-    if parts > 1:
-        made["each part of a tile as the first"] = _parts_apart
     return made | {"padding seen": _padding_seen} if totals else made
 
 

@@ -7,6 +7,7 @@ nor how many blocks of threads fill the GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -16,12 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..devices import spec_of_kind
 from ..distribution import with_extras
 from ..errors import ConfigError
-from ..masks import Mask, SegmentIds
+from ..masks import And, Full, Lengths, Mask, SegmentIds
+from ..masks.static import SpanMask
 from ..operators.paged.page_visits import KernelTiles
 from ..planning import AttentionProblem, OperationConfig, PassSizes, Placement
 from .devices import lowered_for, tracing_on
 from .gpu.gpu_kernels import GpuKernelUse, gpu_kernels
 from .gpu.gpu_mesh import described_gpus
+from .gpu.part_regions import EVERY_PART, PartShares
 from .local_call import LocalProblem
 
 if TYPE_CHECKING:
@@ -31,9 +34,9 @@ __all__ = [
     "GpuCost",
     "compiled_kernels",
     "gpu_cost",
-    "hidden_share",
     "loop_tiles",
     "loop_turns",
+    "part_shares",
     "same_splits",
     "step_cost",
 ]
@@ -86,9 +89,10 @@ def gpu_cost(
         warps, by_block = (kernel.threads or 0) // _WARP - size.loading, sum(tiles)
         converted = _converted(kernel, tiles)
         warps -= _WARPS_OF_GROUP * (len(kernel.converting) // max(len(tiles), 1))
-        turns, needing = loop_turns(tiles, kernel, size, problem.mask), 1.0
-        if kernel.passes_over and problem.mask.is_static and offset is not None:
-            needing = hidden_share(LocalMask(problem.mask, 0, local.q_len, local.kv_len, offset), block, size.warp_rows)
+        turns, shares = loop_turns(tiles, size, problem.mask), EVERY_PART
+        if kernel.by_parts and problem.mask.is_static and offset is not None:
+            mask = LocalMask(problem.mask, 0, local.q_len, local.kv_len, offset)
+            shares = part_shares(mask, block, size.part, heads)
         if size.loading and turns and len(kernel.loops) % len(turns) == 0:  # parts of the warps have loops of their own
             parts = len(kernel.loops) // len(turns)
             turns, warps = turns * parts, warps // (size.programs or parts)
@@ -96,7 +100,7 @@ def gpu_cost(
             turns = (*turns, 0.0)
         if len(kernel.loops) != len(turns):
             raise ConfigError(f"{name} has {len(kernel.loops)} loops where {len(turns)} are known")
-        by_head = sum(loop.loop.mean(needing)[1] * count for loop, count in zip(kernel.loops, turns, strict=True))
+        by_head = sum(loop.loop.mean(shares)[1] * count for loop, count in zip(kernel.loops, turns, strict=True))
         # A warpgroup corrects the sums of all rows of a block, tile by tile.
         of_sums = sum(loop.stall_cycles for loop in kernel.sum_loops) * by_block * _WARPS_OF_GROUP
         stalls += (by_head * warps + of_sums + converted) * heads * local.batch
@@ -195,26 +199,46 @@ def loop_tiles(
     return tuple(float(n.sum()) / schedule.table.shape[1] for n, some in counts if some)
 
 
-def loop_turns(tiles: tuple[float, ...], kernel: GpuKernelUse, size: PassSizes, mask: Mask) -> tuple[float, ...]:
-    """Turns of the loops of a kernel's program, by the tiles of `loop_tiles`: all in one loop if warps pass over what hides keys;
-    with segment ids there is a last loop for ids that aren't in order, to which packed documents don't come."""
-    if kernel.passes_over and size.warp_rows:
-        tiles = (sum(tiles),)
+def loop_turns(tiles: tuple[float, ...], size: PassSizes, mask: Mask) -> tuple[float, ...]:
+    """Turns of the loops of a kernel's program, by the tiles of `loop_tiles`: with segment ids there is a last loop for ids that
+    aren't in order, to which packed documents don't come."""
     by_ids = size.loading and any(part.kind == SegmentIds.kind for part in mask.conjuncts())
     return (*tiles, 0.0) if by_ids else tiles
 
 
-def hidden_share(mask: LocalMask, block: tuple[int, int], warp_rows: int) -> float:
-    """The share of all pairs of a visited tile and a warp of it, which has so many of its rows, where a column is hidden from one
-    of these rows; 1 if nobody has rows alone."""
-    if not warp_rows:
-        return 1.0
-    of_tiles, of_warps = (np.asarray(mask.kinds_of_heads(rows, block[1], 1)) for rows in (block[0], warp_rows))
-    whole = of_warps == 2
-    if mask.kv_len % block[1]:  # what lies beyond the end is hidden
-        whole[..., -1] = False
-    visited = np.repeat(of_tiles > 0, -(-block[0] // warp_rows), axis=2)[:, :, : whole.shape[2]]
-    return 1.0 - float(whole[visited].mean()) if visited.any() else 0.0
+def part_shares(mask: LocalMask, block: tuple[int, int], part: tuple[int, int], heads: int = 1) -> PartShares:
+    """Of the parts, so many rows and keys, of the tiles that a loop with a mask visits. heads: see `loop_tiles`.
+
+    A row beyond the end isn't counted; a key there is one that no row sees. What isn't a span hides keys one by one, so that a
+    warp doesn't know of it.
+    """
+    from ..operators.flash.kernel.tile_schedule import tile_schedule
+
+    if not all(part):
+        return EVERY_PART
+    size = min(part[0], block[0]), min(part[1], block[1])
+    tables = heads if mask.heads_differ else 1
+    of_tiles = np.array(mask.kinds_of_heads(*block, tables))
+    of_parts = np.array(replace(mask, mask=_spans(mask.mask)).kinds_of_heads(*size, tables))
+    if mask.kv_len % size[1]:
+        of_parts[..., -1] = np.minimum(of_parts[..., -1], 1)
+    if mask.kv_len % block[1]:
+        of_tiles[..., -1] = np.minimum(of_tiles[..., -1], 1)
+    # Where few tiles are full, those have no loop of their own.
+    visited = of_tiles == 1 if tile_schedule(mask, *block, "q", tables).some_full else of_tiles > 0
+    rows, keys = np.arange(of_parts.shape[2]) * size[0] // block[0], of_tiles.shape[3] * (block[1] // size[1])
+    visited = visited[:, :, rows].repeat(block[1] // size[1], axis=3)
+    kinds = np.pad(of_parts, ((0, 0), (0, 0), (0, 0), (0, keys - of_parts.shape[3])))[visited]
+    return PartShares(float((kinds > 0).mean()), float((kinds == 1).mean())) if kinds.size else EVERY_PART
+
+
+def _spans(mask: Mask) -> Mask:
+    """The parts of a mask by which each row sees neighbouring keys."""
+    from ..operators.kernels.block_words import is_blocks
+
+    kinds = SegmentIds.kind, Lengths.kind
+    spans = [part for part in mask.conjuncts() if isinstance(part, SpanMask) or is_blocks(part) or part.kind in kinds]
+    return And(spans) if spans else Full()
 
 
 def same_splits(candidates: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:

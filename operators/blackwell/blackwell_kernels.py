@@ -10,6 +10,8 @@ from ..mosaic.mosaic_rules import MOSAIC_FEATURES
 from ..mosaic.mosaic_sizes import Sizing
 from .blackwell_rules import BLACKWELL_RULES
 from .blackwell_sizes import BlackwellSizing
+from .kernel.backward_sizes import COMPUTING
+from .kernel.blackwell_sizes import PART
 
 if TYPE_CHECKING:
     from ..mosaic.kernel.mosaic_attention import PartialMosaic
@@ -33,6 +35,10 @@ class BlackwellKernels(MosaicKernels):
         # In the interpreter on CPU.
         tolerance={"bfloat16": (2e-2, 4e-2), "float16": (3e-3, 6e-3)},
     )
+
+    def columns_of_part(self, which: str, across: int) -> int:
+        """See MosaicKernels. Of gradients two warpgroups have a half of a tile's columns each."""
+        return PART if which == "forward" else across // COMPUTING
 
     def check_vma(self, config: OperationConfig) -> bool:
         """JAX can't trace the warps of a kernel under it."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from ...errors import ConfigError
+from ...masks import SegmentIds
 from ...planning import AttentionProblem
 from ..mosaic.kernel.linker import registers_move
 from ..mosaic.kernel.mosaic_sizes import MosaicSizes, column_parts, equal_share
@@ -23,7 +24,8 @@ _LATENTS = {
     "dkv": tuple(MosaicSizes(FEW, ROWS, stages) for stages in (4, 2, 1)),
     "dq": tuple(MosaicSizes(ROWS, FEW, stages) for stages in (4, 2, 1)),
 }
-# What takes registers beside the numbers that are counted: then a tile for the gradients of key and value has 64 rows.
+# What takes registers beside the numbers that are counted: then a tile for the gradients of key and value has 64 rows. Segment
+# ids that each visible key has in common with its row do so only where they aren't in order.
 _IN_REGISTERS = frozenset({
     "segment_ids", "positions", "dense_mask", "blocks", "chosen_blocks", "bias", "score", "logits_soft_cap", "dropout",
 })  # fmt: skip
@@ -78,7 +80,8 @@ class HopperSizing(Sizing):
         """See Sizing."""
         if sizes.stages > 2 and sizes.block_kv > 64 and max(columns(problem)) > _STAGES_FROM_DIM:
             return True
-        return which == "dkv" and sizes.block_q > ROWS and bool(problem.features & _IN_REGISTERS)
+        known = {"segment_ids"} if _ids_of_all(problem) else set[str]()
+        return which == "dkv" and sizes.block_q > ROWS and bool(problem.features & _IN_REGISTERS - known)
 
     def fits(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:
         """See Sizing."""
@@ -118,6 +121,12 @@ class HopperSizing(Sizing):
         if which == "dkv":
             keys = [n for n in keys if n <= 2 * ROWS]
         return [MosaicSizes(q, kv, n) for q, n, kv in itertools.product(blocks, stages, keys)]
+
+
+def _ids_of_all(problem: AttentionProblem) -> bool:
+    """Whether segment ids are a part that each visible key passes, and no other part has any."""
+    whole, leaves = ([one.kind for one in some] for some in (problem.mask.conjuncts(), problem.mask.leaves()))
+    return whole.count(SegmentIds.kind) == leaves.count(SegmentIds.kind) == 1
 
 
 def _together(problem: AttentionProblem) -> bool:

@@ -75,11 +75,23 @@ class MosaicKernels(FlashKernels):
                 self.kernel(which),
                 loading=self.helping,
                 programs=self.programs if backward else 0,
-                warp_rows=self.sizing.lines // WARPS_OF_GROUP,
+                part=self.part(which, sizes),
             )
             for which, sizes in self._tiles(config).items()
             if (which != "forward") == backward and sizes.block_q is not None
         )
+
+    def part(self, which: str, sizes: MosaicSizes) -> tuple[int, int]:
+        """Rows and keys of a tile of which a warp decides at once whether it computes them: its own lines, and some of the other
+        axis."""
+        lines, across = self.sizing.lines // WARPS_OF_GROUP, sizes.block_q if which == "dkv" else sizes.block_kv
+        columns = self.columns_of_part(which, across)
+        return (columns, lines) if which == "dkv" else (lines, columns)
+
+    def columns_of_part(self, which: str, across: int) -> int:
+        """How many of the other axis. Default: all."""
+        del which
+        return across
 
     def memory(
         self, problem: AttentionProblem, placement: Placement, config: OperationConfig

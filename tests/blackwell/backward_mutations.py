@@ -19,8 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from attnops.operators.blackwell.kernel import backward, backward_keys, backward_query, blackwell_attention
 from attnops.operators.blackwell.kernel.backward_sizes import gradient_turns
 from attnops.operators.kernels.operands import Operands, split_static
-from attnops.operators.mosaic.kernel import block
+from attnops.operators.mosaic.kernel import block, tile
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes, MosaicTiles
+from attnops.operators.mosaic.kernel.seen_parts import SeenParts
 from attnops.verify import reference_attention, reference_gradients
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -196,10 +197,33 @@ def _pieces_in_one_place() -> None:
     backward.BlackwellGradients.store_pieces = store  # type: ignore[method-assign]
 
 
+def _of_warps(by_keys: bool) -> dict[str, Callable[[], None]]:
+    """Those in what a warp passes over."""
+    made: dict[str, Callable[[], None]] = {
+        "a tile that is seen passed over": lambda: _warps(lambda seen, cut: (seen & False, cut)),
+        "a tile that isn't seen whole passed over": lambda: _warps(lambda seen, cut: (~cut, cut)),
+    }
+    if by_keys:
+        made["a cut tile taken for a whole one"] = lambda: _warps(lambda seen, cut: (seen, cut & False))
+    return made
+
+
+def _warps(change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+    """What a warp's rows see of a tile, changed."""
+    plain = tile.seen_parts
+
+    def seen_parts(*given: Any, **more: Any) -> SeenParts:
+        (seen,), (cut,) = plain(*given, **more)
+        changed = change(seen, cut)
+        return SeenParts((changed[0],), (changed[1],))
+
+    tile.seen_parts = seen_parts
+
+
 def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
     """The mistakes of a kernel, by name."""
     if kernel.mask != "causal":
-        return span_mistakes(kernel.mask, by_keys=len(kernel.factors) > 1)
+        return span_mistakes(kernel.mask, len(kernel.factors) > 1) | _of_warps(len(kernel.factors) > 1)
     made: dict[str, Callable[[], None]] = {
         "none": lambda: None,
         **{f"no wait for {name}": functools.partial(PLANTED.without, "barrier_wait", name) for name in kernel.start},

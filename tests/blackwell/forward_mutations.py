@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 os.environ["NPROC"] = "8"  # warps and warpgroups wait in threads of XLA's, as many as there are cores by default
@@ -17,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from attnops.operators.blackwell.kernel import blackwell_attention, forward, roles
+from attnops.operators.blackwell.kernel.blackwell_sizes import PART
 from attnops.operators.kernels.operands import Operands, split_static
 from attnops.operators.mosaic.kernel import block
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes, MosaicTiles
@@ -24,6 +26,7 @@ from attnops.verify import reference_attention
 
 sys.path.append(str(Path(__file__).parents[1]))
 from mosaic_mistakes import Planted
+from part_mistakes import at_edges, barely_cut_parts, cut_parts, loader_apart, many_parts, parts_as
 from span_mistakes import MASKS, span_mistakes
 
 STAGES = 2
@@ -55,7 +58,11 @@ KERNELS = {
     "latent": Kernel(MosaicSizes(128, 64, STAGES), 576, 128, 320, 192, more={"value_columns": 512}),
     # int8 keys and values.
     "widened": Kernel(MosaicSizes(256, 64, STAGES), 64, 256, 256, 0, widened=True),
-    **{mask: Kernel(MosaicSizes(128, 64, STAGES), 64, 136, 216, 72, mask=mask) for mask in ("window", "documents")},
+    # Rows don't see 12 columns of a part with 32, and in another 10.
+    "window": Kernel(MosaicSizes(128, 64, STAGES), 64, 136, 216, 69, mask="window"),
+    "documents": Kernel(MosaicSizes(128, 64, STAGES), 64, 136, 216, 72, mask="documents"),
+    # Of the second parts of tiles the first row sees one's last column, and the last row another's first.
+    "edges": Kernel(MosaicSizes(128, 64, STAGES), 64, 128, 256, 64, mask="edges"),
 }
 PLANTED = Planted(STAGES)
 
@@ -190,8 +197,14 @@ def _arrive_with(name: str, start: str) -> None:
 def mistakes(which: str) -> dict[str, Callable[[], None]]:
     """Those of one of these kernels, by name."""
     kernel, made = KERNELS[which], mutations()
+    of_parts = many_parts(kernel.sizes.block_kv)
+    if kernel.mask == "edges":
+        return at_edges() | cut_parts() | of_parts
     if kernel.mask != "causal":
-        return span_mistakes(kernel.mask, by_keys=False, parts=2, totals=True)
+        made = span_mistakes(kernel.mask, by_keys=False, totals=True) | cut_parts() | barely_cut_parts(PART // 2)
+        if kernel.mask == "window":
+            return made | of_parts | {"each part of a tile cut as the last": lambda: parts_as("cut", -1)}
+        return made | {"the loader's tiles in another order": lambda: loader_apart(forward.BlackwellForward)}
     if kernel.widened:
         return widening() | {name: plant for name, plant in made.items() if "next place" not in name}
     if "value_columns" in kernel.more:
@@ -201,7 +214,52 @@ def mistakes(which: str) -> dict[str, Callable[[], None]]:
             "all blocks have the first columns": _first_columns,
             "keys released before they are read as values": lambda: _released_before("sums", "key_free"),
         }
+    if which == "apart":
+        made |= of_weights() | {"the place of weights waited for after a part is written": _waited_late}
     return made
+
+
+def of_weights() -> dict[str, Callable[[], None]]:
+    """The mistakes of weights that are written part by part, by name."""
+    plain = roles._write
+    ones = jnp.ones
+
+    def unseen(shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
+        return ones(shape, dtype), roles.by_row(0.0)
+
+    return {
+        "weights of parts in each other's place": lambda: setattr(
+            roles, "_write", lambda number, *given: plain(number ^ 1, *given)
+        ),
+        "weights of the first part only": lambda: setattr(
+            roles, "_write", lambda number, *given: plain(number, *given) if number == 0 else None
+        ),
+        "weights of a part that no row sees": lambda: setattr(roles, "_no_weights", unseen),
+    }
+
+
+def _waited_late() -> None:
+    """The place of weights is waited for when the last part, which is the first that is written, has been."""
+    plain, late = roles.BlackwellRoles.of_place, list[tuple[Any, Callable[[], None]]]()
+
+    def when(condition: Any) -> Callable[[Callable[[], None]], None]:
+        def run(wait: Callable[[], None]) -> None:
+            if "softmax" in wait.__qualname__ and "weights_free" in wait.__code__.co_consts:
+                late.append((condition, wait))
+            else:
+                pl.when(condition)(wait)
+
+        return run
+
+    def of_place(self: Any, refs: Any, name: str, *given: Any) -> Any:
+        made = plain(self, refs, name, *given)
+        if name == "weights" and late:
+            condition, wait = late.pop()
+            pl.when(condition)(wait)
+        return made
+
+    roles.pl = SimpleNamespace(**vars(pl) | {"when": when})
+    roles.BlackwellRoles.of_place = of_place  # type: ignore[method-assign]
 
 
 def _first_columns() -> None:

@@ -26,7 +26,8 @@ from attnops.verify import reference_attention, reference_gradients
 
 sys.path.append(str(Path(__file__).parents[1]))
 from mosaic_mistakes import Planted
-from span_mistakes import MASKS, loader_apart, span_mistakes
+from part_mistakes import barely_cut_parts, chains, cut_parts, loader_apart
+from span_mistakes import MASKS, span_mistakes
 
 STAGES = 2
 CLASSES = forward.HopperForward, backward.HopperQueryGradient, backward.HopperKeyGradients
@@ -163,8 +164,8 @@ def _tops(of: Callable[[Any, Any], Any]) -> None:
     """The maximum of tiles that overlap is another. of: of exponents and logits."""
     plain = forward._exponentials_and_top
 
-    def made(early: Any, exponents: Any, x: Any) -> Any:
-        return plain(early, exponents, x)[0], forward._top(of(exponents, x))
+    def made(early: Any, exponents: Any, x: Any, turn: int) -> Any:
+        return plain(early, exponents, x, turn)[0], forward._top(of(exponents, x))
 
     forward._exponentials_and_top = made
 
@@ -173,8 +174,8 @@ def _weights(of: Callable[[Any, Any, Any], Any]) -> None:
     """The weights of tiles that overlap are others. of: of the weights, the first exponentials and the exponents."""
     plain = forward._exponentials_and_top
 
-    def made(early: Any, exponents: Any, x: Any) -> Any:
-        weights, top = plain(early, exponents, x)
+    def made(early: Any, exponents: Any, x: Any, turn: int) -> Any:
+        weights, top = plain(early, exponents, x, turn)
         return of(weights, early, exponents), top
 
     forward._exponentials_and_top = made
@@ -210,7 +211,12 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
         return overlapped()
     if kernel.mask != "causal":
         made = span_mistakes(kernel.mask, kernel.start == "keys_full", totals=kernel.start == "query_full")
+        if kernel.start == "query_full":
+            made |= cut_parts()
+        if kernel == KERNELS["forward_window"]:
+            made |= barely_cut_parts(kernel.sizes.block_kv // 2)
         if kernel == KERNELS["forward_documents"]:
+            made |= chains()
             made["the loader's tiles in another order"] = lambda: loader_apart(forward.HopperForward)
         return made
     made = {

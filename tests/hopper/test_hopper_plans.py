@@ -22,6 +22,7 @@ from attnops import (
     register_mask_function,
 )
 from attnops.compat import abstract_device
+from attnops.masks import SegmentIds
 from attnops.operators.call.key_columns import KeyColumns
 from attnops.operators.hopper.kernel.hopper_sizes import latent_halves, shared_bytes
 from attnops.operators.mosaic.kernel import linker
@@ -372,7 +373,9 @@ def test_rows_of_a_tile_for_keys_by_what_takes_registers() -> None:
     dims, ids = (64, 64), jax.ShapeDtypeStruct((2, 2048), "int32")
     packed = {"q_segment_ids": ids, "kv_segment_ids": ids}
     assert tiles_of(_plan(dims=dims).config).dkv == MosaicSizes(128, 128, 2)
-    assert tiles_of(_plan(dims=dims, call=packed).config).dkv == MosaicSizes(64, 128, 4)
+    assert tiles_of(_plan(dims=dims, call=packed).config).dkv == MosaicSizes(128, 128, 2)
+    either = {"mask": Causal() | SegmentIds(ids, ids)}
+    assert tiles_of(_plan(dims=dims, call=packed | either).config).dkv == MosaicSizes(64, 128, 4)
     assert tiles_of(_plan(dims=dims, call={"logits_soft_cap": 3.0}).config).dkv == MosaicSizes(64, 128, 4)
 
 

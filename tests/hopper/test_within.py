@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,20 +18,15 @@ if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__} has no layouts of registers in public", allow_module_level=True)
 
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.interpreters.mlir import make_ir_context
 from thread_values import ptx, run_block
 
 from attnops.operators.blackwell.kernel.tile import BlackwellTile
 from attnops.operators.hopper.kernel.tile import HopperTile
-from attnops.operators.mosaic.kernel.within import (
-    any_outside,
-    chosen,
-    hidden,
-    hidden_where_needed,
-    span_place,
-    span_word,
-)
+from attnops.operators.mosaic.kernel import within
+from attnops.operators.mosaic.kernel.within import chosen, ends_in_warp, hidden, span_place, span_word
 
 TILES = pytest.mark.parametrize("tile", [HopperTile, BlackwellTile], ids=["hopper", "blackwell"])
 WIDTHS = pytest.mark.parametrize("width", [32, 64, 128, 256])
@@ -92,25 +89,6 @@ def test_what_a_bit_makes_of_a_number(bit: int, hides: bool) -> None:
     np.testing.assert_array_equal(found, np.where(seen, number, HIDDEN))
 
 
-@pytest.mark.parametrize(("begins", "ends"), [(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (2, 2)])
-@WIDTHS
-def test_a_warp_that_sees_all_is_told(begins: int, ends: int, width: int) -> None:
-    rng, few = np.random.default_rng(0), 0.01  # rows that have a column outside
-
-    def bounds(count: int, seen: int, hidden: int) -> np.ndarray:
-        near = rng.integers(0, 4, (count, 500, 32))
-        # Beyond the tile's end, or a column or more within it.
-        return np.where(
-            rng.random(near.shape) < few, hidden * (1 + near), seen * near * rng.choice([1, FAR // 4], near.shape)
-        )
-
-    begin, end = bounds(begins, -1, 1), bounds(ends, 1, -1) + width
-    found = ptx(any_outside(begins, ends, width), *map(_bits, (*begin, *end)))
-    want = (begin > 0).any((0, 2)) | (end < width).any((0, 2))
-    assert 0 < want.mean() < 1
-    np.testing.assert_array_equal(found, np.broadcast_to(want[:, None], found.shape))
-
-
 class Threads:
     """The threads of two warpgroups, each of which has an array in its registers. ids: (row, column) of a number, or (row,)."""
 
@@ -169,33 +147,27 @@ def _spans(rng: np.random.Generator, lines: int, width: int) -> tuple[np.ndarray
 
 
 @TILES
-@pytest.mark.parametrize("widths", [(64,), (128,), (256,), (32, 32), (32, 32, 32, 32)], ids=str)
+@pytest.mark.parametrize("width", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("bounds", [("begin",), ("end",), ("begin", "end")], ids="_".join)
-@pytest.mark.parametrize("skip", [False, True], ids=["all", "where_needed"])
-def test_a_tile(threads: Threads, tile: Any, widths: tuple[int, ...], bounds: tuple[str, ...], skip: bool) -> None:
-    """All that threads do, from the bounds of their rows to their numbers; a tile may be given in parts."""
-    rng = np.random.default_rng(len(widths))
-    lines, width = tile.lines, sum(widths)
+def test_a_tile(threads: Threads, tile: Any, width: int, bounds: tuple[str, ...]) -> None:
+    """All that threads do, from the bounds of their rows to their numbers."""
+    rng = np.random.default_rng(width)
+    lines = tile.lines
     spans = dict(zip(("begin", "end"), _spans(rng, lines, width), strict=True))
-    spans["begin"][:32], spans["end"][:32] = -FAR, FAR  # whole warps pass over
     x = rng.choice(np.r_[NUMBERS, rng.integers(0, 2**32, 50, np.uint32)], (lines, width))
     rows = [row for (row,) in threads.places(tile.in_registers.reduce(1), (lines,))]
+    places = threads.places(tile.in_registers, (lines, width))
     word, number = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    parts, places = [], []
-    for before, of_part in zip(itertools.accumulate(widths, initial=0), widths, strict=False):
-        at = [(row, column + before) for row, column in threads.places(tile.in_registers, (lines, of_part))]
-        parts.append([threads.make(number, x[place]) for place in at])
-        places += at
+    values = [threads.make(number, x[row, column]) for row, column in places]
     begin, end = (
         [threads.make(word, _bits(spans[name])[row]) for row in rows] if name in bounds else None
         for name in ("begin", "end")
     )
     zeros = [threads.make(word, np.uint32(0)) for _ in rows]
-    given = parts, begin, end, zeros, tile.of_thread
-    made = hidden_where_needed(*given, width) if skip else hidden(*given)
+    made = hidden(values, begin, end, zeros, tile.of_thread)
     held, found = threads.run(), np.full_like(x, 0x12345678)
-    for value, place in zip(made, places, strict=True):
-        found[place] = held[value]
+    for value, (row, column) in zip(made, places, strict=True):
+        found[row, column] = held[value]
     at = np.arange(width)
     seen = np.ones((lines, width), bool)
     if "begin" in bounds:
@@ -206,12 +178,12 @@ def test_a_tile(threads: Threads, tile: Any, widths: tuple[int, ...], bounds: tu
 
 
 @TILES
-@pytest.mark.parametrize("widths", [(64,), (128,), (256,), (32, 32, 32, 32)], ids=str)
-def test_bits_are_tested_one_after_the_other(threads: Threads, tile: Any, widths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("width", [32, 64, 128, 256])
+def test_bits_are_tested_one_after_the_other(threads: Threads, tile: Any, width: int) -> None:
     """Of each byte of a word: one instruction makes predicates of them if nothing is between."""
     columns, word, number = tile.of_thread, ir.IntegerType.get_signless(32), ir.F32Type.get()
     zeros = [threads.make(word, np.uint32(0)) for _ in range(columns.rows)]
-    numbers = [[mgpu.c(0.0, number) for _ in range(tile.lines * n // 128)] for n in widths]
+    numbers = [mgpu.c(0.0, number) for _ in range(tile.lines * width // 128)]
     hidden(numbers, zeros, zeros, zeros, columns)
     tested, words = [], []
     for operation in threads.module.body.operations:
@@ -223,8 +195,31 @@ def test_bits_are_tested_one_after_the_other(threads: Threads, tile: Any, widths
         elif "shl.b32" in text:
             words.append(op.results[0])
     of_word = {n: [bit for _, bit in some] for n, some in itertools.groupby(tested, lambda x: x[0])}
-    assert sum(map(len, of_word.values())) == len(tested) == sum(map(len, numbers))
+    assert sum(map(len, of_word.values())) == len(tested) == len(numbers)
     assert len(of_word) == len({n for n, _ in tested}) == len(words)
     for bits in of_word.values():
         used = [byte * 8 + bit for byte in range(4) for bit in range(columns.used)]
         assert bits == used[: len(bits)]
+
+
+@TILES
+@pytest.mark.parametrize("seed", range(4))
+def test_least_and_greatest_of_a_warp(threads: Threads, tile: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all of a warp's rows, of whatever sign, and of no other's."""
+    rng, warps = np.random.default_rng(seed), 4  # of a warpgroup
+    numbers = rng.integers([-(2**31), -5, -FAR, -FAR][seed], [2**31, 6, 0, FAR][seed], tile.lines)
+    rows = threads.places(tile.in_registers.reduce(1), (tile.lines,))
+    word = ir.IntegerType.get_signless(32)
+    of_thread = [threads.make(word, _bits(numbers)[row]) for (row,) in rows]
+    # What surrounds the instructions is JAX's: an array is what a thread has of it.
+    written = {"inline_mgpu": lambda **_: lambda of_context: functools.partial(of_context, None)}
+    monkeypatch.setattr(within, "plgpu", SimpleNamespace(**vars(plgpu) | written))
+    monkeypatch.setattr(within, "_scalars", list)
+    least, greatest = (
+        x.registers.item() for x in ends_in_warp(of_thread, tile.in_registers.reduce(1), interpret=False)
+    )
+    together = [x.owner for x in (least, greatest)]
+    assert all("has_side_effects" in operation.attributes for operation in together)
+    held, of_warps = threads.run(), numbers.reshape(warps, -1)
+    for value, want in ((least, of_warps.min(1)), (greatest, of_warps.max(1))):
+        np.testing.assert_array_equal(held[value], _bits(np.tile(np.repeat(want, 32), threads.count // 128)))

@@ -16,7 +16,6 @@ __all__ = ["ptx", "run_block"]
 
 Array = np.ndarray[Any, Any]
 _WARP = 32
-_NOT_EQUAL = 1  # of arith's predicates
 
 
 def _signed(x: Array) -> Array:
@@ -28,44 +27,50 @@ def _shifted(shift: Callable[[Array, Array], Array], x: Array, by: Array) -> Arr
     return np.where(by < 32, shift(x, np.minimum(by, np.uint32(31))), np.uint32(0))
 
 
-def _vote(x: Array) -> Array:
-    """Whether one of the threads of a warp says so."""
-    warps = x.reshape(*x.shape[:-1], -1, _WARP)
-    return np.broadcast_to(warps.any(-1, keepdims=True), warps.shape).reshape(x.shape)
+def _of_two(choice: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """One of two numbers with a sign."""
+    return lambda x, y: choice(_signed(x), _signed(y)).view(np.uint32)
 
 
-_COMPARED: dict[str, Callable[[Array, Array], Array]] = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "gt": np.greater,
-}  # fmt: skip
+def _of_warp(choice: np.ufunc) -> Callable[[Array, Array], Array]:
+    """One of the numbers, with a sign, of the threads of a warp: of all of them."""
+
+    def chosen(x: Array, threads: Array) -> Array:
+        assert (threads == 2**_WARP - 1).all()
+        warps = _signed(x).reshape(*x.shape[:-1], -1, _WARP)
+        made = choice.reduce(warps, axis=-1, keepdims=True)
+        return np.broadcast_to(made, warps.shape).reshape(x.shape).view(np.uint32)
+
+    return chosen
+
+
 _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "mov.b32": lambda x: x,
     "not.b32": np.invert,
     "and.b32": np.bitwise_and,
     "sub.s32": np.subtract,
-    "max.s32": lambda x, y: np.maximum(_signed(x), _signed(y)).view(np.uint32),
-    "min.s32": lambda x, y: np.minimum(_signed(x), _signed(y)).view(np.uint32),
+    "max.s32": _of_two(np.maximum),
+    "min.s32": _of_two(np.minimum),
+    "redux.sync.max.s32": _of_warp(np.maximum),
+    "redux.sync.min.s32": _of_warp(np.minimum),
     "mul.lo.s32": np.multiply,
     "mad.lo.s32": lambda x, y, z: x * y + z,
     "shr.s32": lambda x, by: (_signed(x) >> np.minimum(by, np.uint32(31)).view(np.int32)).view(np.uint32),
     "shr.u32": lambda x, by: _shifted(np.right_shift, x, by),
     "shl.b32": lambda x, by: _shifted(np.left_shift, x, by),
     "selp.b32": lambda x, y, p: np.where(p, x, y),
-    "vote.sync.any.pred": lambda p, threads: _vote(p),
-    **{f"setp.{n}.b32": test for n, test in _COMPARED.items()},
-    **{f"setp.{n}.s32": lambda x, y, test=test: test(_signed(x), _signed(y)) for n, test in _COMPARED.items()},
-    **{
-        f"setp.{n}.or.s32": lambda x, y, p, test=test: test(_signed(x), _signed(y)) | p for n, test in _COMPARED.items()
-    },
+    "setp.eq.b32": np.equal,
+    "setp.ne.b32": np.not_equal,
 }
 
 
 def ptx(text: str, *given: Array) -> Array:
-    """$0 of a block of instructions, where given are $1, $2, ..."""
+    """$0 of a block of instructions or of a single one, where given are $1, $2, ..."""
     held: dict[str, Array] = {f"${1 + number}": x for number, x in enumerate(given)}
     threads = np.broadcast_shapes(*(x.shape for x in given))
     block = re.fullmatch(r"\{ (.*) \}", text)
-    assert block is not None
-    *lines, last = [line.strip() for line in block[1].rstrip(";").split(";")]
+    *lines, last = [line.strip() for line in (text if block is None else block[1]).rstrip(";").split(";")]
+    assert block is not None or not lines
     # The compiler may give $0 and $1 the same register: nothing is read after $0 is written.
     assert not any(re.search(r"\$0\b", line) for line in lines)
     assert len(re.findall(r"\$0\b", last)) == 1
@@ -90,6 +95,7 @@ def ptx(text: str, *given: Array) -> Array:
 _OPERATIONS: dict[str, Callable[..., Array]] = {
     "arith.addi": np.add, "arith.subi": np.subtract, "arith.muli": np.multiply,
     "arith.divui": np.floor_divide, "arith.remui": np.remainder,
+    "arith.maxsi": _of_two(np.maximum), "arith.minsi": _of_two(np.minimum),
     "arith.index_cast": lambda x: x, "arith.index_castui": lambda x: x,
     "gpu.block_dim": lambda: np.uint32(1),  # a block's threads are along x
 }  # fmt: skip
@@ -109,24 +115,9 @@ def run_block(operations: Sequence[Any], threads: int, held: dict[Any, Array]) -
                 made = np.uint32(ir.IntegerAttr(value).value) if isinstance(value, ir.IntegerAttr) else np.uint32(0)
             elif op.name == "gpu.thread_id":
                 made = numbers if re.search(r"\bx\b", str(op.attributes["dimension"])) else np.uint32(0)
-            elif op.name == "arith.cmpi":
-                assert ir.IntegerAttr(op.attributes["predicate"]).value == _NOT_EQUAL
-                made = np.not_equal(*operands)
-            elif op.name == "scf.if":
-                for result, *branches in zip(
-                    op.results, *(_yielded(at, threads, held) for at in op.regions), strict=True
-                ):
-                    held[result] = np.where(*operands, *branches)
-                continue
             elif op.name == "llvm.inline_asm":
                 made = ptx(ir.StringAttr(op.attributes["asm_string"]).value, *operands)
             else:
                 made = _OPERATIONS[op.name](*operands)
         held[op.results[0]] = np.broadcast_to(made, (threads,))
     return held
-
-
-def _yielded(region: Any, threads: int, held: dict[Any, Array]) -> list[Array]:
-    *operations, last = region.blocks[0].operations
-    found = run_block(operations, threads, held)
-    return [found[value] for value in last.operation.operands]

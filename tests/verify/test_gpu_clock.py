@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +16,11 @@ from attnops.compat import abstract_device
 from attnops.devices import gpu_specs
 from attnops.errors import ConfigError
 from attnops.masks import Chunked, Lengths, SegmentIds
-from attnops.operators.kernels.local_mask import LocalMask
 from attnops.planning import PassSizes, Plan
 from attnops.verify import tune as searches
 from attnops.verify.gpu.gpu_kernels import GpuKernelUse, GpuLoop
 from attnops.verify.gpu.sass import TileLoop
-from attnops.verify.gpu_clock import GpuCost, gpu_cost, hidden_share, loop_tiles, same_splits
+from attnops.verify.gpu_clock import GpuCost, gpu_cost, loop_tiles, same_splits
 from attnops.verify.tune import measured_by, search_of
 
 Q_LEN, KV_LEN, HEADS, KV_HEADS, BATCH = 200, 330, 6, 2, 3
@@ -138,76 +136,51 @@ def test_warpgroups_that_convert_have_loops_of_their_own() -> None:
         _cost(decided, config, False, (replace(kernel, converting=widen[:3]),))
 
 
-@pytest.mark.parametrize("block", [(64, 32), (32, 128), (200, 64)], ids=str)
-@pytest.mark.parametrize("name", [name for name in MASKS if name != "blocks"])
-@pytest.mark.parametrize("warp_rows", [16, 32])
-def test_the_share_of_warps_with_a_hidden_column(warp_rows: int, name: str, block: tuple[int, int]) -> None:
-    """Of those that visit a tile, which all of the tile's do; a column beyond the last key is hidden."""
-    seen = np.zeros((-(-Q_LEN // warp_rows) * warp_rows, -(-KV_LEN // block[1]) * block[1]), bool)
-    rows, keys = np.arange(Q_LEN)[:, None], np.arange(KV_LEN)[None]
-    seen[:Q_LEN, :KV_LEN] = MASKS[name].test(rows, rows, keys)
-    hidden = []
-    for tile in itertools.product(range(0, Q_LEN, block[0]), range(0, KV_LEN, block[1])):
-        of_tile = seen[tile[0] : tile[0] + block[0], tile[1] : tile[1] + block[1]]
-        if of_tile.any():
-            of_warps = (
-                of_tile[first : first + warp_rows] for first in range(0, min(block[0], Q_LEN - tile[0]), warp_rows)
-            )
-            inside = (warp[: Q_LEN - tile[0] - n * warp_rows] for n, warp in enumerate(of_warps))
-            hidden += [not warp.all() for warp in inside]
-    local = LocalMask(MASKS[name], 0, Q_LEN, KV_LEN, 0)
-    assert hidden_share(local, block, warp_rows) == pytest.approx(np.mean(hidden))
+MOSAIC = PassSizes("forward", 64, 64, "by parts", loading=4, part=(16, 32))
 
 
-def test_the_share_of_packed_documents() -> None:
-    """Ids in order, of 48, 16 and 64 tokens: of the tiles of 64 rows and 32 keys, two, with four warps each, lie in no two
-    documents."""
-    ids = np.repeat(np.arange(3, dtype=np.int32), (48, 16, 64))[None]
-    local = LocalMask(SegmentIds(jnp.asarray(ids), jnp.asarray(ids)), 0, 128, 128, 0)
-    # Of the first two tiles the one has keys of one document, whose rows three warps have; the other has keys of two.
-    assert hidden_share(local, (64, 32), 16) == pytest.approx((1 + 4) / 16)
-    assert hidden_share(local, (64, 32), 0) == 1.0
-
-
-MOSAIC = PassSizes("forward", 64, 64, "hides", loading=4, warp_rows=16)
-
-
-def _hiding(*parts: tuple[int, int]) -> GpuKernelUse:
-    """A kernel of four warps that compute, whose loops have so many stalls, and so many of them passed over."""
-    kernel = _kernel("hides", *(stalls for stalls, _ in parts), warps=8)
+def _by_parts(*parts: tuple[int, int, int]) -> GpuKernelUse:
+    """A kernel of four warps that compute, whose loops have so many stalls, and so many of them where parts are seen and cut."""
+    kernel = _kernel("by parts", *(stalls for stalls, _, _ in parts), warps=8)
     loops = (
-        one._replace(loop=one.loop._replace(passed_stalls=passed, passed_instructions=passed))
-        for one, (_, passed) in zip(kernel.loops or (), parts, strict=True)
+        one._replace(
+            loop=one.loop._replace(seen_stalls=seen, seen_instructions=seen, cut_stalls=cut, cut_instructions=cut)
+        )
+        for one, (_, seen, cut) in zip(kernel.loops or (), parts, strict=True)
     )
     return replace(kernel, loops=tuple(loops))
 
 
-def test_tiles_of_one_loop_whose_warps_pass_over_hiding() -> None:
+def test_tiles_whose_warps_leave_parts_out() -> None:
     decided = _plan()
     tiles = loop_tiles(Causal(), (64, 64), "q", Q_LEN, KV_LEN, 0)
-    share = hidden_share(LocalMask(Causal(), 0, Q_LEN, KV_LEN, 0), (64, 64), 16)
-    cost = gpu_cost(decided.problem, decided.placement, decided.config, (MOSAIC,), (_hiding((1000, 300)),))
-    assert (tiles, share) == ((6, 4), pytest.approx(13 / 28))  # a last row of tiles has rows for one warp
-    assert cost.stalls == round(10 * (700 + 300 * share) * 4 * HEADS * BATCH)
+    assert tiles == (6, 4)
+    # Three tiles on the diagonal with four parts by two, and a last one with a row of parts: below the diagonal, on it, above.
+    seen, cut = (3 * 6 + 1) / (3 * 8 + 2), (3 * 4 + 1) / (3 * 8 + 2)
+    kernel = _by_parts((100, 0, 0), (1000, 300, 200))
+    cost = gpu_cost(decided.problem, decided.placement, decided.config, (MOSAIC,), (kernel,))
+    by_head = 6 * 100 + 4 * (500 + 300 * seen + 200 * cut)
+    assert cost.stalls == round(by_head * 4 * HEADS * BATCH)
 
 
-def test_what_is_hidden_in_a_traced_length_is_so_for_each_warp() -> None:
+def test_of_a_traced_length_each_part_counts_as_cut() -> None:
     decided = _plan(mask=Causal() & Lengths(jax.ShapeDtypeStruct((BATCH,), jnp.int32)))
-    cost = gpu_cost(decided.problem, decided.placement, decided.config, (MOSAIC,), (_hiding((1000, 300)),))
+    kernel = _by_parts((100, 0, 0), (1000, 300, 200))
+    cost = gpu_cost(decided.problem, decided.placement, decided.config, (MOSAIC,), (kernel,))
     assert cost.stalls == 10 * 1000 * 4 * HEADS * BATCH
 
 
 @pytest.mark.parametrize(
     ("parts", "by_tile"),
-    [([(1000, 300), (9999, 0)], 1000), ([(10, 0), (1000, 0), (9999, 0)], 1000), ([(0, 0), (700, 0), (99, 0)] * 2, 700)],
-    ids=["all", "full and partial", "two programs"],
+    [([(10, 0, 0), (1000, 300, 200), (9999, 0, 0)], 1000), ([(0, 0, 0), (700, 0, 0), (99, 0, 0)] * 2, 700)],
+    ids=["full and partial", "two programs"],
 )
-def test_the_loop_for_ids_that_are_not_in_order_has_no_tiles(parts: list[tuple[int, int]], by_tile: int) -> None:
+def test_the_loop_for_ids_that_are_not_in_order_has_no_tiles(parts: list[tuple[int, int, int]], by_tile: int) -> None:
     ids = jax.ShapeDtypeStruct((BATCH, Q_LEN), jnp.int32), jax.ShapeDtypeStruct((BATCH, KV_LEN), jnp.int32)
     decided = _plan(mask=Causal() & SegmentIds(*ids))
-    cost = gpu_cost(decided.problem, decided.placement, decided.config, (MOSAIC,), (_hiding(*parts),))
+    cost = gpu_cost(decided.problem, decided.placement, decided.config, (MOSAIC,), (_by_parts(*parts),))
     assert cost.stalls == 10 * by_tile * 4 * HEADS * BATCH
-    of_triton = replace(_kernel("hides", 10, 1000), threads=128)
+    of_triton = replace(_kernel("by parts", 10, 1000), threads=128)
     cost = gpu_cost(decided.problem, decided.placement, decided.config, (MOSAIC._replace(loading=0),), (of_triton,))
     assert cost.stalls == 10 * 1000 * 4 * HEADS * BATCH
 

@@ -63,13 +63,13 @@ def test_a_forward_pass() -> None:
     assert kernel.occupancy is not None
     assert kernel.occupancy.blocks == 1
     if disassembler() is not None:
-        assert _passed_over(kernel) == [True]
+        assert _by_parts(kernel) == [True]
         _check_loops(kernel, 128, (128, 128))
 
 
-def _passed_over(kernel: GpuKernelUse) -> list[bool]:
-    """Of each loop, whether a warp passes over hiding keys."""
-    return [one.loop.passed_stalls > 0 for one in kernel.loops or ()]
+def _by_parts(kernel: GpuKernelUse) -> list[bool]:
+    """Of each loop, whether a warp leaves out what it doesn't have to compute or to hide."""
+    return [one.loop.by_parts for one in kernel.loops or ()]
 
 
 @needs_disassembler
@@ -90,7 +90,7 @@ def test_tiles_are_visited_in_one_loop_where_many_have_a_mask(
     length: int, dim: int, name: str, loops: list[bool]
 ) -> None:
     kernel = _kernel(_report(lengths=(length, length), dims=(dim, dim), mask=({"causal": Causal()} | MASKS)[name]))
-    assert _passed_over(kernel) == loops
+    assert _by_parts(kernel) == loops
 
 
 @pytest.mark.slow

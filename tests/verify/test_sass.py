@@ -5,50 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sass_texts import KERNEL, sass_text
 
 from attnops.devices import gpu_specs
 from attnops.verify.gpu import sass
 from attnops.verify.gpu.sass import TileLoop, converting_loops, disassembled, loading_loops, sum_loops, tile_loops
 from attnops.verify.gpu.units import loop_bound
-
-
-def _text(*lines: str | tuple[str, int]) -> str:
-    """What nvdisasm -c -hex prints: labels as they are, instructions with their stall count in the second word."""
-    made = ['.section .text.kernel,"ax",@progbits', "        .align 128"]
-    address = 0
-    for line in lines:
-        if isinstance(line, str):
-            made.append(f"{line}:")
-            continue
-        text, stall = line
-        made.append(f"        /*{address:04x}*/                   {text} ;   /* 0x{0x7918:016x} */")
-        made.append(f"                                            /* 0x{stall << 41 | 0x1F << 52:016x} */")
-        address += 16
-    return "\n".join(made) + "\n"
-
-
-KERNEL = _text(
-    ("S2R R0, SR_TID.X", 1),
-    ".L_x_0",
-    ("HMMA.16816.F32.BF16 R4, R8, R12, R4", 4),
-    ("@!P0 HMMA.16816.F32.BF16 R4, R8, R12, R4", 4),
-    ("MUFU.EX2 R20, R20", 2),
-    ("FFMA R21, R20, R3, R4", 5),
-    ("@P1 BRA `(.L_x_0)", 15),
-    ".L_x_1",
-    ("HMMA.16816.F32.BF16 R4, R8, R12, R4", 4),
-    ("FADD2 R20, R20, R22", 1),
-    ("FMNMX R20, R20, R22, !PT", 1),
-    ("@!UP0 MUFU.EX2 R20, R20", 2),
-    ("@P1 BRA `(.L_x_1)", 5),
-    ".L_x_2",
-    ("LDG.E R0, [R2.64]", 1),
-    ("@P2 BRA `(.L_x_2)", 5),
-    ("BRA `(.L_x_9)", 0),
-    ".L_x_9",
-    ("@P3 BRA `(.L_x_0)", 3),
-    ("EXIT", 5),
-)
 
 
 def test_inner_loops_with_exponentials() -> None:
@@ -58,44 +20,9 @@ def test_inner_loops_with_exponentials() -> None:
     assert second == TileLoop(5, 1, 2 * 16 * 8 * 16, 1, 2, 4 + 1 + 1 + 2 + 5)
 
 
-def test_what_a_warp_passes_over() -> None:
-    """A forward branch within the loop, by the vote of the warp's lanes: neither by a predicate that was written again, nor by a
-    lane's own, nor out of the loop to a wait."""
-    text = _text(
-        ("BRA `(.L_x_0)", 5),
-        ".L_x_0",
-        ("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24", 4),
-        ("SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR7], R129", 1),
-        ("@!P1 BRA `(.L_x_9)", 5),
-        ("ISETP.GT.AND P0, PT, R128, RZ, PT", 2),
-        ("VOTE.ANY P0, P0", 2),
-        ("ISETP.NE.U32.AND P3, PT, R146.reuse, R131.reuse, PT", 1),
-        ("@!P0 BRA `(.L_x_2)", 5),
-        *(("R2P PR, R131, 0x7f", 6), ("SEL R24, R24, 0xff800000, P0", 3), ("@!P4 IMAD R40, R40, R128, -0x800000", 4)),
-        ".L_x_2",
-        ("@!P0 BRA `(.L_x_3)", 5),  # after R2P
-        ("IADD3 R2, P0, R2, R4, RZ", 1),
-        ".L_x_3",
-        ("@!P0 BRA `(.L_x_4)", 5),
-        ("LDL.LU R21, [R1]", 1),
-        ".L_x_4",
-        ("MUFU.EX2 R20, R20", 2),
-        ("@P5 BRA `(.L_x_0)", 5),
-        ".L_x_9",
-        ("SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR7], R129", 1),
-        ("BRA `(.L_x_0)", 5),
-    )
-    (loop,) = tile_loops(text)
-    assert (loop.instructions, loop.stall_cycles) == (16, 4 + 1 + 5 + 2 + 2 + 1 + 5 + 6 + 3 + 4 + 5 + 1 + 5 + 1 + 2 + 5)
-    assert (loop.passed_instructions, loop.passed_stalls, loop.spills) == (3, 6 + 3 + 4, 1)
-    assert loop.mean(1.0) == (loop.instructions, loop.stall_cycles)
-    assert loop.mean(0.25) == (loop.instructions - 0.75 * 3, loop.stall_cycles - 0.75 * 13)
-    assert [one.passed_instructions for one in tile_loops(KERNEL)] == [0, 0]
-
-
 def test_loops_that_correct_sums() -> None:
     """They read and write tensor memory: neither a softmax, which has exponentials too, nor what only reads."""
-    text = _text(
+    text = sass_text(
         ".L_x_9",
         *(
             ".L_x_0",
@@ -120,7 +47,7 @@ def test_loops_that_correct_sums() -> None:
 
 def test_loops_that_load() -> None:
     """Copies by TMA in loops of their own; not those beside exponentials, nor loads to registers."""
-    text = _text(
+    text = sass_text(
         ".L_x_0", ("UTMALDG.4D [UR8], [UR4]", 2), ("@P0 UBLKCP [UR8], [UR4], UR6", 3), ("@P1 BRA `(.L_x_0)", 5),
         ".L_x_1", ("UTMALDG.2D [UR8], [UR4]", 1), ("MUFU.EX2 R0, R0", 1), ("@P1 BRA `(.L_x_1)", 1),
         ".L_x_2", ("LDG.E R0, [R2.64]", 1), ("@P1 BRA `(.L_x_2)", 1), ("EXIT", 5),
@@ -133,7 +60,7 @@ def test_loops_that_load() -> None:
 
 def test_loops_that_convert() -> None:
     """From shared memory and to it; not those that only copy there, nor those with exponentials."""
-    text = _text(
+    text = sass_text(
         ".L_x_0", ("LDS.U8 R0, [R2]", 2), ("I2F.S8 R0, R0", 3), ("STSM.16.M88.4 [R3], R0", 4), ("@P1 BRA `(.L_x_0)", 5),
         ".L_x_1", ("LDS.U8 R0, [R2]", 1), ("I2F.S8 R0, R0", 1), ("@P1 BRA `(.L_x_1)", 1),
         ".L_x_2", ("LDS R0, [R2]", 1), ("HADD2.F32 R0, R0", 1), ("MUFU.EX2 R0, R0", 1), ("STS [R3], R0", 1),
@@ -156,7 +83,7 @@ def test_loops_that_convert() -> None:
     ],
 )
 def test_products_of_tensor_cores(instruction: str, flops: float | None) -> None:
-    text = _text(".L_x_0", (f"{instruction} R0, gdesc[UR4], R0", 1), ("MUFU.EX2 R0, R0", 1), ("BRA `(.L_x_0)", 1))
+    text = sass_text(".L_x_0", (f"{instruction} R0, gdesc[UR4], R0", 1), ("MUFU.EX2 R0, R0", 1), ("BRA `(.L_x_0)", 1))
     (loop,) = tile_loops(text)
     assert (loop.tensor, loop.tensor_flops) == (1, flops)
 

@@ -51,9 +51,9 @@ class GpuKernelUse:
     converting: tuple[TileLoop, ...] = ()
 
     @property
-    def passes_over(self) -> bool:
-        """Whether its warps pass over parts of loops."""
-        return any(loop.loop.passed_stalls for loop in self.loops or ())
+    def by_parts(self) -> bool:
+        """Whether its warps leave something out of loops for parts of a tile."""
+        return any(loop.loop.by_parts for loop in self.loops or ())
 
     @property
     def spills_in_loops(self) -> bool:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import collections
 import importlib.util
-import itertools
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["TileLoop", "converting_loops", "disassembled", "disassembler", "loading_loops", "sum_loops", "tile_loops"]
+from .instructions import Instruction, instructions_of
+from .part_regions import PartShares, of_turn
 
-_LABEL = re.compile(r"^(\.L\w+):")
-_INSTRUCTION = re.compile(
-    r"^/\*[0-9a-f]{4,}\*/\s+(?:@!?(?P<guard>U?P\w+)\s+)?(?P<name>[A-Z][\w.]*)(?P<rest>.*?);?\s*/\*\s*0x[0-9a-f]{16}\s*\*/"
-)
-_SECOND_WORD = re.compile(r"^/\*\s*0x([0-9a-f]{16})\s*\*/")
-_TARGET = re.compile(r"\((\.L\w+)\)")
-# Since Volta each instruction says how many cycles its warp waits before the next: bits 105 to 108 of its 128.
-_STALL_SHIFT, _STALL_BITS = 105 - 64, 0xF
+__all__ = [
+    "TileLoop",
+    "converting_loops",
+    "disassembled",
+    "disassembler",
+    "loading_loops",
+    "sum_loops",
+    "tile_loops",
+]
+
 _EXPONENTIAL = re.compile(r"MUFU\.EX2")
 _TENSOR = re.compile(r"(?P<kind>[HI]MMA|[HIQ]GMMA|UTC[A-Z]*MMA)\b")
 _READ, _WRITTEN = re.compile("LDTM"), re.compile("STTM")  # of tensor memory
@@ -35,8 +37,6 @@ _OF_GROUP = re.compile(r"\.(\d+)x(\d+)x(\d+)")
 _WARPS_OF_GROUP = 4
 # Float32 work of a lane, packed instructions counting twice, as in the guide's rate for additions and multiplications.
 _FLOAT32 = {"FADD": 1, "FMUL": 1, "FFMA": 1, "FADD2": 2, "FMUL2": 2, "FFMA2": 2}
-# Of instructions that write predicates, these are the first or the second operand; R2P writes all of them.
-_PREDICATE, _ALL_PREDICATES = re.compile(r"U?P[0-9T]"), "PR"
 _SECONDS = 60
 
 
@@ -46,9 +46,12 @@ class TileLoop(NamedTuple):
 
     tensor_flops: in units of 16-bit products; TF32 counts twice and 8-bit half; None where the instructions don't show the shape
     of their product. float32: additions, multiplications and fused ones per lane. stall_cycles: the sum of the instructions'
-    waits in the compiler's schedule, without waits for memory. copies: to shared memory by TMA. passed_instructions and
-    passed_stalls: those of the above in parts that a warp passes over unless one of its lanes needs them. spills: registers that
-    are written to memory or read from there.
+    waits in the compiler's schedule, without waits for memory. copies: to shared memory by TMA. spills: registers that are
+    written to memory or read from there.
+
+    All of these are of a turn in which a warp's rows see something of each part of the tile, and all of none. seen_instructions
+    and seen_stalls: what is left out for all parts that they don't see, less what is done instead; cut_instructions and
+    cut_stalls: what is left out for those that they see whole. 0 where a warp doesn't look at parts.
     """
 
     instructions: int
@@ -58,21 +61,24 @@ class TileLoop(NamedTuple):
     float32: int
     stall_cycles: int
     copies: int = 0
-    passed_instructions: int = 0
-    passed_stalls: int = 0
     spills: int = 0
+    seen_instructions: int = 0
+    seen_stalls: int = 0
+    cut_instructions: int = 0
+    cut_stalls: int = 0
 
-    def mean(self, needing: float) -> tuple[float, float]:
-        """(instructions, stall cycles) of a turn, where so large a share of the warps needs what others pass over."""
-        passing = 1 - needing
-        return self.instructions - passing * self.passed_instructions, self.stall_cycles - passing * self.passed_stalls
+    @property
+    def by_parts(self) -> bool:
+        """Whether a warp leaves something out of it for parts of the tile."""
+        return self.seen_instructions != 0 or self.cut_instructions != 0
 
-
-class _Instruction(NamedTuple):
-    guard: str | None
-    name: str
-    rest: str
-    stall: int
+    def mean(self, shares: PartShares) -> tuple[float, float]:
+        """(instructions, stall cycles) of a mean turn."""
+        hidden, uncut = 1 - shares.seen, 1 - shares.cut
+        return (
+            self.instructions - hidden * self.seen_instructions - uncut * self.cut_instructions,
+            self.stall_cycles - hidden * self.seen_stalls - uncut * self.cut_stalls,
+        )
 
 
 def disassembler() -> str | None:
@@ -133,66 +139,30 @@ def sum_loops(text: str) -> tuple[TileLoop, ...]:
     )
 
 
-def _some(body: list[_Instruction], kind: re.Pattern[str]) -> bool:
+def _some(body: list[Instruction], kind: re.Pattern[str]) -> bool:
     return any(kind.match(instruction.name) for instruction in body)
 
 
-def _inner_loops(text: str, wanted: Callable[[list[_Instruction]], bool]) -> tuple[TileLoop, ...]:
-    instructions, labels = _parsed(text)
-    spans = set[tuple[int, int]]()
-    for at, instruction in enumerate(instructions):
-        target = _TARGET.search(instruction.rest)
-        if instruction.name.startswith("BRA") and target and labels.get(target[1], at + 1) <= at:
-            spans.add((labels[target[1]], at + 1))
+def _inner_loops(text: str, wanted: Callable[[list[Instruction]], bool]) -> tuple[TileLoop, ...]:
+    instructions, labels = instructions_of(text)
+    targets = [instruction.target(labels) for instruction in instructions]
+    spans = {(target, at + 1) for at, target in enumerate(targets) if target is not None and target <= at}
     # A branch back out of code behind the loops, such as a wait for a barrier, is no loop: it begins within one.
     loops = [span for span in sorted(spans) if not any(o[0] < span[0] < o[1] < span[1] for o in spans)]
     found = [span for span in loops if wanted(instructions[slice(*span)])]
     inner = [span for span in found if not any(o != span and span[0] <= o[0] and o[1] <= span[1] for o in found)]
-    return tuple(_loop(instructions[start:end], _passed(instructions, labels, start, end)) for start, end in inner)
+    return tuple(_loop(instructions, targets, *span) for span in inner)
 
 
-def _passed(
-    instructions: list[_Instruction], labels: dict[str, int], start: int, end: int
-) -> Iterator[list[_Instruction]]:
-    """The parts of a loop that a warp passes over if none of its lanes needs them: VOTE.ANY, then a branch forward."""
-    for at in range(start, end):
-        guard, name, rest, _ = instructions[at]
-        target = _TARGET.search(rest)
-        if guard and target and name.startswith("BRA") and at + 1 < labels.get(target[1], 0) < end:
-            made = (one.name for one in reversed(instructions[start:at]) if guard in _written(one))
-            if next(made, "") == "VOTE.ANY":
-                yield instructions[at + 1 : labels[target[1]]]
-
-
-def _written(instruction: _Instruction) -> tuple[str, ...]:
-    """The predicates among what an instruction writes."""
-    first = [operand.strip() for operand in instruction.rest.split(",")[:2]]
-    if first[0] == _ALL_PREDICATES:
-        return tuple(f"P{number}" for number in range(7))
-    return tuple(operand for operand in first if _PREDICATE.fullmatch(operand))
-
-
-def _parsed(text: str) -> tuple[list[_Instruction], dict[str, int]]:
-    instructions, labels = list[_Instruction](), dict[str, int]()
-    opened: re.Match[str] | None = None
-    for line in map(str.strip, text.splitlines()):
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(instructions)
-        elif match := _INSTRUCTION.match(line):
-            opened = match
-        elif opened is not None and (second := _SECOND_WORD.match(line)):
-            stall = int(second[1], 16) >> _STALL_SHIFT & _STALL_BITS
-            instructions.append(_Instruction(opened["guard"], opened["name"], opened["rest"], stall))
-            opened = None
-    return instructions, labels
-
-
-def _loop(body: list[_Instruction], passed: Iterable[list[_Instruction]]) -> TileLoop:
+def _loop(instructions: list[Instruction], targets: list[int | None], start: int, end: int) -> TileLoop:
+    whole = instructions[start:end]
+    weights = of_turn(whole, [None if at is None or not start <= at < end else at - start for at in targets[start:end]])
+    body = [instruction for instruction, weight in zip(whole, weights, strict=True) if weight.all_cut]
     names = collections.Counter(instruction.name for instruction in body)
     tensor = {name: times for name, times in names.items() if _TENSOR.match(name)}
     flops = [(_product(name), times) for name, times in tensor.items()]
     has_flops = all(count is not None for count, _ in flops)
-    left_out = list(itertools.chain.from_iterable(passed))
+    stalls = [instruction.stall for instruction in whole]
     return TileLoop(
         len(body),
         sum(tensor.values()),
@@ -201,9 +171,11 @@ def _loop(body: list[_Instruction], passed: Iterable[list[_Instruction]]) -> Til
         sum(_FLOAT32.get(name.split(".")[0], 0) * times for name, times in names.items()),
         sum(instruction.stall for instruction in body),
         sum(_COPY.match(instruction.name) is not None for instruction in body),
-        len(left_out),
-        sum(instruction.stall for instruction in left_out),
         sum(_SPILLED.match(instruction.name) is not None for instruction in body),
+        sum(weight.seen for weight in weights),
+        sum(weight.seen * stall for weight, stall in zip(weights, stalls, strict=True)),
+        sum(weight.cut for weight in weights),
+        sum(weight.cut * stall for weight, stall in zip(weights, stalls, strict=True)),
     )
 
 

@@ -25,11 +25,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ...flash.kernel.tile_schedule import Masked
 from ...mosaic.kernel.block import WARPGROUPS, MosaicBlock, one_of
+from ...mosaic.kernel.linker import registers_move
 from ...mosaic.kernel.mosaic_sizes import DIM_STEP, Sums
+from ...mosaic.kernel.seen_parts import ALL_SEEN, SeenParts
 from .backward_sizes import COMPUTING, FEW, PIECE, STEPS, gradient_turns
 from .blackwell_sizes import ROWS
-from .tile import OUTPUT, TILE
+from .tile import OUTPUT, TILE, BlackwellTile
 
 __all__ = ["BY_ROWS", "BlackwellGradients"]
 
@@ -91,7 +94,7 @@ class BlackwellGradients(MosaicBlock):
             plgpu.set_max_registers(few, action="decrease")
             self.load(refs, self.place())
 
-        one_of([(warpgroup == _MULTIPLIES, multiply), (warpgroup == _LOADS, load)], compute)
+        one_of(warpgroup, [(_MULTIPLIES, multiply), (_LOADS, load)], compute)
 
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], which: Any) -> None:
         """What a warpgroup does with its half of the columns."""
@@ -104,6 +107,13 @@ class BlackwellGradients(MosaicBlock):
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """What the warpgroup does that loads."""
         raise NotImplementedError
+
+    def seen(self, refs: dict[str, Any], tile: BlackwellTile, masked: Masked) -> SeenParts:
+        """What a warp's rows see of a tile, if a warp passes over what they don't see: beside other numbers than a mask's it has
+        no registers for that."""
+        others = "bias" in refs or "dropout" in refs or self.logits.static_args.score is not None
+        few = others or self.logits.soft_cap is not None or self.in_key or not registers_move()
+        return tile.seen_parts(1) if masked is Masked.YES and not few else ALL_SEEN
 
     def take(self, refs: dict[str, Any], name: str, columns: Any) -> jax.Array:
         """Columns of a tile of products, once they are there; then the place is free."""

@@ -206,10 +206,21 @@ class BlackwellKeyGradients(BlackwellGradients):
                     by_ids=masked is Masked.BY_IDS,
                 )  # fmt: skip
                 x, factor, pull = weigh(tile, raw, masked)
-                x = tile.within(x) if masked else x
-                shifts = numbers("lse")
-                x = without_padded_rows(self.logits.static_args.score, x, shifts)
-                weights, keep = jnp.exp2(x * factor - shifts), tile.keep()
+                shifts, seen = numbers("lse"), self.seen(refs, tile, masked)
+
+                def weights_of(x: jax.Array) -> jax.Array:
+                    x = without_padded_rows(self.logits.static_args.score, x, shifts)
+                    return jnp.exp2(x * factor - shifts)
+
+                if seen.everything:
+                    weights = weights_of(tile.within(x) if masked else x)
+                else:
+
+                    def some() -> jax.Array:
+                        return seen.where_cut(0, lambda: weights_of(tile.within(x)), lambda: weights_of(x))
+
+                    weights = seen.where_seen(0, some, lambda: jnp.zeros_like(x))
+                keep = tile.keep()
                 plgpu.barrier_wait(refs["logits_read"])
                 if names == ("value",):
                     plgpu.commit_smem()  # of the reads of numbers
@@ -218,9 +229,16 @@ class BlackwellKeyGradients(BlackwellGradients):
                 if "key" in names:
                     pulled = pull(weights)
                     d_weights = tile.dropped(self.take(refs, "d_weights", columns), keep)
-                    d_x = pulled * (d_weights - numbers("delta"))
-                    if self.in_key:  # in one sum with the values', which have no such factor
-                        d_x = d_x * self.logits.scale
+                    delta = numbers("delta")
+
+                    def gradients() -> jax.Array:
+                        d_x = pulled * (d_weights - delta)
+                        # In one sum with the values', which have no such factor.
+                        d_x = d_x * self.logits.scale if self.in_key else d_x
+                        # Beside dropout's numbers it would take registers.
+                        return d_x.astype(dtype) if keep is None else d_x
+
+                    d_x = seen.where_seen(0, gradients, lambda: jnp.zeros(d_weights.shape, dtype))
                     plgpu.commit_smem()
                     plgpu.barrier_wait(refs["d_weights_read"])
                     self.give(refs, "d_logits", d_x.astype(dtype), columns)

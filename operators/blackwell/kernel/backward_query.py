@@ -8,9 +8,12 @@ of 64 rows, but their products take as long as those of 128 and have 64 keys at 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -173,14 +176,26 @@ class BlackwellQueryGradient(BlackwellGradients):
                 by_ids=masked is Masked.BY_IDS,
             )  # fmt: skip
             x, factor, pull = weigh(tile, raw, masked)
-            x = tile.within(x) if masked else x
-            shifts = along_rows(shift, x.shape)
-            x = without_padded_rows(self.logits.static_args.score, x, shifts)
-            pulled = pull(jnp.exp2(x * factor - shifts))
-            d_weights = tile.dropped(self.take(refs, "d_weights", columns), tile.keep())
-            d_x = pulled * (d_weights - along_rows(delta, x.shape))
+
+            def gradients(x: jax.Array, d_weights: Callable[[], jax.Array]) -> jax.Array:
+                shifts = along_rows(shift, x.shape)
+                x = without_padded_rows(self.logits.static_args.score, x, shifts)
+                pulled = pull(jnp.exp2(x * factor - shifts))
+                d_kept = tile.dropped(d_weights(), tile.keep())
+                d_x = pulled * (d_kept - along_rows(delta, x.shape))
+                return d_x.astype(dtype)
+
+            take = functools.partial(self.take, refs, "d_weights", columns)
+            seen = self.seen(refs, tile, masked)
+            if seen.everything:
+                d_x = gradients(tile.within(x) if masked else x, take)
+            else:
+                taken = take()
+                d_x = seen.where_seen(
+                    0, lambda: gradients(tile.within(x), lambda: taken), lambda: jnp.zeros(taken.shape, dtype)
+                )
             plgpu.barrier_wait(refs["d_weights_read" if self.held else "d_logits_read"])
-            self.give(refs, "d_logits", d_x.astype(dtype), columns)
+            self.give(refs, "d_logits", d_x, columns)
             return count + 1
 
         return self.fold_tiles(refs, (batch, head, q_block), visit, count, masks=True)

@@ -19,11 +19,11 @@ from ...mosaic.kernel.mosaic_sizes import column_parts
 from ...mosaic.kernel.spans import all_spans
 from .blackwell_sizes import PART, ROWS
 from .roles import BlackwellRoles
-from .tile import BY_ROW, BlackwellTile
+from .tile import BY_ROW, BlackwellTile, by_row
 
 __all__ = ["BlackwellForward"]
 
-_BY_PRODUCTS = 10  # of a part's exponentials; with more of them registers are spilled
+_BY_PRODUCTS = (8, 10)  # of a part's exponentials, by turns; with more of them registers are spilled
 _BESIDE_SPANS = 8  # of those of a tile with a mask
 _IN_REGISTERS = ("bias", "dropout", "key_scale")  # arrays whose numbers take a tile's registers
 _OF_MASK = ("leaf", "words")  # the same, unless they become spans
@@ -134,9 +134,9 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
     def start(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: Any) -> tuple[jax.Array, jax.Array]:
         """See BlackwellRoles."""
         if "sinks" not in refs:
-            return _filled(-jnp.inf), _filled(0.0)
+            return by_row(-jnp.inf), by_row(0.0)
         if self.period is None:
-            sinks = _filled(refs["sinks"][work[1]])
+            sinks = by_row(refs["sinks"][work[1]])
         else:
             of_rows = refs["sinks"].at[work[1], pl.ds(self._first_row(work, group), ROWS)]
             sinks = plgpu.load(of_rows, layout=BY_ROW, optimized=False)  # type: ignore[call-arg] # of jax 0.10
@@ -145,7 +145,7 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
             sinks = sinks + jnp.where(self.split() == 0, 0.0, -jnp.inf)
         return sinks, jnp.where(sinks == -jnp.inf, 0.0, 1.0)
 
-    def by_products(self, refs: dict[str, Any], masked: Any) -> int:
+    def by_products(self, refs: dict[str, Any], masked: Any, part: int) -> int:
         """Some where nothing else takes the registers that they need."""
         logits, spans = self.logits, all_spans(self.logits.static_args, refs, self.sizes.block_kv)
         taken = logits.soft_cap is not None or logits.static_args.score is not None or masked is Masked.BY_IDS
@@ -154,7 +154,7 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         arrays = any(name.startswith(_OF_MASK) for name in refs)
         if arrays and not spans:
             return 0
-        return _BESIDE_SPANS if arrays or (masked and spans) else _BY_PRODUCTS
+        return _BESIDE_SPANS if arrays or (masked and spans) else _BY_PRODUCTS[part % 2]
 
     def store(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: Any, name: str, held: Any) -> None:
         """See BlackwellRoles."""
@@ -178,9 +178,3 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
 
     def _first_row(self, work: tuple[Any, Any, Any], group: Any) -> Any:
         return work[2] * self.sizes.block_q + group * ROWS
-
-
-def _filled(x: Any) -> jax.Array:
-    """A number for each row."""
-    rows: jax.Array = plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), BY_ROW)
-    return rows

@@ -26,8 +26,9 @@ from ...kernels.lse import LN2, LOG2E
 from ...mosaic.kernel.block import WARPGROUPS, BlockOfThreads, along_rows, one_of
 from ...mosaic.kernel.exponentials import exp2
 from ...mosaic.kernel.mosaic_sizes import equal_share
+from ...mosaic.kernel.seen_parts import ALL_SEEN
 from .blackwell_sizes import PART, ROWS, apart, places
-from .tile import BY_ROW, OUTPUT, TILE
+from .tile import BY_ROW, OUTPUT, TILE, by_row
 
 __all__ = ["BlackwellRoles"]
 
@@ -35,7 +36,7 @@ _LOAD, _MULTIPLY = 0, 1  # warps
 _CHUNK = 32  # columns of sums that are corrected at once
 # See BlackwellRoles; by the number of warpgroups for softmaxes, and of those that widen.
 _REGISTERS = {
-    (1, 0): (240, 184, 80), (2, 0): (200, 80, 32), (1, 1): (208, 136, 64, 104), (2, 1): (136, 88, 40, 80),
+    (1, 0): (240, 184, 80), (2, 0): (192, 88, 40), (1, 1): (208, 136, 64, 104), (2, 1): (136, 88, 40, 80),
 }  # fmt: skip
 
 
@@ -104,7 +105,7 @@ class BlackwellRoles(BlockOfThreads):
         def of_warp(warp: Any) -> None:
             load = functools.partial(play, lambda work: self.load(refs, work))
             multiply = functools.partial(play, lambda work: self.multiply(refs, self.count(refs, work)))
-            one_of([(warp == _LOAD, load), (warp == _MULTIPLY, multiply)], lambda: None)
+            one_of(warp, [(_LOAD, load), (_MULTIPLY, multiply)])
 
         def helping() -> None:
             self.take_registers(helps)
@@ -114,10 +115,10 @@ class BlackwellRoles(BlockOfThreads):
             self.take_registers(*widens)
             play(lambda work: self.widen_tiles(refs, work, names))
 
-        roles = [(warpgroup == self.groups + 1, helping), (warpgroup == self.groups, correct)]
+        roles = [(self.groups, correct), (self.groups + 1, helping)]
         for number, names in enumerate(self.wideners):
-            roles.append((warpgroup == self.groups + 2 + number, functools.partial(widen, names)))
-        one_of(roles, compute)
+            roles.append((self.groups + 2 + number, functools.partial(widen, names)))
+        one_of(warpgroup, roles, compute)
 
     @property
     def held(self) -> int:
@@ -304,17 +305,24 @@ class BlackwellRoles(BlockOfThreads):
             at = self.at(count, group)
             plgpu.barrier_wait(refs["logits_full"].at[at])
             whole = self.of_place(refs, "logits", at, _read)
-            raw = [whole[:, first : first + PART] for first in range(0, self.sizes.block_kv, PART)]
-            tiles, xs, factor = self.parts(refs, work, group, kv_block, count, masked, of_rows), [], 1.0
-            for tile, one in zip(tiles, raw, strict=True):
-                x, factor, _ = weigh(tile, one, masked)
+            tiles = self.parts(refs, work, group, kv_block, count, masked, of_rows)
+            seen = tiles[0].seen_parts(len(tiles)) if masked else ALL_SEEN
+            xs, highest, factor = list[jax.Array](), list[jax.Array](), 1.0
+
+            def look(number: int, raw: jax.Array) -> tuple[jax.Array, jax.Array]:
+                """(the logits of a part, of which those outside of spans are hidden; each row's highest)."""
+                nonlocal factor
+                tile = tiles[number]
+                x, factor, _ = weigh(tile, raw, masked)
+                x = seen.where_cut(number, lambda: tile.within(x), lambda: x)
+                return x, x.max(axis=1)
+
+            for number in range(len(tiles)):
+                raw = whole[:, number * PART : (number + 1) * PART]
+                x, top = seen.where_seen(number, functools.partial(look, number, raw), functools.partial(_unseen, raw))
                 xs.append(x)
-            if masked:
-                xs = tiles[0].all_within(xs)
-            highest = xs[0].max(axis=1)
-            for x in xs[1:]:
-                highest = jnp.maximum(highest, x.max(axis=1))
-            new_peak = jnp.maximum(peak, highest * factor)
+                highest.append(top)
+            new_peak = jnp.maximum(peak, functools.reduce(jnp.maximum, highest) * factor)
             # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
             hidden = masked or "bias" in refs or self.logits.static_args.score is not None
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak) if hidden else new_peak
@@ -322,15 +330,23 @@ class BlackwellRoles(BlockOfThreads):
             refs["shrink"].at[at][...] = shrink
             plgpu.barrier_arrive(refs["shrink_full"].at[at])
             total = total * shrink
-            written = []
-            for tile, x in zip(tiles, xs, strict=True):
-                weights = exp2(x * factor - along_rows(shift, x.shape), self.by_products(refs, masked))
-                total = total + weights.sum(axis=1)
-                written.append(tile.dropped(weights, tile.keep()).astype(dtype))
+
+            def weights_of(number: int) -> tuple[jax.Array, jax.Array]:
+                """(the weights of a part, their sum)."""
+                tile, x = tiles[number], xs[number]
+                weights = exp2(x * factor - along_rows(shift, x.shape), self.by_products(refs, masked, number))
+                return tile.dropped(weights, tile.keep()).astype(dtype), weights.sum(axis=1)
+
+            for number in reversed(range(len(xs))):
+                x = xs[number]
+                weigh_part = functools.partial(weights_of, number)
+                part, some = seen.where_seen(number, weigh_part, functools.partial(_no_weights, x.shape, dtype))
+                total = total + some
+                if number == len(xs) - 1 and self.apart:
+                    pl.when(count >= self.places)(lambda: plgpu.barrier_wait(refs["weights_free"].at[at]))
+                self.of_place(refs, "weights", at, functools.partial(_write, number, part))
+            plgpu.commit_tmem()
             self.weighed(refs, count)
-            if self.apart:
-                pl.when(count >= self.places)(lambda: plgpu.barrier_wait(refs["weights_free"].at[at]))
-            self.of_place(refs, "weights", at, functools.partial(_write, written))
             plgpu.barrier_arrive(refs["weights_full"].at[at])
             return count + 1, new_peak, total
 
@@ -345,9 +361,9 @@ class BlackwellRoles(BlockOfThreads):
         self.store(refs, work, group, "lse", refs["lse_rows"].at[group])
         plgpu.wait_smem_to_gmem(0)
 
-    def by_products(self, refs: dict[str, Any], masked: Any) -> int:
+    def by_products(self, refs: dict[str, Any], masked: Any, part: int) -> int:
         """How many of a part's exponentials are computed by products; see exponentials.py."""
-        del refs, masked
+        del refs, masked, part
         return 0
 
     def correct(self, refs: dict[str, Any], work: Any) -> None:
@@ -398,17 +414,24 @@ class BlackwellRoles(BlockOfThreads):
         output, unrounded = refs.get("output_tile", refs["query_tile"]).at[group], self.unrounded(refs, work, group)
 
         def part(number: Any) -> None:
-            columns = pl.ds(number * step, step)
-            sums = plgpu.async_load_tmem(self.sums_at(refs, group, number * step, step), layout=OUTPUT)
-            shares = along_rows(share, sums.shape)
-            made = jnp.where(shares > 0, sums * shares, 0.0)
+            """Columns that are swizzled together, of which fewer are in registers at once."""
+            parts = list[jax.Array]()
+            for first in range(0, step, self.chunk):
+                sums = plgpu.async_load_tmem(
+                    self.sums_at(refs, group, number * step + first, self.chunk), layout=OUTPUT
+                )
+                plgpu.wait_load_tmem()
+                shares = along_rows(share, sums.shape)
+                made = jnp.where(shares > 0, sums * shares, 0.0)
+                if unrounded is None:
+                    parts.append(made.astype(output.dtype))
+                else:
+                    columns = pl.ds(number * step + first, self.chunk)
+                    plgpu.store(unrounded.at[:, columns], made, optimized=False)  # type: ignore[attr-defined] # of jax 0.10
             if unrounded is None:
-                output.at[:, columns][...] = made.astype(output.dtype)
-            else:
-                plgpu.store(unrounded.at[:, columns], made, optimized=False)  # type: ignore[attr-defined] # of jax 0.10
+                output.at[:, pl.ds(number * step, step)][...] = jnp.concatenate(parts, axis=1)
 
         _each(self.columns // step, part)
-        plgpu.wait_load_tmem()
         if unrounded is None:
             plgpu.commit_smem()
             self.store(refs, work, group, "output", output)
@@ -455,11 +478,19 @@ def _read(logits: Any) -> jax.Array:
     return raw
 
 
-def _write(parts: list[jax.Array], weights: Any) -> None:
-    """The weights of a tile."""
-    for number, part in enumerate(parts):
-        plgpu.async_store_tmem(weights.at[:, pl.ds(number * PART, PART)], part)
-    plgpu.commit_tmem()
+def _unseen(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(what nobody reads, each row's highest logit) of a part that no row sees."""
+    return x, by_row(-jnp.inf)
+
+
+def _no_weights(shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """(weights of a part that no row sees, their sum)."""
+    return jnp.zeros(shape, dtype), by_row(0.0)
+
+
+def _write(number: int, part: jax.Array, weights: Any) -> None:
+    """The weights of a part of a tile."""
+    plgpu.async_store_tmem(weights.at[:, pl.ds(number * PART, PART)], part)
 
 
 def _each(count: int, run: Callable[[Any], None]) -> None:

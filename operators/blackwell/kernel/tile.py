@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....masks import Causal, Mask
@@ -12,11 +14,17 @@ from ...mosaic.kernel.tile import MosaicTile
 from ...mosaic.kernel.within import ThreadColumns
 from .blackwell_sizes import ROWS
 
-__all__ = ["BY_ROW", "OUTPUT", "TILE", "BlackwellTile"]
+__all__ = ["BY_ROW", "OUTPUT", "TILE", "BlackwellTile", "by_row"]
 
 TILE = plgpu.Layout.TCGEN05_TMEM_NATIVE
 BY_ROW = TILE.reduce(1)  # one number a row
 OUTPUT = plgpu.Layout.TCGEN05  # what can be written to swizzled shared memory
+
+
+def by_row(x: Any) -> jax.Array:
+    """A number for each row."""
+    rows: jax.Array = plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), BY_ROW)
+    return rows
 
 
 class BlackwellTile(MosaicTile):
@@ -26,7 +34,6 @@ class BlackwellTile(MosaicTile):
     lines: ClassVar[int] = ROWS
     in_registers: ClassVar[Any] = TILE
     of_thread: ClassVar[ThreadColumns] = ThreadColumns(period=1, together=1, rows=1, used=6)
-    spans_beside_ids: ClassVar[bool] = False
 
     @property
     def takes_spans(self) -> bool:

@@ -60,32 +60,57 @@ class TileSchedule:
         instead: tuple[Any, Callable[[Any, Any, Masked], Any]] | None = None,
         overlapped: Overlapped | None = None,
         times: int = 1,
-        together: bool = False,
     ) -> Any:
         """visit(tile, carry, masked) for the `part`-th of `parts` shares of a row's tiles. head: one of those with a table.
 
-        instead: whether another function is to visit the partial tiles, and that function. overlapped: what visits the full ones.
-        times: visits of each tile, one after another; of several, visit's first argument is (tile, number of the visit).
-        together: full tiles are visited as partial ones, all in one loop.
+        instead: whether another function is to visit the partial tiles, and that function. overlapped: what visits the full ones,
+        and maybe the partial ones. times: visits of each tile, one after another; of several, visit's first argument is (tile,
+        number of the visit).
         """
         row = (batch if self.table.shape[0] > 1 else 0, head if self.table.shape[1] > 1 else 0, block)
         tiles = self._tiles(lambda i: ref[(*row, i)])
         partial, total = tiles.partial, tiles.total
         low, high = (0, total) if parts == 1 else (total * part // parts, total * (part + 1) // parts)
-        if together:
-            return _fold_masked(tiles.of_all, low, high, visit, carry, instead, overlapped, times)
         of_full: tuple[Any, Any] = (0, total - partial)
         of_partial: tuple[Any, Any] = (0, partial)
         if parts > 1:
             of_full, of_partial = (jnp.maximum(low - partial, 0), high - partial), (low, jnp.minimum(high, partial))
-        if self.some_full:
-            if overlapped is None:
-                carry = tiles.of_full.fold_tiles(*of_full, visit, carry, Masked.NO, times)
-            else:
-                carry = tiles.of_full.overlap_tiles(*of_full, overlapped, carry)
-        if self.some_partial:
-            carry = _fold_masked(tiles.of_partial, *of_partial, visit, carry, instead, None, times)
+        by_other, of_instead = None, of_partial
+        if instead is not None:  # a loop of its own: a choice in the loop would cost time in each turn
+            by_other, middle = instead[1], jnp.where(instead[0], *of_partial)
+            of_partial, of_instead = (of_partial[0], middle), (middle, of_partial[1])
+        if overlapped is not None:
+            carry = self._overlap(tiles, of_full, of_partial, overlapped, carry)
+        elif self.some_full:
+            carry = tiles.of_full.fold_tiles(*of_full, visit, carry, Masked.NO, times)
+        if self.some_partial and (overlapped is None or overlapped.visit_masked is None):
+            carry = tiles.of_partial.fold_tiles(*of_partial, visit, carry, Masked.YES, times)
+        if self.some_partial and by_other is not None:
+            carry = tiles.of_partial.fold_tiles(*of_instead, by_other, carry, Masked.YES, times)
         return carry
+
+    def _overlap(
+        self, tiles: _Row, of_full: tuple[Any, Any], of_partial: tuple[Any, Any], overlapped: Overlapped, carry: Any
+    ) -> Any:
+        """Full tiles and then, where there is a visit for them, partial ones, of which each visit ends the work of the tile
+        before."""
+        masked = overlapped.visit_masked if self.some_partial else None
+        some_full = of_full[0] < of_full[1] if self.some_full else False
+        some = some_full if masked is None else some_full | (of_partial[0] < of_partial[1])
+
+        def run(carry: Any) -> Any:
+            first = (
+                tiles.of_full.at(of_full[0]) if masked is None else tiles.first(some_full, of_full[0], of_partial[0])
+            )
+            carry = overlapped.begin(first, carry)
+            if self.some_full:
+                carry = tiles.of_full.fold_tiles(of_full[0] + 1, of_full[1], overlapped.visit, carry)
+            if masked is not None:
+                begun = jnp.where(some_full, 0, 1)
+                carry = tiles.of_partial.fold_tiles(of_partial[0] + begun, of_partial[1], masked, carry)
+            return overlapped.end(carry)
+
+        return carry if some is False else lax.cond(some, run, lambda carry: carry, carry)
 
     def count(self, ref: Any, batch: Any, head: Any, block: Any, part: Any, parts: int) -> Any:
         """The number of tiles in the `part`-th of `parts` shares of a row's."""
@@ -97,19 +122,21 @@ class TileSchedule:
         """Those of a row with these entries."""
         if not self.neighbours:
             partial, total = entry(0), entry(1)
-            return _Row(partial, total, _Run(2, entry), _Run(2 + partial, entry), _Run(2, entry))
+            return _Row(partial, total, _Run(2, entry), _Run(2 + partial, entry))
         first, full, after_full, after = (entry(i) for i in range(4))
         before, partial = full - first, full - first + after - after_full
         masked = _Run(0, lambda n: jnp.where(n < before, first + n, after_full + n - before))
-        return _Row(partial, after - first, masked, _Run(full), _Run(first))
+        return _Row(partial, after - first, masked, _Run(full))
 
 
 class Overlapped(NamedTuple):
     """How tiles are visited where each visit ends the work of the tile before: begin(tile, carry), whose result is the carry of
-    visit(tile, carry) for the others, and end(carry)."""
+    visit(tile, carry) for the other full tiles and of visit_masked(tile, carry) for partial ones, and end(carry). Without a
+    visit_masked partial tiles don't overlap."""
 
     begin: Callable[[Any, Any], Any]
     visit: Callable[[Any, Any], Any]
+    visit_masked: Callable[[Any, Any], Any] | None
     end: Callable[[Any], Any]
 
 
@@ -121,66 +148,48 @@ class _Run(NamedTuple):
     first: Any
     tile: Callable[[Any], Any] = lambda place: place
 
+    def at(self, number: Any) -> Any:
+        """The number-th tile."""
+        return self.tile(self.first + number)
+
     def fold_tiles(
         self,
         start: Any,
         end: Any,
-        visit: Callable[[Any, Any, Masked], Any],
+        visit: Callable[..., Any],
         carry: Any,
-        masked: Masked,
+        masked: Masked | None = None,
         times: int = 1,
     ) -> Any:
-        """visit(tile, carry, masked) for the tiles from the start-th to the end-th. times: see TileSchedule."""
+        """visit(tile, carry, masked), or without masked visit(tile, carry), for the tiles from the start-th to the end-th. times:
+        see TileSchedule."""
+        kind = () if masked is None else (masked,)
 
         def turn(number: Any, carry: Any) -> Any:
             if times == 1:
-                return visit(self.tile(number), carry, masked)
+                return visit(self.tile(number), carry, *kind)
             tile, visits = lax.div(number, jnp.int32(times)), lax.rem(number, jnp.int32(times))
-            return visit((self.tile(tile), visits), carry, masked)
+            return visit((self.tile(tile), visits), carry, *kind)
 
         return lax.fori_loop((self.first + start) * times, (self.first + end) * times, turn, carry)
 
-    def overlap_tiles(self, start: Any, end: Any, tiles: Overlapped, carry: Any) -> Any:
-        """The same of visits that end the work of the tile before."""
-
-        def run(carry: Any) -> Any:
-            carry = tiles.begin(self.tile(self.first + start), carry)
-            return tiles.end(
-                self.fold_tiles(start + 1, end, lambda tile, carry, _: tiles.visit(tile, carry), carry, Masked.NO)
-            )
-
-        return lax.cond(start < end, run, lambda carry: carry, carry)
-
-
-def _fold_masked(
-    run: _Run,
-    start: Any,
-    end: Any,
-    visit: Callable[[Any, Any, Masked], Any],
-    carry: Any,
-    instead: tuple[Any, Callable[[Any, Any, Masked], Any]] | None,
-    overlapped: Overlapped | None,
-    times: int,
-) -> Any:
-    """Tiles of which each may have a mask; see TileSchedule.fold_tiles."""
-    middle = end if instead is None else jnp.where(instead[0], start, end)
-    if overlapped is None:
-        carry = run.fold_tiles(start, middle, visit, carry, Masked.YES, times)
-    else:
-        carry = run.overlap_tiles(start, middle, overlapped, carry)
-    if instead is not None:  # a loop of its own: a choice in the loop would cost time in each turn
-        carry = run.fold_tiles(middle, end, instead[1], carry, Masked.YES, times)
-    return carry
-
 
 class _Row(NamedTuple):
-    """A row's tiles: how many are partial, how many there are, and the partial ones, the full ones and all of them."""
+    """A row's tiles: how many are partial, how many there are, and the partial ones and the full ones."""
 
     partial: Any
     total: Any
     of_partial: _Run
     of_full: _Run
-    of_all: _Run
+
+    def first(self, is_full: Any, full: Any, partial: Any) -> Any:
+        """The full-th of the full tiles or else the partial-th of the partial ones."""
+        if is_full is False:
+            return self.of_partial.at(partial)
+        of_full, of_partial = self.of_full.first + full, self.of_partial.first + partial
+        if self.of_full.tile is self.of_partial.tile:  # the table has no place after its last tile
+            return self.of_full.tile(jnp.where(is_full, of_full, of_partial))
+        return jnp.where(is_full, self.of_full.tile(of_full), self.of_partial.tile(of_partial))
 
 
 def tile_schedule(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int = 1) -> TileSchedule:

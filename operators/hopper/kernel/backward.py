@@ -262,9 +262,11 @@ class HopperKeyGradients(_HopperGradients):
             slot = lax.rem(count, sizes.stages)
             queries, d_outputs = (refs[f"{name}_tiles"].at[slot] for name in _ROWS)
             plgpu.barrier_wait(refs["rows_full"].at[slot])
-            # A mask's numbers have the registers of the values' descriptors, dropout's those of the keys' too.
-            few = self.crowded(refs, masked)
-            hidden = () if not few else self.streams if "dropout" in refs else self.streams[-1:]
+            # A mask's numbers have the registers of the values' descriptors, dropout's those of the keys' too; and so have the
+            # segment ids of many rows, where they are compared.
+            many = masked is Masked.BY_IDS and sizes.block_q > ROWS
+            few = many or self.crowded(refs, masked)
+            hidden = () if not few else self.streams if many or "dropout" in refs else self.streams[-1:]
             tiles = held | {name: self.in_loop(refs[f"{name}_tile"], which, q_block) for name in hidden}
             factors = [(tiles["key"], queries), (self.columns_of("value", tiles[self.streams[-1]]), d_outputs)]
             # Dropout's random numbers take the registers that the gradients of weights would.

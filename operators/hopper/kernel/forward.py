@@ -25,6 +25,7 @@ from ...flash.kernel.weigh import weigh
 from ...kernels.lse import LN2, LOG2E
 from ...mosaic.kernel.block import along_rows
 from ...mosaic.kernel.mosaic_sizes import column_parts
+from ...mosaic.kernel.seen_parts import ALL_SEEN, SeenParts
 from ...mosaic.kernel.spans import all_spans
 from .block import HopperBlock, filled, zeros
 from .hopper_sizes import ROWS
@@ -87,14 +88,16 @@ class HopperForward(HopperBlock):
         refs = HopperTile.with_numbers(refs, self.logits.static_args.mask, batch, first_row)
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
 
-        together = self.together(refs)
-        of_loop = Masked.YES if together else Masked.NO  # of that in which tiles overlap
+        def tile_of(kv_block: Any, masked: Masked, first: int = 0, keys: int | None = None) -> HopperTile:
+            """A tile, or so many of its keys."""
+            return HopperTile(
+                self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv + first, sizes, columns, keys=keys,
+                period=self.period, group=self.group, by_ids=masked is Masked.BY_IDS,
+            )  # fmt: skip
 
-        def logits(
-            count: Any, kv_block: Any, values: Any, work: Callable[[], Any], masked: Masked
-        ) -> tuple[HopperTile, jax.Array, float, Any]:
-            """(tile, x, factor) of the count-th tile, and what work() made beside their product. values: the number of the
-            tile whose values are waited for."""
+        def products_of(count: Any, values: Any, work: Callable[[], Any]) -> tuple[jax.Array, Any]:
+            """(the products of the count-th tile, what work() made beside them). values: the number of the tile whose values are
+            waited for."""
             slot = lax.rem(count, sizes.stages)
             plgpu.barrier_wait(refs["key_full"].at[slot])
             (raw,), made = products.logits_beside(work, (query, refs["key_tiles"].at[slot]))
@@ -102,12 +105,7 @@ class HopperForward(HopperBlock):
                 plgpu.barrier_arrive(refs["key_free"].at[slot])
                 if values is not None:
                     plgpu.barrier_wait(refs["value_full"].at[lax.rem(values, sizes.stages)])
-            tile = HopperTile(
-                self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv, sizes, columns,
-                period=self.period, group=self.group, by_ids=masked is Masked.BY_IDS, skip=together,
-            )  # fmt: skip
-            x, factor, _ = weigh(tile, raw, masked)
-            return tile, tile.within(x) if masked else x, factor, made
+            return raw, made
 
         def shifted(peak: jax.Array, x: jax.Array, top: jax.Array, factor: float, masked: int) -> tuple[jax.Array, ...]:
             """(exponents, new peak, factor of the sums so far) of logits x * factor. top: see `_top`."""
@@ -134,26 +132,48 @@ class HopperForward(HopperBlock):
 
         def visit(kv_block: Any, carry: Any, masked: Masked) -> Any:
             count, sums, peak, total = carry
-            tile, x, factor, _ = logits(count, kv_block, count, lambda: None, masked)
+            raw, _ = products_of(count, count, lambda: None)
+            tile = tile_of(kv_block, masked)
+            x, factor, _ = weigh(tile, raw, masked)
+            if masked:
+                seen, whole = tile.seen_parts(1), x
+                x = seen.where_cut(0, lambda: tile.within(whole), lambda: whole)
             exponents, peak, shrink = shifted(peak, x, _top(x), factor, masked)
             weights = jnp.exp2(exponents)
             total = total * shrink + weights.sum(axis=1)
             sums = add_values(count, sums, shrink, tile.dropped(weights, tile.keep()))
             return count + 1, sums, peak, total
 
+        # Where tiles overlap, nothing but the scale and a mask is applied to logits.
+        scale, masks = self.logits.scale * LOG2E, self.masks_overlap(refs)
+
+        def hidden(kv_block: Any, seen: SeenParts, raw: jax.Array) -> jax.Array:
+            """The logits of a tile that may have a mask."""
+            tile = tile_of(kv_block, Masked.YES)
+            return seen.where_cut(0, lambda: tile.within(raw), lambda: raw)
+
         def begin(kv_block: Any, carry: Any) -> Any:
             count, sums, peak, total = carry
-            _, x, factor, _ = logits(count, kv_block, None, lambda: None, of_loop)
+            seen = tile_of(kv_block, Masked.YES).seen_parts(1) if masks else ALL_SEEN
+            raw, _ = products_of(count, None, lambda: None)
+            x = hidden(kv_block, seen, raw) if masks else raw
             total = along_rows(total / _EIGHT, (ROWS, _EIGHT))
-            return count + 1, sums, total, *shifted(peak, x, _top(x), factor, of_loop)
+            return count + 1, sums, total, *shifted(peak, x, _top(x), scale, masks)
 
-        def visit_and_end(kv_block: Any, carry: Any) -> Any:
+        def visit_and_end(kv_block: Any, carry: Any, masked: bool = False) -> Any:
             count, sums, total, exponents, peak, shrink = carry
-            _, x, factor, early = logits(count, kv_block, count - 1, lambda: jnp.exp2(exponents[:, :_BESIDE]), of_loop)
-            weights, top = _exponentials_and_top(early, exponents, x)
+            turn = _TURN if max(self.dims) > _NARROW else 2 * _TURN
+
+            def beside() -> tuple[jax.Array, SeenParts]:
+                seen = tile_of(kv_block, Masked.YES).seen_parts(1) if masked else ALL_SEEN
+                return jnp.exp2(exponents[:, :_BESIDE]), seen
+
+            raw, (early, seen) = products_of(count, count - 1, beside)
+            x = hidden(kv_block, seen, raw) if masked else raw
+            weights, top = _exponentials_and_top(early, exponents, x, turn)
             total = summed(total, shrink, weights)
             sums = add_values(count - 1, sums, shrink, weights)
-            return count + 1, sums, total, *shifted(peak, x, top, factor, of_loop)
+            return count + 1, sums, total, *shifted(peak, x, top, scale, masked)
 
         def end(carry: Any) -> Any:
             count, sums, total, exponents, peak, shrink = carry
@@ -163,7 +183,8 @@ class HopperForward(HopperBlock):
             return count, sums, peak, summed(total, shrink, weights).sum(axis=1)
 
         carry = (jnp.int32(0), *self._start(refs, head, first_row))
-        overlapped = Overlapped(begin, visit_and_end, end) if self.overlaps(refs) else None
+        visit_masked = functools.partial(visit_and_end, masked=True) if masks else None
+        overlapped = Overlapped(begin, visit_and_end, visit_masked, end) if self.overlaps(refs) else None
         _, sums, peak, total = self.fold_tiles(refs, place, visit, carry, overlapped, masks=True)
         visible = total > 0
         safe = jnp.where(visible, total, 1.0)
@@ -201,14 +222,10 @@ class HopperForward(HopperBlock):
         wide = max(self.dims) > _NARROW and arrays
         return not (others or wide or self.stored or self.in_key)
 
-    def together(self, refs: dict[str, Any]) -> bool:
-        """See MosaicBlock. Where a tile is seen whole, hiding what is outside of spans is passed over: tiles with a mask can
-        overlap too."""
-        return (
-            self.table.many_partial
-            and self.overlaps(refs)
-            and all_spans(self.logits.static_args, refs, self.sizes.block_kv)
-        )
+    def masks_overlap(self, refs: dict[str, Any]) -> bool:
+        """Whether tiles with a mask overlap too: where there are many, and spans are all that they hide."""
+        some = self.overlaps(refs) and self.table.some_partial and self.table.many_partial
+        return some and all_spans(self.logits.static_args, refs, self.sizes.block_kv)
 
     def of_part(self, part: Any, act: Callable[[], None]) -> None:
         """What only the first of the warpgroups with the same rows does."""
@@ -260,14 +277,16 @@ def _top(x: jax.Array) -> jax.Array:
     return functools.reduce(jnp.maximum, pairs)
 
 
-def _exponentials_and_top(early: jax.Array, exponents: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _exponentials_and_top(
+    early: jax.Array, exponents: jax.Array, x: jax.Array, turn: int
+) -> tuple[jax.Array, jax.Array]:
     """(2**exponents, of which `early` has the first columns; `_top` of x), a few columns of each in turn: the compiler keeps that
     order, so that the maximum is computed while exponentials are."""
     made, tops, width, done = [early], list[jax.Array](), x.shape[1], 0
-    for first in range(early.shape[1], width, _TURN):
-        made.append(jnp.exp2(exponents[:, first : first + _TURN]))
+    for first in range(early.shape[1], width, turn):
+        made.append(jnp.exp2(exponents[:, first : first + turn]))
         # As many columns of x in each turn, in pairs of eights.
-        upto = width * (first + _TURN - early.shape[1]) // (width - early.shape[1]) // (2 * _EIGHT) * (2 * _EIGHT)
+        upto = width * (first + turn - early.shape[1]) // (width - early.shape[1]) // (2 * _EIGHT) * (2 * _EIGHT)
         if upto > done:
             tops.append(_top(x[:, done:upto]))
             done = upto

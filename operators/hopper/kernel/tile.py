@@ -23,4 +23,3 @@ class HopperTile(MosaicTile):
     lines: ClassVar[int] = ROWS
     in_registers: ClassVar[Any] = TILE
     of_thread: ClassVar[ThreadColumns] = ThreadColumns(period=8, together=2, rows=2, used=8)
-    spans_beside_ids: ClassVar[bool] = True

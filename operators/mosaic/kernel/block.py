@@ -190,14 +190,7 @@ class MosaicBlock(BlockOfThreads):
         if masks and "unordered" in refs:
             unordered = refs["unordered"].at[row[0] if refs["unordered"].shape[0] > 1 else 0][...] > 0
             instead = unordered, lambda tile, carry, _: visit(tile, carry, Masked.BY_IDS)
-        return self.table.fold_tiles(
-            refs["schedule"], *places, visit, carry, instead, overlapped, times, together=self.together(refs)
-        )
-
-    def together(self, refs: dict[str, Any]) -> bool:
-        """Whether all tiles are visited in one loop, as if each had a mask."""
-        del refs
-        return False
+        return self.table.fold_tiles(refs["schedule"], *places, visit, carry, instead, overlapped, times)
 
     def count_tiles(self, refs: dict[str, Any], row: tuple[Any, Any, Any]) -> Any:
         """How many these are."""
@@ -299,14 +292,18 @@ class MosaicBlock(BlockOfThreads):
         return ref.at[(batch, rows, head) if self.layout == "bthd" else (batch, head, rows)]
 
 
-def one_of(roles: Sequence[tuple[Any, Callable[[], None]]], other: Callable[[], None]) -> None:
-    """Play the first role whose condition holds, of (condition, role), else the other one. Each is a branch within the one
+def one_of(
+    number: Any, roles: Sequence[tuple[int, Callable[[], None]]], other: Callable[[], None] | None = None
+) -> None:
+    """Play the role of a warpgroup's or warp's number, else the other one if there is one. Each is a branch within the one
     before: one after the other, a role would hold in registers what the next ones begin with, such as phases of barriers."""
-    if not roles:
-        return other()
-    (chosen, role), *rest = roles
-    lax.cond(chosen, role, functools.partial(one_of, rest, other))
-    return None
+    (of_role, role), *rest = roles
+    others = functools.partial(one_of, number, rest, other) if rest else other
+    if others is None:
+        pl.when(number == of_role)(role)
+    else:
+        # Mosaic lowers what comes for False twice, once to learn its types. So that is the role, never a further choice.
+        lax.cond(number != of_role, others, role)
 
 
 def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -24,6 +24,7 @@ from ...kernels.local_mask import Dropout
 from ...kernels.tile_mask import TileLogits, TileMask
 from .gather import gathered
 from .mosaic_sizes import MosaicSizes
+from .seen_parts import ALL_SEEN, SeenParts, seen_parts
 from .spans import Numbered, bounds_of, is_span, numbered
 from .within import Span, ThreadColumns, within
 
@@ -69,12 +70,11 @@ class MosaicTile(TileMask):
     of its block. columns: a reference to 0, 1, ... in shared memory; None where the compiler knows the numbers of a thread's
     columns. by_keys: [lines, block_q rows] instead of [lines, block_kv keys]. keys: those of a part of a tile. period, group:
     rows have the queries of the `group` heads of a kv head, which is then the head, each with that many. by_ids: segment ids are
-    compared. skip: see `within`."""
+    compared."""
 
     lines: ClassVar[int]  # rows of a warpgroup, or its keys
     in_registers: ClassVar[Any]  # how the tile's numbers lie in the registers of a warpgroup
     of_thread: ClassVar[ThreadColumns]  # the same of a thread
-    spans_beside_ids: ClassVar[bool]  # whether other parts of a mask are spans where ids are compared
 
     def __init__(
         self,
@@ -91,10 +91,9 @@ class MosaicTile(TileMask):
         period: int | None = None,
         group: int = 1,
         by_ids: bool = False,
-        skip: bool = False,
     ) -> None:
         batch, self.head = place
-        self.period, self.group, self.by_ids, self.skip = period, group, by_ids, skip
+        self.period, self.group, self.by_ids = period, group, by_ids
         super().__init__(logits.static_args, refs, batch)
         self.parts = _with_negations(self.static_args.mask).conjuncts()
         self.logits, self.block_q, self.block_kv, self.columns = logits, sizes.block_q, sizes.block_kv, columns
@@ -132,14 +131,17 @@ class MosaicTile(TileMask):
 
     def within(self, x: jax.Array) -> jax.Array:
         """Logits without those outside of their line's span."""
-        return self.all_within([x])[0]
-
-    def all_within(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
-        """The same of several tiles, which are neighbours; this is the first."""
         span = self._span()
         if span is None:
-            return list(parts)
-        return within(parts, span, self.of_thread, self.in_registers, skip=self.skip, interpret=self.logits.interpret)
+            return x
+        return within(x, span, self.of_thread, self.in_registers, interpret=self.logits.interpret)
+
+    def seen_parts(self, count: int) -> SeenParts:
+        """Of so many tiles that are neighbours, of which this is the first."""
+        span, width = self._span(), self.shape[1]
+        if span is None:
+            return ALL_SEEN
+        return seen_parts(span, width, count, self.in_registers, interpret=self.logits.interpret)
 
     def _span(self) -> Span | None:
         """The columns that each line sees, counted from the tile's first."""
@@ -170,7 +172,7 @@ class MosaicTile(TileMask):
     @property
     def takes_spans(self) -> bool:
         """Whether spans aren't tested for each number."""
-        return self.spans_beside_ids or not self.by_ids
+        return True
 
     def _span_of(self, one: Numbered) -> tuple[Any, Any]:
         """(begin, end) of a part of the mask; None without a bound."""

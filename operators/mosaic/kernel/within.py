@@ -8,7 +8,7 @@ out here. All that a compiled kernel and an interpreted one don't share of it is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,14 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, scf
+from jax.extend.mlir.dialects import arith
 
 __all__ = [
     "Span",
     "ThreadColumns",
-    "any_outside",
     "chosen",
+    "ends_in_warp",
     "hidden",
-    "hidden_where_needed",
     "span_place",
     "span_word",
     "within",
@@ -71,57 +70,57 @@ class ThreadColumns:
         return divmod(byte * _BYTE + bit, _BITS)
 
 
-def within(
-    parts: Sequence[jax.Array], span: Span, columns: ThreadColumns, layout: Any, *, skip: bool, interpret: bool
-) -> list[jax.Array]:
-    """Logits with -inf outside of their row's span. parts: [rows, columns] each, neighbours in a tile. skip: a warp whose rows
-    see all of the tile's columns passes over it."""
+def within(x: jax.Array, span: Span, columns: ThreadColumns, layout: Any, *, interpret: bool) -> jax.Array:
+    """Logits [rows, columns] with -inf outside of their row's span."""
     if interpret:
-        return list(_compared(parts, span, layout))
+        return _compared(x, span, layout)
     bounds = [x for x in (span.begin, span.end) if x is not None]
     by_row = layout.reduce(1)
     zero = jnp.minimum(plgpu.layout_cast(jnp.full(bounds[0].shape, span.number, jnp.int32), by_row), 0)
-    like = [plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout) for x in parts]
-    layouts = *[layout for _ in parts], *[by_row for _ in bounds], by_row
+    like = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=layouts, return_type=like)
-    def hide(context: Any, *arrays: Any) -> Any:
+    @plgpu.inline_mgpu(arg_types=(layout, *[by_row for _ in bounds], by_row), return_type=like)
+    def hide(context: Any, x: Any, *arrays: Any) -> Any:
         del context
-        xs, (*given, zeros) = arrays[: len(parts)], map(_scalars, arrays[len(parts) :])
+        *given, zeros = map(_scalars, arrays)
         begin = given.pop(0) if span.begin is not None else None
         end = given.pop(0) if span.end is not None else None
-        values, width = [_scalars(x) for x in xs], sum(x.shape[1] for x in parts)
-        if skip:
-            made = iter(hidden_where_needed(values, begin, end, zeros, columns, width))
-        else:
-            made = iter(hidden(values, begin, end, zeros, columns))
-        return [x.foreach(lambda *_: next(made), create_array=True) for x in xs]
+        made = iter(hidden(_scalars(x), begin, end, zeros, columns))
+        return x.foreach(lambda *_: next(made), create_array=True)
 
-    return list(hide(*parts, *bounds, zero))
+    hidden_x: jax.Array = hide(x, *bounds, zero)
+    return hidden_x
 
 
-def _compared(parts: Sequence[jax.Array], span: Span, layout: Any) -> Iterator[jax.Array]:
-    first = 0
-    for x in parts:
-        at = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=layout) + first
-        for bound, seen in ((span.begin, at.__ge__), (span.end, at.__lt__)):
-            if bound is not None:
-                x = jnp.where(seen(lax.broadcast_in_dim(bound, x.shape, (0,))), x, -jnp.inf)
-        first += x.shape[1]
-        yield x
+def ends_in_warp(numbers: jax.Array, layout: Any, *, interpret: bool) -> tuple[Any, Any]:
+    """The least and the greatest of a warp's rows' numbers, int32 [rows]; in the interpreter of all rows."""
+    if interpret:
+        return numbers.min(), numbers.max()
+    number = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=[number, number])
+    def of_warp(context: Any, numbers: Any) -> Any:
+        del context
+        made = []
+        for kind, of_two in (("min", arith.minsi), ("max", arith.maxsi)):
+            one = functools.reduce(of_two, _scalars(numbers))
+            whole = _asm(one.type, f"redux.sync.{kind}.s32 $0, $1, 0xffffffff;", one, together=True)
+            made.append(mgpu.FragmentedArray.splat(whole, (), is_signed=True))
+        return made
+
+    least, most = of_warp(numbers)
+    return least, most
+
+
+def _compared(x: jax.Array, span: Span, layout: Any) -> jax.Array:
+    at = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=layout)
+    for bound, seen in ((span.begin, at.__ge__), (span.end, at.__lt__)):
+        if bound is not None:
+            x = jnp.where(seen(lax.broadcast_in_dim(bound, x.shape, (0,))), x, -jnp.inf)
+    return x
 
 
 # -- what a thread does, in PTX ------------------------------------------------------------------------------------------
-
-
-def any_outside(begins: int, ends: int, width: int) -> str:
-    """$0: 1 if a row of the warp has a column outside of its span, else 0. $1, ...: so many begins, then ends."""
-    tests = [("gt", number, 0) for number in range(begins)] + [("lt", begins + n, width) for n in range(ends)]
-    lines = [
-        f"setp.{sign}{'.or' if at else ''}.s32 p, ${1 + number}, {bound}{', p' if at else ''};"
-        for at, (sign, number, bound) in enumerate(tests)
-    ]
-    return _block(".pred p", *lines, "vote.sync.any.pred p, p, 0xffffffff;", "selp.b32 $0, 1, 0, p;")
 
 
 def span_place(columns: ThreadColumns, neighbour: int) -> str:
@@ -168,59 +167,29 @@ def _block(registers: str, *lines: str) -> str:
     return " ".join(("{ .reg", f"{registers};", *lines, "}"))
 
 
-def _needed(begin: list[Any] | None, end: list[Any] | None, width: int) -> Any:
-    begins, ends = begin or [], end or []
-    text = any_outside(len(begins), len(ends), width)
-    needed = _asm(_word_type(), text, *begins, *ends, together=True)
-    return arith.cmpi(arith.CmpIPredicate.ne, needed, mgpu.c(0, needed.type))
-
-
-def hidden_where_needed(
-    parts: list[list[Any]],
-    begin: list[Any] | None,
-    end: list[Any] | None,
-    zeros: list[Any],
-    columns: ThreadColumns,
-    width: int,
-) -> list[Any]:
-    """`hidden` for the warps that have a hidden column among so many."""
-    before = [value for values in parts for value in values]
-    needed = _needed(begin, end, width)
-    choice: Any = scf.IfOp(needed, [value.type for value in before], has_else=True)  # type: ignore[arg-type,call-arg]
-    with ir.InsertionPoint(choice.then_block):
-        scf.YieldOp(hidden(parts, begin, end, zeros, columns))
-    with ir.InsertionPoint(choice.else_block):
-        scf.YieldOp(before)
-    return list(choice.results)
-
-
 def hidden(
-    parts: list[list[Any]], begin: list[Any] | None, end: list[Any] | None, zeros: list[Any], columns: ThreadColumns
+    values: list[Any], begin: list[Any] | None, end: list[Any] | None, zeros: list[Any], columns: ThreadColumns
 ) -> list[Any]:
-    """A thread's numbers of neighbouring parts of a tile, with -inf outside of their row's span. begin, end, zeros: one for each
-    of its rows."""
+    """A thread's numbers of a tile, with -inf outside of their row's span. begin, end, zeros: one for each of its rows."""
     if columns.period > 1:
         first = _first_column(columns)
         begin, end = ([arith.subi(x, first) for x in some] if some else None for some in (begin, end))
     bounds = [of_rows for of_rows in (begin, end) if of_rows is not None]
     # By words: only tests of neighbouring bits, one after the other, become one instruction.
-    words = dict[tuple[int, int, int], list[tuple[int, int, Any]]]()
-    count = before = 0
-    for values in parts:
-        for number, value in enumerate(values):
-            row, neighbour, period = columns.place(number)
-            word, bit = columns.bit(before + period)
-            words.setdefault((row, neighbour, word), []).append((count, bit, value))
-            count += 1
-        before += columns.place(len(values) - 1)[2] + 1
-    made, places = [None] * count, dict[tuple[int, int], list[Any]]()
+    words = dict[tuple[int, int, int], list[tuple[int, int]]]()
+    for number in range(len(values)):
+        row, neighbour, period = columns.place(number)
+        word, bit = columns.bit(period)
+        words.setdefault((row, neighbour, word), []).append((number, bit))
+    made, places = list(values), dict[tuple[int, int], list[Any]]()
     for (row, neighbour, word), some in words.items():
         if (row, neighbour) not in places:
             places[row, neighbour] = [_asm(_word_type(), span_place(columns, neighbour), x[row]) for x in bounds]
         text = span_word(word, begin is not None, end is not None)
         whole = _asm(_word_type(), text, *places[row, neighbour])
-        for at, bit, value in some:
-            made[at] = _asm(value.type, chosen(bit, begin is None), value, whole, zeros[row])
+        for number, bit in some:
+            value = values[number]
+            made[number] = _asm(value.type, chosen(bit, begin is None), value, whole, zeros[row])
     return made
 
 

@@ -1,0 +1,161 @@
+"""Mistakes in what a warp knows of the parts of a tile, and in the order of tiles: see mosaic_mistakes.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from span_mistakes import Mistakes, change_span
+
+from attnops.operators.flash.kernel import tile_schedule
+from attnops.operators.flash.kernel.tile_schedule import TileSchedule
+from attnops.operators.mosaic.kernel import seen_parts
+from attnops.operators.mosaic.kernel import tile as mosaic_tile
+from attnops.operators.mosaic.kernel.block import MosaicBlock
+from attnops.operators.mosaic.kernel.seen_parts import SeenParts
+from attnops.operators.mosaic.kernel.within import Span
+
+
+def _as_the_first(columns: int) -> None:
+    """Parts of a tile with so many columns are hidden as if each were the first."""
+    change_span(
+        lambda span, first: Span(*(x if x is None else x + first % columns for x in (span.begin, span.end)), first)
+    )
+
+
+def _parts(change: Callable[..., SeenParts]) -> None:
+    """What is known of a tile's parts, changed. change: of what tells it, a tile's span, and how wide and how many parts are."""
+    plain = mosaic_tile.seen_parts
+
+    def made(span: Span, width: int, count: int, layout: Any, **more: Any) -> SeenParts:
+        return change(lambda *given: plain(*given, layout, **more), span, width, count)
+
+    mosaic_tile.seen_parts = made
+
+
+def _parts_of(begin: int, end: int, which: str) -> None:
+    """Which parts are seen, or cut, is told of spans that begin and end so many columns later."""
+
+    def later(x: Any, columns: int) -> Any:
+        return x if x is None else x + columns
+
+    def of(plain: Any, span: Span, *sizes: int) -> SeenParts:
+        made = plain(Span(later(span.begin, begin), later(span.end, end), span.number), *sizes)
+        return plain(span, *sizes)._replace(**{which: getattr(made, which)})
+
+    _parts(of)
+
+
+def _ends_swapped() -> None:
+    """The greatest of rows' numbers for the least."""
+    plain = seen_parts.ends_in_warp
+    seen_parts.ends_in_warp = lambda *given, **more: plain(*given, **more)[::-1]
+
+
+def no_part_cut() -> None:
+    """Nothing is hidden."""
+
+    def of(plain: Any, *given: Any) -> SeenParts:
+        made = plain(*given)
+        return made._replace(cut=(jnp.bool_(False),) * len(made.cut))
+
+    _parts(of)
+
+
+def parts_as(which: str, number: int) -> None:
+    """Each part of a tile is seen, or cut, as the part of this number is."""
+
+    def of(plain: Any, *given: Any) -> SeenParts:
+        made = plain(*given)
+        parts = getattr(made, which)
+        return made._replace(**{which: (parts[number],) * len(parts)})
+
+    _parts(of)
+
+
+def cut_parts() -> Mistakes:
+    """The mistakes of which parts of a tile are hidden, by name."""
+    return {"the greatest of a warp for the least": _ends_swapped, "no part is cut": no_part_cut}
+
+
+def barely_cut_parts(some: int) -> Mistakes:
+    """The same where no more than some columns are hidden of a part."""
+    return {
+        "a part with some columns hidden at its start is whole": lambda: _parts_of(-some, 0, "cut"),
+        "a part with some columns hidden at its end is whole": lambda: _parts_of(0, some, "cut"),
+    }
+
+
+def many_parts(columns: int) -> Mistakes:
+    """The mistakes of several parts of a tile with so many columns, by name."""
+    return {
+        "each part of a tile as the first": lambda: _as_the_first(columns),
+        "parts in the reverse order": lambda: _parts(
+            lambda plain, *given: SeenParts(*(some[::-1] for some in plain(*given)))
+        ),
+        "parts that are cut for those that are seen": lambda: _parts(
+            lambda plain, *given: SeenParts(*reversed(plain(*given)))
+        ),
+        "parts half as wide": lambda: _parts(lambda plain, span, width, count: plain(span, width // 2, count)),
+    }
+
+
+def at_edges() -> Mistakes:
+    """Those of parts of which a row sees one column: the last or the first."""
+    return {
+        "none": lambda: None,
+        "a part seen at its last column is passed over": lambda: _parts_of(1, 0, "seen"),
+        "a part seen at its first column is passed over": lambda: _parts_of(0, -1, "seen"),
+        "each part of a tile seen as the first": lambda: parts_as("seen", 0),
+        "parts twice as wide": lambda: _parts(lambda plain, span, width, count: plain(span, 2 * width, count)),
+    }
+
+
+def loader_apart(kernel: type[MosaicBlock]) -> None:
+    """What loads tiles goes through the partial ones first."""
+    plain, fold = kernel.load_keys, TileSchedule.fold_tiles
+
+    def partial_first(self: TileSchedule, *given: Any) -> Any:
+        *before, carry, instead, overlapped, times = given
+        for other in ("some_full", "some_partial"):
+            carry = fold(dataclasses.replace(self, **{other: False}), *before, carry, instead, overlapped, times)
+        return carry
+
+    def load(self: Any, *given: Any) -> None:
+        TileSchedule.fold_tiles = partial_first  # type: ignore[method-assign, assignment]
+        plain(self, *given)
+        TileSchedule.fold_tiles = fold  # type: ignore[method-assign]
+
+    kernel.load_keys = load  # type: ignore[method-assign, assignment]
+
+
+def _next_partial(step: int) -> None:
+    """Of listed tiles a partial one is visited twice, and the first or the last isn't."""
+    plain = TileSchedule._overlap
+
+    def overlap(self: Any, tiles: Any, *given: Any) -> Any:
+        run, last = tiles.of_partial, tiles.of_partial.first + tiles.partial - 1
+
+        def tile(place: Any) -> Any:
+            return run.tile(jnp.where(place <= last, jnp.clip(place + step, run.first, last), place))
+
+        runs = {name: getattr(tiles, name)._replace(tile=tile) for name in ("of_partial", "of_full")}
+        return plain(self, tiles._replace(**runs), *given)
+
+    TileSchedule._overlap = overlap  # type: ignore[method-assign]
+
+
+def chains() -> Mistakes:
+    """The mistakes of partial tiles that overlap after the full ones, by name. Who visits one more tile waits forever."""
+    return {
+        "a partial tile twice and not the last": lambda: _next_partial(-1),
+        "a partial tile twice and not the first": lambda: _next_partial(1),
+        "the first tile is a full one": lambda: setattr(
+            tile_schedule._Row, "first", lambda self, is_full, full, partial: self.of_full.at(full)
+        ),
+        "the first tile is a partial one": lambda: setattr(
+            tile_schedule._Row, "first", lambda self, is_full, full, partial: self.of_partial.at(partial)
+        ),
+    }
