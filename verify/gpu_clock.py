@@ -44,6 +44,7 @@ __all__ = [
 _WARP = 32
 _LEAST_SPILL = 16  # bytes
 _WARPS_OF_GROUP = 4
+_MOST_PARTS = 2**26  # of a mask, that are counted
 
 
 class GpuCost(NamedTuple):
@@ -207,7 +208,8 @@ def loop_turns(tiles: tuple[float, ...], size: PassSizes, mask: Mask) -> tuple[f
 
 
 def part_shares(mask: LocalMask, block: tuple[int, int], part: tuple[int, int], heads: int = 1) -> PartShares:
-    """Of the parts, so many rows and keys, of the tiles that a loop with a mask visits. heads: see `loop_tiles`.
+    """Of the parts, so many rows and keys, of the tiles that a loop with a mask visits. heads: see `loop_tiles`. Of too many all
+    are taken as seen and cut.
 
     A row beyond the end isn't counted; a key there is one that no row sees. What isn't a span hides keys one by one, so that a
     warp doesn't know of it.
@@ -218,6 +220,8 @@ def part_shares(mask: LocalMask, block: tuple[int, int], part: tuple[int, int], 
         return EVERY_PART
     size = min(part[0], block[0]), min(part[1], block[1])
     tables = heads if mask.heads_differ else 1
+    if tables * (mask.q_len // size[0]) * (mask.kv_len // size[1]) > _MOST_PARTS:
+        return EVERY_PART
     of_tiles = np.array(mask.kinds_of_heads(*block, tables))
     of_parts = np.array(replace(mask, mask=_spans(mask.mask)).kinds_of_heads(*size, tables))
     if mask.kv_len % size[1]:

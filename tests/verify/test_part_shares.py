@@ -94,3 +94,9 @@ def test_the_shares_of_packed_documents() -> None:
 
 def test_shares_without_tiles_that_have_a_mask() -> None:
     assert part_shares(LocalMask(Full(), 0, 128, 128, 0), (64, 64), (16, 32)) == EVERY_PART
+
+
+def test_of_too_many_parts_none_is_counted() -> None:
+    """A million tokens have 2**30 parts."""
+    many = LocalMask(Causal(), 0, 2**20, 2**20, 0)
+    assert part_shares(many, (256, 128), (32, 32)) == EVERY_PART
