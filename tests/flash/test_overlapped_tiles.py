@@ -124,7 +124,7 @@ def _wanted(row: Row, part: int, parts: int, other: bool, overlaps: bool, masked
 @pytest.mark.parametrize("neighbours", [True, False], ids=["neighbours", "listed"])
 @pytest.mark.parametrize(("some_partial", "some_full"), [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("instead", [None, False, True], ids=["alone", "or_other", "other"])
-@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("parts", [1, 3])
 def test_order(neighbours: bool, some_partial: bool, some_full: bool, instead: bool | None, parts: int) -> None:
     """Every tile once, as a plain loop would; begin comes first, and end last."""
     table, rows = _schedule(neighbours, some_partial, some_full)
