@@ -136,6 +136,14 @@ def test_bias_and_score_together(generation: str) -> None:
     _check(generation, case)
 
 
+def test_a_negative_scale(generation: str) -> None:
+    """The highest product is then the lowest logit."""
+    case = cases.build("causal_window", "bthd", replace(SIZES, length=200))
+    case.call |= {"softmax_scale": -0.4}
+    case.reference |= {"scale": -0.4}
+    _check(generation, case)
+
+
 def test_hidden_keys_may_hold_anything(generation: str) -> None:
     case = _together(SIZES)
     _check(generation, case, hidden=slice(SIZES.length - 9, None))

@@ -144,7 +144,7 @@ class HopperForward(HopperBlock):
             sums = add_values(count, sums, shrink, tile.dropped(weights, tile.keep()))
             return count + 1, sums, peak, total
 
-        # Where tiles overlap, nothing but the scale and a mask is applied to logits.
+        # Where tiles overlap, nothing but a positive scale and a mask is applied to logits.
         scale, masks = self.logits.scale * LOG2E, self.masks_overlap(refs)
 
         def hidden(kv_block: Any, seen: SeenParts, raw: jax.Array) -> jax.Array:
@@ -220,7 +220,7 @@ class HopperForward(HopperBlock):
         )
         arrays = any(name.startswith("leaf") for name in refs) and not all_spans(static, refs, self.sizes.block_kv)
         wide = max(self.dims) > _NARROW and arrays
-        return not (others or wide or self.stored or self.in_key)
+        return not (others or wide or self.stored or self.in_key) and self.logits.scale > 0
 
     def masks_overlap(self, refs: dict[str, Any]) -> bool:
         """Whether tiles with a mask overlap too: where there are many, and spans are all that they hide."""
