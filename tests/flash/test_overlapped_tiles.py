@@ -96,13 +96,13 @@ def _overlapped(masked: bool) -> Overlapped:
     def begin(tile: Any, carry: Any) -> Any:
         return {"begun": _visit("begin")(tile, carry)}
 
-    def following(name: str) -> Any:
-        return lambda tile, carry: {"begun": _visit(name)(tile, carry["begun"])}
+    def following(tile: Any, carry: Any, kind: Masked) -> Any:
+        return {"begun": _visit("next partial" if kind else "next full")(tile, carry["begun"])}
 
     def end(carry: Any) -> Any:
         return _visit("end")(-1, carry["begun"])
 
-    return Overlapped(begin, following("next full"), following("next partial") if masked else None, end)
+    return Overlapped(begin, following, end, masked)
 
 
 def _wanted(row: Row, part: int, parts: int, other: bool, overlaps: bool, masked: bool) -> Visits:

@@ -337,6 +337,7 @@ class BlackwellRoles(BlockOfThreads):
                 weights = exp2(x * factor - along_rows(shift, x.shape), self.by_products(refs, masked, number))
                 return tile.dropped(weights, tile.keep()).astype(dtype), weights.sum(axis=1)
 
+            # The last part first: otherwise the compiler copies its logits away from where the first weights go.
             for number in reversed(range(len(xs))):
                 x = xs[number]
                 weigh_part = functools.partial(weights_of, number)

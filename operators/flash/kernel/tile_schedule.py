@@ -75,39 +75,36 @@ class TileSchedule:
         of_partial: tuple[Any, Any] = (0, partial)
         if parts > 1:
             of_full, of_partial = (jnp.maximum(low - partial, 0), high - partial), (low, jnp.minimum(high, partial))
-        by_other, of_instead = None, of_partial
+        of_other = of_partial
         if instead is not None:  # a loop of its own: a choice in the loop would cost time in each turn
-            by_other, middle = instead[1], jnp.where(instead[0], *of_partial)
-            of_partial, of_instead = (of_partial[0], middle), (middle, of_partial[1])
+            middle = jnp.where(instead[0], *of_partial)
+            of_partial, of_other = (of_partial[0], middle), (middle, of_partial[1])
         if overlapped is not None:
             carry = self._overlap(tiles, of_full, of_partial, overlapped, carry)
         elif self.some_full:
             carry = tiles.of_full.fold_tiles(*of_full, visit, carry, Masked.NO, times)
-        if self.some_partial and (overlapped is None or overlapped.visit_masked is None):
+        if self.some_partial and not (overlapped and overlapped.partial):
             carry = tiles.of_partial.fold_tiles(*of_partial, visit, carry, Masked.YES, times)
-        if self.some_partial and by_other is not None:
-            carry = tiles.of_partial.fold_tiles(*of_instead, by_other, carry, Masked.YES, times)
+        if self.some_partial and instead is not None:
+            carry = tiles.of_partial.fold_tiles(*of_other, instead[1], carry, Masked.YES, times)
         return carry
 
     def _overlap(
         self, tiles: _Row, of_full: tuple[Any, Any], of_partial: tuple[Any, Any], overlapped: Overlapped, carry: Any
     ) -> Any:
-        """Full tiles and then, where there is a visit for them, partial ones, of which each visit ends the work of the tile
-        before."""
-        masked = overlapped.visit_masked if self.some_partial else None
+        """Full tiles and then, where they overlap too, partial ones, of which each visit ends the work of the tile before."""
+        partial = overlapped.partial and self.some_partial
         some_full = of_full[0] < of_full[1] if self.some_full else False
-        some = some_full if masked is None else some_full | (of_partial[0] < of_partial[1])
+        some = some_full | (of_partial[0] < of_partial[1]) if partial else some_full
 
         def run(carry: Any) -> Any:
-            first = (
-                tiles.of_full.at(of_full[0]) if masked is None else tiles.first(some_full, of_full[0], of_partial[0])
-            )
+            first = tiles.first(some_full, of_full[0], of_partial[0]) if partial else tiles.of_full.at(of_full[0])
             carry = overlapped.begin(first, carry)
             if self.some_full:
-                carry = tiles.of_full.fold_tiles(of_full[0] + 1, of_full[1], overlapped.visit, carry)
-            if masked is not None:
-                begun = jnp.where(some_full, 0, 1)
-                carry = tiles.of_partial.fold_tiles(of_partial[0] + begun, of_partial[1], masked, carry)
+                carry = tiles.of_full.fold_tiles(of_full[0] + 1, of_full[1], overlapped.visit, carry, Masked.NO)
+            if partial:
+                start = of_partial[0] + jnp.where(some_full, 0, 1)
+                carry = tiles.of_partial.fold_tiles(start, of_partial[1], overlapped.visit, carry, Masked.YES)
             return overlapped.end(carry)
 
         return carry if some is False else lax.cond(some, run, lambda carry: carry, carry)
@@ -131,13 +128,12 @@ class TileSchedule:
 
 class Overlapped(NamedTuple):
     """How tiles are visited where each visit ends the work of the tile before: begin(tile, carry), whose result is the carry of
-    visit(tile, carry) for the other full tiles and of visit_masked(tile, carry) for partial ones, and end(carry). Without a
-    visit_masked partial tiles don't overlap."""
+    visit(tile, carry, masked) for the others, and end(carry). partial: whether partial tiles overlap too."""
 
     begin: Callable[[Any, Any], Any]
-    visit: Callable[[Any, Any], Any]
-    visit_masked: Callable[[Any, Any], Any] | None
+    visit: Callable[[Any, Any, Masked], Any]
     end: Callable[[Any], Any]
+    partial: bool
 
 
 class _Run(NamedTuple):
@@ -156,20 +152,18 @@ class _Run(NamedTuple):
         self,
         start: Any,
         end: Any,
-        visit: Callable[..., Any],
+        visit: Callable[[Any, Any, Masked], Any],
         carry: Any,
-        masked: Masked | None = None,
+        masked: Masked,
         times: int = 1,
     ) -> Any:
-        """visit(tile, carry, masked), or without masked visit(tile, carry), for the tiles from the start-th to the end-th. times:
-        see TileSchedule."""
-        kind = () if masked is None else (masked,)
+        """visit(tile, carry, masked) for the tiles from the start-th to the end-th. times: see TileSchedule."""
 
         def turn(number: Any, carry: Any) -> Any:
             if times == 1:
-                return visit(self.tile(number), carry, *kind)
+                return visit(self.tile(number), carry, masked)
             tile, visits = lax.div(number, jnp.int32(times)), lax.rem(number, jnp.int32(times))
-            return visit((self.tile(tile), visits), carry, *kind)
+            return visit((self.tile(tile), visits), carry, masked)
 
         return lax.fori_loop((self.first + start) * times, (self.first + end) * times, turn, carry)
 

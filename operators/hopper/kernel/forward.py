@@ -88,10 +88,9 @@ class HopperForward(HopperBlock):
         refs = HopperTile.with_numbers(refs, self.logits.static_args.mask, batch, first_row)
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
 
-        def tile_of(kv_block: Any, masked: Masked, first: int = 0, keys: int | None = None) -> HopperTile:
-            """A tile, or so many of its keys."""
+        def tile_of(kv_block: Any, masked: Masked) -> HopperTile:
             return HopperTile(
-                self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv + first, sizes, columns, keys=keys,
+                self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv, sizes, columns,
                 period=self.period, group=self.group, by_ids=masked is Masked.BY_IDS,
             )  # fmt: skip
 
@@ -135,9 +134,7 @@ class HopperForward(HopperBlock):
             raw, _ = products_of(count, count, lambda: None)
             tile = tile_of(kv_block, masked)
             x, factor, _ = weigh(tile, raw, masked)
-            if masked:
-                seen, whole = tile.seen_parts(1), x
-                x = seen.where_cut(0, lambda: tile.within(whole), lambda: whole)
+            x = _hidden(tile, tile.seen_parts(1), x) if masked else x
             exponents, peak, shrink = shifted(peak, x, _top(x), factor, masked)
             weights = jnp.exp2(exponents)
             total = total * shrink + weights.sum(axis=1)
@@ -147,29 +144,24 @@ class HopperForward(HopperBlock):
         # Where tiles overlap, nothing but a positive scale and a mask is applied to logits.
         scale, masks = self.logits.scale * LOG2E, self.masks_overlap(refs)
 
-        def hidden(kv_block: Any, seen: SeenParts, raw: jax.Array) -> jax.Array:
-            """The logits of a tile that may have a mask."""
-            tile = tile_of(kv_block, Masked.YES)
-            return seen.where_cut(0, lambda: tile.within(raw), lambda: raw)
-
         def begin(kv_block: Any, carry: Any) -> Any:
             count, sums, peak, total = carry
             seen = tile_of(kv_block, Masked.YES).seen_parts(1) if masks else ALL_SEEN
             raw, _ = products_of(count, None, lambda: None)
-            x = hidden(kv_block, seen, raw) if masks else raw
+            x = _hidden(tile_of(kv_block, Masked.YES), seen, raw) if masks else raw
             total = along_rows(total / _EIGHT, (ROWS, _EIGHT))
             return count + 1, sums, total, *shifted(peak, x, _top(x), scale, masks)
 
-        def visit_and_end(kv_block: Any, carry: Any, masked: bool = False) -> Any:
+        def visit_and_end(kv_block: Any, carry: Any, masked: Masked) -> Any:
             count, sums, total, exponents, peak, shrink = carry
             turn = _TURN if max(self.dims) > _NARROW else 2 * _TURN
 
             def beside() -> tuple[jax.Array, SeenParts]:
-                seen = tile_of(kv_block, Masked.YES).seen_parts(1) if masked else ALL_SEEN
+                seen = tile_of(kv_block, masked).seen_parts(1) if masked else ALL_SEEN
                 return jnp.exp2(exponents[:, :_BESIDE]), seen
 
             raw, (early, seen) = products_of(count, count - 1, beside)
-            x = hidden(kv_block, seen, raw) if masked else raw
+            x = _hidden(tile_of(kv_block, masked), seen, raw) if masked else raw
             weights, top = _exponentials_and_top(early, exponents, x, turn)
             total = summed(total, shrink, weights)
             sums = add_values(count - 1, sums, shrink, weights)
@@ -183,8 +175,7 @@ class HopperForward(HopperBlock):
             return count, sums, peak, summed(total, shrink, weights).sum(axis=1)
 
         carry = (jnp.int32(0), *self._start(refs, head, first_row))
-        visit_masked = functools.partial(visit_and_end, masked=True) if masks else None
-        overlapped = Overlapped(begin, visit_and_end, visit_masked, end) if self.overlaps(refs) else None
+        overlapped = Overlapped(begin, visit_and_end, end, partial=masks) if self.overlaps(refs) else None
         _, sums, peak, total = self.fold_tiles(refs, place, visit, carry, overlapped, masks=True)
         visible = total > 0
         safe = jnp.where(visible, total, 1.0)
@@ -275,6 +266,11 @@ def _top(x: jax.Array) -> jax.Array:
     some = _eights(x)
     pairs = itertools.starmap(jnp.maximum, zip(some[::2], some[1::2], strict=True))
     return functools.reduce(jnp.maximum, pairs)
+
+
+def _hidden(tile: HopperTile, seen: SeenParts, x: jax.Array) -> jax.Array:
+    """The logits of a tile without those outside of spans."""
+    return seen.where_cut(0, lambda: tile.within(x), lambda: x)
 
 
 def _exponentials_and_top(
