@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from span_mistakes import Mistakes, change_span
+from span_mistakes import Mistakes
 
 from attnops.operators.flash.kernel import tile_schedule
 from attnops.operators.flash.kernel.tile_schedule import TileSchedule
@@ -18,11 +18,9 @@ from attnops.operators.mosaic.kernel.seen_parts import SeenParts
 from attnops.operators.mosaic.kernel.within import Span
 
 
-def _as_the_first(columns: int) -> None:
-    """Parts of a tile with so many columns are hidden as if each were the first."""
-    change_span(
-        lambda span, first: Span(*(x if x is None else x + first % columns for x in (span.begin, span.end)), first)
-    )
+def _as_the_first() -> None:
+    """Each part of a tile is hidden as if it were the first."""
+    Span.counted_from = lambda self, column: self  # type: ignore[method-assign]
 
 
 def _parts(change: Callable[..., SeenParts]) -> None:
@@ -35,6 +33,11 @@ def _parts(change: Callable[..., SeenParts]) -> None:
     mosaic_tile.seen_parts = made
 
 
+def _of_both(parts: SeenParts, change: Callable[[Any, Any], tuple[Any, Any]]) -> SeenParts:
+    seen, cut = change(parts.seen, parts.cut)
+    return parts._replace(seen=seen, cut=cut)
+
+
 def _parts_of(begin: int, end: int, which: str) -> None:
     """Which parts are seen, or cut, is told of spans that begin and end so many columns later."""
 
@@ -42,7 +45,7 @@ def _parts_of(begin: int, end: int, which: str) -> None:
         return x if x is None else x + columns
 
     def of(plain: Any, span: Span, *sizes: int) -> SeenParts:
-        made = plain(Span(later(span.begin, begin), later(span.end, end), span.number), *sizes)
+        made = plain(Span(later(span.begin, begin), later(span.end, end), span.zeros), *sizes)
         return plain(span, *sizes)._replace(**{which: getattr(made, which)})
 
     _parts(of)
@@ -88,15 +91,15 @@ def barely_cut_parts(some: int) -> Mistakes:
     }
 
 
-def many_parts(columns: int) -> Mistakes:
-    """The mistakes of several parts of a tile with so many columns, by name."""
+def many_parts() -> Mistakes:
+    """The mistakes of several parts of a tile, by name."""
     return {
-        "each part of a tile as the first": lambda: _as_the_first(columns),
+        "each part of a tile as the first": _as_the_first,
         "parts in the reverse order": lambda: _parts(
-            lambda plain, *given: SeenParts(*(some[::-1] for some in plain(*given)))
+            lambda plain, *given: _of_both(plain(*given), lambda seen, cut: (seen[::-1], cut[::-1]))
         ),
         "parts that are cut for those that are seen": lambda: _parts(
-            lambda plain, *given: SeenParts(*reversed(plain(*given)))
+            lambda plain, *given: _of_both(plain(*given), lambda seen, cut: (cut, seen))
         ),
         "parts half as wide": lambda: _parts(lambda plain, span, width, count: plain(span, width // 2, count)),
     }
@@ -115,18 +118,18 @@ def at_edges() -> Mistakes:
 
 def loader_apart(kernel: type[MosaicBlock]) -> None:
     """What loads tiles goes through the partial ones first."""
-    plain, fold = kernel.load_keys, TileSchedule.fold_tiles
+    plain, each = kernel.load_keys, kernel.each_tile
 
-    def partial_first(self: TileSchedule, *given: Any) -> Any:
-        *before, carry, instead, overlapped, times = given
+    def partial_first(self: Any, refs: Any, row: Any, visit: Any, carry: Any, times: int = 1) -> Any:
         for other in ("some_full", "some_partial"):
-            carry = fold(dataclasses.replace(self, **{other: False}), *before, carry, instead, overlapped, times)
+            of_kind = dataclasses.replace(self, table=dataclasses.replace(self.table, **{other: False}))
+            carry = each(of_kind, refs, row, visit, carry, times)
         return carry
 
     def load(self: Any, *given: Any) -> None:
-        TileSchedule.fold_tiles = partial_first  # type: ignore[method-assign, assignment]
+        kernel.each_tile = partial_first  # type: ignore[method-assign, assignment]
         plain(self, *given)
-        TileSchedule.fold_tiles = fold  # type: ignore[method-assign]
+        kernel.each_tile = each  # type: ignore[method-assign]
 
     kernel.load_keys = load  # type: ignore[method-assign, assignment]
 
@@ -147,15 +150,22 @@ def _next_partial(step: int) -> None:
     TileSchedule._overlap = overlap  # type: ignore[method-assign]
 
 
+def _first_of(which: Callable[[tile_schedule._Row, Any, Any], Any]) -> None:
+    """A chain begins with a tile of this kind."""
+    plain = TileSchedule._overlap
+
+    class Row(tile_schedule._Row):
+        def either(self, is_full: Any, full: Any, partial: Any) -> Any:
+            return which(self, full, partial)
+
+    TileSchedule._overlap = lambda self, tiles, *given: plain(self, Row(*tiles), *given)  # type: ignore[method-assign]
+
+
 def chains() -> Mistakes:
     """The mistakes of partial tiles that overlap after the full ones, by name. Who visits one more tile waits forever."""
     return {
         "a partial tile twice and not the last": lambda: _next_partial(-1),
         "a partial tile twice and not the first": lambda: _next_partial(1),
-        "the first tile is a full one": lambda: setattr(
-            tile_schedule._Row, "first", lambda self, is_full, full, partial: self.of_full.at(full)
-        ),
-        "the first tile is a partial one": lambda: setattr(
-            tile_schedule._Row, "first", lambda self, is_full, full, partial: self.of_partial.at(partial)
-        ),
+        "the first tile is a full one": lambda: _first_of(lambda row, full, partial: row.of_full.at(full)),
+        "the first tile is a partial one": lambda: _first_of(lambda row, full, partial: row.of_partial.at(partial)),
     }

@@ -104,7 +104,7 @@ def change_span(change: Callable[[Span, Any], Span]) -> None:
 
     def span(self: Any) -> Any:
         made: Span | None = plain(self)
-        return made if made is None else change(made, made.number)
+        return made if made is None else change(made, self.first["q" if self.axis["q"] else "kv"])
 
     MosaicTile._span = span  # type: ignore[method-assign]
 
@@ -115,11 +115,14 @@ def _moved(begin: int, end: int) -> None:
     def later(x: Any, columns: Any) -> Any:
         return None if x is None else x + columns
 
-    change_span(lambda span, first: Span(later(span.begin, begin), later(span.end, end), span.number))
+    change_span(lambda span, first: Span(later(span.begin, begin), later(span.end, end), span.zeros))
 
 
 def _from_tile() -> None:
-    change_span(lambda span, first: Span(*(None if x is None else x + first for x in (span.begin, span.end)), first))
+    def moved(span: Span, first: Any) -> Span:
+        return Span(*(None if x is None else x + first for x in (span.begin, span.end)), span.zeros)
+
+    change_span(moved)
 
 
 def _numbers_of(change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
@@ -206,7 +209,7 @@ def span_mistakes(mask: str, by_keys: bool, totals: bool = False) -> Mistakes:
         return _of_arrays(by_keys)
     made: Mistakes = {
         "none": lambda: None,
-        "begin and end swapped": lambda: change_span(lambda span, first: Span(span.end, span.begin, span.number)),
+        "begin and end swapped": lambda: change_span(lambda span, first: Span(span.end, span.begin, span.zeros)),
         "a span begins early": lambda: _moved(-1, 0),
         "a span begins late": lambda: _moved(1, 0),
         "a span ends early": lambda: _moved(0, -1),

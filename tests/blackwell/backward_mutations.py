@@ -213,9 +213,11 @@ def _warps(change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
     plain = tile.seen_parts
 
     def seen_parts(*given: Any, **more: Any) -> SeenParts:
-        (seen,), (cut,) = plain(*given, **more)
-        changed = change(seen, cut)
-        return SeenParts((changed[0],), (changed[1],))
+        made: SeenParts = plain(*given, **more)
+        assert made.seen
+        assert made.cut
+        changed = change(made.seen[0], made.cut[0])
+        return made._replace(seen=(changed[0],), cut=(changed[1],))
 
     tile.seen_parts = seen_parts
 

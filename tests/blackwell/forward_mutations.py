@@ -197,7 +197,7 @@ def _arrive_with(name: str, start: str) -> None:
 def mistakes(which: str) -> dict[str, Callable[[], None]]:
     """Those of one of these kernels, by name."""
     kernel, made = KERNELS[which], mutations()
-    of_parts = many_parts(kernel.sizes.block_kv)
+    of_parts = many_parts()
     if kernel.mask == "edges":
         return at_edges() | cut_parts() | of_parts
     if kernel.mask != "causal":

@@ -164,3 +164,27 @@ def test_a_table_is_read_where_it_has_places(
             given = (_visit("visit"), _start(), None, _overlapped(masked))
             found = table.fold_tiles(ref, 0, 0, block, 0, 1, *given)
             assert _visits(found) == _wanted(row, 0, 1, False, True, masked)
+
+
+@pytest.mark.parametrize("neighbours", [True, False], ids=["neighbours", "listed"])
+@pytest.mark.parametrize(("some_partial", "some_full"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("times", [1, 2])
+def test_one_loop_goes_through_the_same_tiles(
+    neighbours: bool, some_partial: bool, some_full: bool, parts: int, times: int
+) -> None:
+    """In the order of the loops by kind, each as often as it's asked for."""
+    table, rows = _schedule(neighbours, some_partial, some_full)
+
+    def visit(tile: Any, carry: Any) -> Any:
+        return _visit("full")(tile if times == 1 else tile[0] * times + tile[1], carry)
+
+    @jax.jit
+    def tiles(ref: Any, block: Any, part: Any) -> Any:
+        return table.each_tile(ref, jnp.int32(0), jnp.int32(0), block, part, parts, visit, _start(), times)
+
+    for block, row in enumerate(rows):
+        for part in range(parts):
+            wanted = [tile for _, tile in _wanted(row, part, parts, False, False, False)]
+            found = [tile for _, tile in _visits(tiles(jnp.asarray(table.table), block, part))]
+            assert found == [tile * times + number if times > 1 else tile for tile in wanted for number in range(times)]

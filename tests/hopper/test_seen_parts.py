@@ -34,7 +34,7 @@ def _found(spans: Spans, width: int, count: int) -> list[np.ndarray]:
     @jax.jit
     @jax.vmap
     def of_tile(spans: dict[str, jax.Array]) -> tuple[Any, Any]:
-        span = Span(spans.get("begin"), spans.get("end"), 0)
+        span = Span(spans.get("begin"), spans.get("end"), jnp.zeros((), jnp.int32))
         made = seen_parts(span, width, count, TILE, interpret=True)
         return jnp.stack(made.seen), jnp.stack(made.cut)
 

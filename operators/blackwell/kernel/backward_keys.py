@@ -123,8 +123,7 @@ class BlackwellKeyGradients(BlackwellGradients):
             held = self.columns_of(keys, self._tile(held, 0, q_block))
             plgpu.tcgen05_mma(refs[name], held, columns, refs[f"{name}_full"], accumulate=False)
 
-        def visit(q_block: Any, count: Any, masked: bool) -> Any:
-            del masked
+        def visit(q_block: Any, count: Any) -> Any:
             slot = lax.rem(count, stages)
             if ahead:
                 add_last(count, "value", q_block)
@@ -143,7 +142,7 @@ class BlackwellKeyGradients(BlackwellGradients):
             return count + 1
 
         def of_head(number: Any, count: Any) -> Any:
-            return self.fold_tiles(refs, (batch, kv_head * self.group + number, kv_block), visit, count)
+            return self.each_tile(refs, (batch, kv_head * self.group + number, kv_block), visit, count)
 
         count = self._of_heads(of_head, before)
         for name in names if ahead else ():
@@ -217,7 +216,7 @@ class BlackwellKeyGradients(BlackwellGradients):
                 else:
 
                     def some() -> jax.Array:
-                        return seen.where_cut(0, lambda: weights_of(tile.within(x)), lambda: weights_of(x))
+                        return seen.where_cut(0, lambda: weights_of(tile.within(x, seen.span)), lambda: weights_of(x))
 
                     weights = seen.where_seen(0, some, lambda: jnp.zeros_like(x))
                 keep = tile.keep()
@@ -244,7 +243,7 @@ class BlackwellKeyGradients(BlackwellGradients):
                     self.give(refs, "d_logits", d_x.astype(dtype), columns)
                 return count + 1
 
-            return self.fold_tiles(refs, (batch, head, kv_block), visit, count, masks=True)
+            return self.fold_tiles(refs, (batch, head, kv_block), visit, count)
 
         return self._of_heads(of_head, count)
 

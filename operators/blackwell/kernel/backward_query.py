@@ -100,8 +100,8 @@ class BlackwellQueryGradient(BlackwellGradients):
             """Those of the tile before."""
             pl.when(count > before)(lambda: add(count - 1))
 
-        def visit(kv_block: Any, count: Any, masked: bool) -> Any:
-            del kv_block, masked
+        def visit(kv_block: Any, count: Any) -> Any:
+            del kv_block
             slot = lax.rem(count, stages)
             multiply("logits", "query", "key", slot, "logits")
             if ahead and self.held:
@@ -115,7 +115,7 @@ class BlackwellQueryGradient(BlackwellGradients):
                 add(count)
             return count + 1
 
-        count = self.fold_tiles(refs, place, visit, before)
+        count = self.each_tile(refs, place, visit, before)
         if ahead:
             add_last(count)
         return count
@@ -192,13 +192,15 @@ class BlackwellQueryGradient(BlackwellGradients):
             else:
                 taken = take()
                 d_x = seen.where_seen(
-                    0, lambda: gradients(tile.within(x), lambda: taken), lambda: jnp.zeros(taken.shape, dtype)
+                    0,
+                    lambda: gradients(tile.within(x, seen.span), lambda: taken),
+                    lambda: jnp.zeros(taken.shape, dtype),
                 )
             plgpu.barrier_wait(refs["d_weights_read" if self.held else "d_logits_read"])
             self.give(refs, "d_logits", d_x, columns)
             return count + 1
 
-        return self.fold_tiles(refs, (batch, head, q_block), visit, count, masks=True)
+        return self.fold_tiles(refs, (batch, head, q_block), visit, count)
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See MosaicBlock."""

@@ -23,8 +23,9 @@ from .tile import BY_ROW, BlackwellTile, by_row
 
 __all__ = ["BlackwellForward"]
 
-_BY_PRODUCTS = (8, 10)  # of a part's exponentials, by turns; with more of them registers are spilled
-_BESIDE_SPANS = 8  # of those of a tile with a mask
+# See by_products: of tiles with a mask, of those without one, and of those beside arrays of a mask. With others the compiler
+# spills registers.
+_MASKED, _WHOLE, _BESIDE_ARRAYS = (32, 64), (44, 64), (28, 128)
 _IN_REGISTERS = ("bias", "dropout", "key_scale")  # arrays whose numbers take a tile's registers
 _OF_MASK = ("leaf", "words")  # the same, unless they become spans
 
@@ -93,7 +94,7 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         self, refs: dict[str, Any], work: tuple[Any, Any, Any], visit: Callable[[Any, Any, Any], Any], carry: Any
     ) -> Any:
         """See BlackwellRoles."""
-        return self.fold_tiles(refs, work, visit, carry, masks=True)
+        return self.fold_tiles(refs, work, visit, carry)
 
     def of_rows(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: Any) -> Any:
         """The number of the first, and the references with what a mask tells of them."""
@@ -111,24 +112,25 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         of_rows: Any,
     ) -> list[BlackwellTile]:
         """See BlackwellRoles."""
-        del group, count, refs
+        del group, count
         first_row, refs_of_rows = of_rows
-        first_key = tile * self.sizes.block_kv
+        block_kv = self.sizes.block_kv
+        keys = PART if masked or self._crowded(refs) else block_kv
         return [
             BlackwellTile(
                 self.logits,
                 refs_of_rows,
                 work[:2],
                 first_row,
-                first_key + first,
+                tile * block_kv + first,
                 self.sizes,
                 None,
-                keys=PART,
+                keys=keys,
                 period=self.period,
                 group=self.group,
                 by_ids=masked is Masked.BY_IDS,
             )
-            for first in range(0, self.sizes.block_kv, PART)
+            for first in range(0, block_kv, keys)
         ]
 
     def start(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: Any) -> tuple[jax.Array, jax.Array]:
@@ -145,16 +147,18 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
             sinks = sinks + jnp.where(self.split() == 0, 0.0, -jnp.inf)
         return sinks, jnp.where(sinks == -jnp.inf, 0.0, 1.0)
 
-    def by_products(self, refs: dict[str, Any], masked: Any, part: int) -> int:
-        """Some where nothing else takes the registers that they need."""
-        logits, spans = self.logits, all_spans(self.logits.static_args, refs, self.sizes.block_kv)
-        taken = logits.soft_cap is not None or logits.static_args.score is not None or masked is Masked.BY_IDS
-        if taken or any(name.startswith(_IN_REGISTERS) for name in refs):
-            return 0
+    def by_products(self, refs: dict[str, Any], masked: Any) -> tuple[int, int]:
+        """See BlackwellRoles. Some where nothing else takes the registers that they need."""
+        spans = all_spans(self.logits.static_args, refs, self.sizes.block_kv)
         arrays = any(name.startswith(_OF_MASK) for name in refs)
-        if arrays and not spans:
-            return 0
-        return _BESIDE_SPANS if arrays or (masked and spans) else _BY_PRODUCTS[part % 2]
+        if self._crowded(refs) or masked is Masked.BY_IDS or (arrays and not spans):
+            return super().by_products(refs, masked)
+        return _MASKED if masked else _BESIDE_ARRAYS if arrays else _WHOLE
+
+    def _crowded(self, refs: dict[str, Any]) -> bool:
+        """Whether more than a mask takes registers."""
+        more = self.logits.soft_cap is not None or self.logits.static_args.score is not None
+        return more or any(name.startswith(_IN_REGISTERS) for name in refs)
 
     def store(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: Any, name: str, held: Any) -> None:
         """See BlackwellRoles."""

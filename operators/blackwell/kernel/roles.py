@@ -27,8 +27,8 @@ from ...mosaic.kernel.block import WARPGROUPS, BlockOfThreads, along_rows, one_o
 from ...mosaic.kernel.exponentials import exp2
 from ...mosaic.kernel.mosaic_sizes import equal_share
 from ...mosaic.kernel.seen_parts import ALL_SEEN
-from .blackwell_sizes import PART, ROWS, apart, places
-from .tile import BY_ROW, OUTPUT, TILE, by_row
+from .blackwell_sizes import ROWS, apart, places
+from .tile import OUTPUT, TILE, by_row
 
 __all__ = ["BlackwellRoles"]
 
@@ -167,7 +167,7 @@ class BlackwellRoles(BlockOfThreads):
     def parts(
         self, refs: dict[str, Any], work: Any, group: Any, tile: Any, count: Any, masked: Any, of_rows: Any
     ) -> Sequence[Any]:
-        """Of a group's rows and a tile's keys, PART of these each, as `weigh` takes them. count: of the tiles before."""
+        """Of a group's rows and a tile's keys, as many of these each, as `weigh` takes them. count: of the tiles before."""
         raise NotImplementedError
 
     def weighed(self, refs: dict[str, Any], count: Any) -> None:
@@ -243,27 +243,22 @@ class BlackwellRoles(BlockOfThreads):
         def next_logits(tile: Any, group: int) -> None:
             pl.when(tile + 1 < count)(lambda: logits(tile + 1, group))
 
-        @pl.when(count > 0)
-        def _first() -> None:
-            for group in range(self.groups):
-                self.wait_for_queries(refs, group)
-                logits(jnp.int32(0), group)
+        def own_values(tile: Any, group: int) -> None:
+            pl.when(tile >= 0)(lambda: values(tile, group))
 
         # The next keys take the only place of those whose values are still to be multiplied.
         alone = self.in_key and self.sizes.stages == 1
         ahead = self.places > 1 and not alone
 
-        @pl.loop(0, count)
+        for group in range(self.groups):
+            self.wait_for_queries(refs, group)
+
+        @pl.loop(-1, count)
         def _tile(tile: Any) -> None:
             for group in range(self.groups):
-                steps = (next_logits, values) if ahead else (values, next_logits)
+                steps = (next_logits, own_values) if ahead else (own_values, next_logits)
                 for step in steps:
                     step(tile, group)
-
-        @pl.when(count == 0)
-        def _none() -> None:
-            for group in range(self.groups):
-                self.wait_for_queries(refs, group)
 
     def at(self, tile: Any, group: Any) -> Any:
         """The number of a tile's place, among those of all groups."""
@@ -307,6 +302,8 @@ class BlackwellRoles(BlockOfThreads):
             whole = self.of_place(refs, "logits", at, _read)
             tiles = self.parts(refs, work, group, kv_block, count, masked, of_rows)
             seen = tiles[0].seen_parts(len(tiles)) if masked else ALL_SEEN
+            columns, (of_128, written) = tiles[0].shape[1], self.by_products(refs, masked)
+            by_products = of_128 * columns // 256 * 2  # a register has two
             xs, highest, factor = list[jax.Array](), list[jax.Array](), 1.0
 
             def look(number: int, raw: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -314,11 +311,11 @@ class BlackwellRoles(BlockOfThreads):
                 nonlocal factor
                 tile = tiles[number]
                 x, factor, _ = weigh(tile, raw, masked)
-                x = seen.where_cut(number, lambda: tile.within(x), lambda: x)
+                x = seen.where_cut(number, lambda: tile.within(x, seen.of_part(number, columns)), lambda: x)
                 return x, x.max(axis=1)
 
             for number in range(len(tiles)):
-                raw = whole[:, number * PART : (number + 1) * PART]
+                raw = whole[:, number * columns : (number + 1) * columns]
                 x, top = seen.where_seen(number, functools.partial(look, number, raw), functools.partial(_unseen, raw))
                 xs.append(x)
                 highest.append(top)
@@ -329,12 +326,12 @@ class BlackwellRoles(BlockOfThreads):
             shrink = jnp.exp2(peak - shift)
             refs["shrink"].at[at][...] = shrink
             plgpu.barrier_arrive(refs["shrink_full"].at[at])
-            total = total * shrink
+            total, shifts = total * shrink, along_rows(shift, (ROWS, columns))
 
             def weights_of(number: int) -> tuple[jax.Array, jax.Array]:
                 """(the weights of a part, their sum)."""
                 tile, x = tiles[number], xs[number]
-                weights = exp2(x * factor - along_rows(shift, x.shape), self.by_products(refs, masked, number))
+                weights = exp2(x * factor - shifts, by_products)
                 return tile.dropped(weights, tile.keep()).astype(dtype), weights.sum(axis=1)
 
             # The last part first: otherwise the compiler copies its logits away from where the first weights go.
@@ -345,7 +342,7 @@ class BlackwellRoles(BlockOfThreads):
                 total = total + some
                 if number == len(xs) - 1 and self.apart:
                     pl.when(count >= self.places)(lambda: plgpu.barrier_wait(refs["weights_free"].at[at]))
-                self.of_place(refs, "weights", at, functools.partial(_write, number, part))
+                self.of_place(refs, "weights", at, functools.partial(_write, number, part, written))
             plgpu.commit_tmem()
             self.weighed(refs, count)
             plgpu.barrier_arrive(refs["weights_full"].at[at])
@@ -362,10 +359,11 @@ class BlackwellRoles(BlockOfThreads):
         self.store(refs, work, group, "lse", refs["lse_rows"].at[group])
         plgpu.wait_smem_to_gmem(0)
 
-    def by_products(self, refs: dict[str, Any], masked: Any, part: int) -> int:
-        """How many of a part's exponentials are computed by products; see exponentials.py."""
-        del refs, masked, part
-        return 0
+    def by_products(self, refs: dict[str, Any], masked: Any) -> tuple[int, int]:
+        """(how many of 128 exponentials are computed by products; see exponentials.py; how many columns of weights
+        are written at once, at most)."""
+        del refs, masked
+        return 0, 128
 
     def correct(self, refs: dict[str, Any], work: Any) -> None:
         """Shrink the sums where a row's maximum has grown; after the last tile write the output."""
@@ -386,13 +384,14 @@ class BlackwellRoles(BlockOfThreads):
                 plgpu.barrier_wait(refs["shrink_full"].at[at])
                 if group == 0:
                     self.clean(refs, work, tile, masked)
-                shrink = plgpu.load(refs["shrink"].at[at], layout=BY_ROW, optimized=False)  # type: ignore[call-arg]
+                shrink = plgpu.load(refs["shrink"].at[at], optimized=False)  # type: ignore[call-arg] # of jax 0.10
+                shrink = plgpu.layout_cast(along_rows(shrink, (ROWS, self.chunk)), TILE)
                 plgpu.barrier_wait(refs["sums_full"].at[group])
                 for first in range(0, self.columns, self.chunk):
                     ref = self.sums_at(refs, group, first, self.chunk)
-                    sums = plgpu.async_load_tmem(ref, layout=TILE)
+                    sums = plgpu.async_load_tmem(ref)
                     plgpu.wait_load_tmem()
-                    plgpu.async_store_tmem(ref, sums * along_rows(shrink, sums.shape))
+                    plgpu.async_store_tmem(ref, sums * shrink)
                 plgpu.commit_tmem()
                 plgpu.barrier_arrive(refs["weights_full"].at[at])
 
@@ -408,6 +407,7 @@ class BlackwellRoles(BlockOfThreads):
         # Without tiles there are no sums, whatever the total: a sink's.
         seen = (total > 0) & (count > 0)
         share = self.shares(refs, work, jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0))
+        shares = plgpu.layout_cast(along_rows(share, (ROWS, self.chunk)), OUTPUT)
         pl.when(count > 0)(lambda: plgpu.barrier_wait(refs["sums_full"].at[group]))
         # Without tiles the queries, whose place the output may take, can still be on their way.
         pl.when(count == 0)(lambda: plgpu.barrier_wait(refs["query_full"].at[group]))
@@ -418,11 +418,8 @@ class BlackwellRoles(BlockOfThreads):
             """Columns that are swizzled together, of which fewer are in registers at once."""
             parts = list[jax.Array]()
             for first in range(0, step, self.chunk):
-                sums = plgpu.async_load_tmem(
-                    self.sums_at(refs, group, number * step + first, self.chunk), layout=OUTPUT
-                )
+                sums = plgpu.async_load_tmem(self.sums_at(refs, group, number * step + first, self.chunk))
                 plgpu.wait_load_tmem()
-                shares = along_rows(share, sums.shape)
                 made = jnp.where(shares > 0, sums * shares, 0.0)
                 if unrounded is None:
                     parts.append(made.astype(output.dtype))
@@ -489,9 +486,12 @@ def _no_weights(shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Arra
     return jnp.zeros(shape, dtype), by_row(0.0)
 
 
-def _write(number: int, part: jax.Array, weights: Any) -> None:
-    """The weights of a part of a tile."""
-    plgpu.async_store_tmem(weights.at[:, pl.ds(number * PART, PART)], part)
+def _write(number: int, part: jax.Array, written: int, weights: Any) -> None:
+    """The weights of a part of a tile, so many columns at once; the last first, as the parts."""
+    columns = part.shape[1]
+    step = min(written, columns)
+    for first in reversed(range(0, columns, step)):
+        plgpu.async_store_tmem(weights.at[:, pl.ds(number * columns + first, step)], part[:, first : first + step])
 
 
 def _each(count: int, run: Callable[[Any], None]) -> None:

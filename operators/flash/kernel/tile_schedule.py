@@ -67,14 +67,7 @@ class TileSchedule:
         and maybe the partial ones. times: visits of each tile, one after another; of several, visit's first argument is (tile,
         number of the visit).
         """
-        row = (batch if self.table.shape[0] > 1 else 0, head if self.table.shape[1] > 1 else 0, block)
-        tiles = self._tiles(lambda i: ref[(*row, i)])
-        partial, total = tiles.partial, tiles.total
-        low, high = (0, total) if parts == 1 else (total * part // parts, total * (part + 1) // parts)
-        of_full: tuple[Any, Any] = (0, total - partial)
-        of_partial: tuple[Any, Any] = (0, partial)
-        if parts > 1:
-            of_full, of_partial = (jnp.maximum(low - partial, 0), high - partial), (low, jnp.minimum(high, partial))
+        tiles, of_full, of_partial = self._share(ref, batch, head, block, part, parts)
         of_other = of_partial
         if instead is not None:  # a loop of its own: a choice in the loop would cost time in each turn
             middle = jnp.where(instead[0], *of_partial)
@@ -89,6 +82,42 @@ class TileSchedule:
             carry = tiles.of_partial.fold_tiles(*of_other, instead[1], carry, Masked.YES, times)
         return carry
 
+    def each_tile(
+        self,
+        ref: Any,
+        batch: Any,
+        head: Any,
+        block: Any,
+        part: Any,
+        parts: int,
+        visit: Callable[[Any, Any], Any],
+        carry: Any,
+        times: int = 1,
+    ) -> Any:
+        """visit(tile, carry) for the same tiles in the same order in one loop, for whom they are all alike."""
+        tiles, of_full, of_partial = self._share(ref, batch, head, block, part, parts)
+        if not (self.some_full and self.some_partial):
+            run, ends = (tiles.of_full, of_full) if self.some_full else (tiles.of_partial, of_partial)
+        elif parts == 1:
+            run, ends = tiles.in_order, (0, tiles.total)
+        else:
+            full, partial = (jnp.maximum(end - begin, 0) for begin, end in (of_full, of_partial))
+            run = _Run(0, lambda n: tiles.either(n < full, of_full[0] + n, of_partial[0] + n - full))
+            ends = 0, full + partial
+        return run.fold_tiles(*ends, lambda tile, carry, _: visit(tile, carry), carry, Masked.NO, times)
+
+    def _share(
+        self, ref: Any, batch: Any, head: Any, block: Any, part: Any, parts: int
+    ) -> tuple[_Row, tuple[Any, Any], tuple[Any, Any]]:
+        """(a row's tiles, which of the full ones are in the `part`-th of `parts` shares, which of the partial ones)."""
+        row = (batch if self.table.shape[0] > 1 else 0, head if self.table.shape[1] > 1 else 0, block)
+        tiles = self._tiles(lambda i: ref[(*row, i)])
+        partial, total = tiles.partial, tiles.total
+        if parts == 1:
+            return tiles, (0, total - partial), (0, partial)
+        low, high = total * part // parts, total * (part + 1) // parts
+        return tiles, (jnp.maximum(low - partial, 0), high - partial), (low, jnp.minimum(high, partial))
+
     def _overlap(
         self, tiles: _Row, of_full: tuple[Any, Any], of_partial: tuple[Any, Any], overlapped: Overlapped, carry: Any
     ) -> Any:
@@ -98,7 +127,7 @@ class TileSchedule:
         some = some_full | (of_partial[0] < of_partial[1]) if partial else some_full
 
         def run(carry: Any) -> Any:
-            first = tiles.first(some_full, of_full[0], of_partial[0]) if partial else tiles.of_full.at(of_full[0])
+            first = tiles.either(some_full, of_full[0], of_partial[0]) if partial else tiles.of_full.at(of_full[0])
             carry = overlapped.begin(first, carry)
             if self.some_full:
                 carry = tiles.of_full.fold_tiles(of_full[0] + 1, of_full[1], overlapped.visit, carry, Masked.NO)
@@ -119,11 +148,18 @@ class TileSchedule:
         """Those of a row with these entries."""
         if not self.neighbours:
             partial, total = entry(0), entry(1)
-            return _Row(partial, total, _Run(2, entry), _Run(2 + partial, entry))
+            in_order = _Run(2 + partial, lambda place: entry(jnp.where(place < 2 + total, place, place - total)))
+            return _Row(partial, total, _Run(2, entry), _Run(2 + partial, entry), in_order)
         first, full, after_full, after = (entry(i) for i in range(4))
         before, partial = full - first, full - first + after - after_full
         masked = _Run(0, lambda n: jnp.where(n < before, first + n, after_full + n - before))
-        return _Row(partial, after - first, masked, _Run(full))
+
+        def of_place(place: Any) -> Any:
+            """Of the places of the row's tiles the first ones are those of the full ones."""
+            early = jnp.where(place < first + after_full - full, place + full - first, place - after_full + full)
+            return jnp.where(place < after_full, early, place)
+
+        return _Row(partial, after - first, masked, _Run(full), _Run(first, of_place))
 
 
 class Overlapped(NamedTuple):
@@ -169,14 +205,16 @@ class _Run(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A row's tiles: how many are partial, how many there are, and the partial ones and the full ones."""
+    """A row's tiles: how many are partial, how many there are, the partial ones, the full ones, and the full ones before the
+    partial ones."""
 
     partial: Any
     total: Any
     of_partial: _Run
     of_full: _Run
+    in_order: _Run
 
-    def first(self, is_full: Any, full: Any, partial: Any) -> Any:
+    def either(self, is_full: Any, full: Any, partial: Any) -> Any:
         """The full-th of the full tiles or else the partial-th of the partial ones."""
         if is_full is False:
             return self.of_partial.at(partial)

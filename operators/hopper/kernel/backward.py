@@ -13,6 +13,7 @@ which each of two warpgroups sums half of the columns; so it is with the query's
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from ...flash.kernel.weigh import weigh
 from ...kernels.scores import without_padded_rows
 from ...mosaic.kernel.block import Copies, along_columns, along_rows, part_of
 from ...mosaic.kernel.mosaic_sizes import DIM_STEP, Sums
+from ...mosaic.kernel.spans import all_spans
 from .block import HopperBlock, zeros
 from .hopper_sizes import ROWS, divided, key_warpgroups, latent_halves
 from .tensor_cores import tensor_cores
@@ -35,6 +37,11 @@ __all__ = ["HopperKeyGradients", "HopperQueryGradient"]
 
 _SUMS_BESIDE_BOTH = 128  # columns of sums beside which a warpgroup holds two products at once; of 32 keys always
 _SUMS_BESIDE_OTHERS = 192  # columns of sums beside which the numbers of a mask and of dropout have registers
+
+# Columns of sums with which the warpgroups share a program: with a mask that is spans and nothing more, beside arrays and scores,
+# and beside segment ids. With more, places that the compiler doesn't know take registers that the sums need.
+_TOGETHER = {"dkv": (256, 128, 128), "dq": (128, 128, 64)}
+_ARRAYS = ("leaf", "bias", "capture", "dropout", "query_offset", "q_start", "k_start")
 
 _ROWS = {"query": "lse", "d_output": "delta"}  # what is loaded by rows, and the numbers of the rows that come with it
 
@@ -48,6 +55,19 @@ class _HopperGradients(HopperBlock):
     def most_sums(self) -> int:
         """Columns of the sums of a warpgroup."""
         raise NotImplementedError
+
+    @property
+    def together(self) -> tuple[int, int, int]:
+        """Of _TOGETHER. Default: none."""
+        return 0, 0, 0
+
+    def apart(self, refs: dict[str, Any]) -> bool:
+        """See HopperBlock. One program takes half of the time to compile."""
+        alone, beside_arrays, beside_ids = self.together
+        static, spans = self.logits.static_args, all_spans(self.logits.static_args, refs, self.sizes.block_kv)
+        others = static.score is not None or self.logits.soft_cap is not None or not spans
+        arrays = others or any(name.startswith(_ARRAYS) for name in refs)
+        return self.most_sums > (beside_ids if "unordered" in refs else beside_arrays if arrays else alone)
 
     def crowded(self, refs: dict[str, Any], masked: Masked) -> bool:
         """Whether the tiles of a loop have no registers to spare for descriptors that are the same in every turn."""
@@ -74,7 +94,7 @@ class _HopperGradients(HopperBlock):
 
         if self.in_key:
             _meet(refs[barrier])
-        if warpgroup == 0 or not self.in_key:
+        if not self.in_key or warpgroup == 0:
             copy()
 
 
@@ -98,6 +118,11 @@ class HopperQueryGradient(_HopperGradients):
         """See _HopperGradients."""
         return self.dims[0]
 
+    @property
+    def together(self) -> tuple[int, int, int]:
+        """See _HopperGradients. With latents each warpgroup has a part of the columns."""
+        return (0, 0, 0) if self.in_key else _TOGETHER["dq"]
+
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """See HopperBlock."""
         self.load_keys(refs, place)
@@ -111,7 +136,7 @@ class HopperQueryGradient(_HopperGradients):
         query, d_output = (refs[f"{name}_tile"].at[group] for name in _ROWS)
         # Of two warpgroups with the same rows each loads one of the arrays, and waits for both.
         for number, (name, held) in enumerate(zip(_ROWS, (query, d_output), strict=True)):
-            if number == warpgroup or not self.in_key:
+            if not self.in_key or number == warpgroup:
                 plgpu.copy_gmem_to_smem(self.rows(refs[name], batch, head, first_row, ROWS), held, ready)
         numbers = (refs[name].at[batch, head, pl.ds(first_row, ROWS)] for name in _ROWS.values())
         shift, delta = (plgpu.load(some, layout=BY_ROW, optimized=False) for some in numbers)  # type: ignore[call-arg]
@@ -154,7 +179,7 @@ class HopperQueryGradient(_HopperGradients):
             return count + 1, sums
 
         carry = (jnp.int32(0), tuple(zeros(one.columns) for one in parts))
-        _, sums = self.fold_tiles(refs, place, visit, carry, masks=True)
+        _, sums = self.fold_tiles(refs, place, visit, carry)
         if self.in_key:  # the other warpgroup may still read the query
             _meet(refs["query_free"])
         for gradient, one in zip(sums, parts, strict=True):
@@ -208,6 +233,11 @@ class HopperKeyGradients(_HopperGradients):
         """See _HopperGradients."""
         return max(self.dims) if self.divided else sum(self.dims)
 
+    @property
+    def together(self) -> tuple[int, int, int]:
+        """See _HopperGradients. Divided, the warpgroups have different sums."""
+        return (0, 0, 0) if self.divided else _TOGETHER["dkv"]
+
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """See HopperBlock."""
         batch, block_q = place[0], self.sizes.block_q
@@ -219,7 +249,7 @@ class HopperKeyGradients(_HopperGradients):
             numbers = [(refs[name].at[batch, head, pl.ds(first, block_q)], f"{name}_tiles") for name in _ROWS.values()]
             return {"rows": [*some, *numbers]}
 
-        count = self.fill(refs, place, copies, jnp.int32(0), self.fold_heads)
+        count = self.fill(refs, place, copies, jnp.int32(0), functools.partial(self.fold_heads, self.each_tile))
         self.drain(refs, count, ("rows",))
 
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], warpgroup: Any) -> None:
@@ -300,7 +330,7 @@ class HopperKeyGradients(_HopperGradients):
             return count + 1, sums
 
         sums = tuple(zeros(one.columns) for one in parts)
-        _, sums = self.fold_heads(refs, place, visit, (jnp.int32(0), sums))
+        _, sums = self.fold_heads(self.fold_tiles, refs, place, visit, (jnp.int32(0), sums))
         if self.divided:  # the other warpgroup may still read what is written here
             _meet(refs["keys_free"])
         for gradient, one in zip(sums, parts, strict=True):
@@ -311,16 +341,16 @@ class HopperKeyGradients(_HopperGradients):
         written = [(held[name], self.rows(refs[f"d_{name}"], batch, kv_head, first_key, ROWS)) for name in names]
         self.store(refs, "keys_free", warpgroup, written)
 
-    def fold_heads(self, refs: dict[str, Any], place: tuple[Any, Any, Any], visit: Any, carry: Any) -> Any:
-        """visit((query head, tile), carry, masked) for the tiles of a kv head's query heads. Where these have one table, a tile
-        is visited for each in turn: a loop over heads around the one over tiles takes registers, which are few beside the sums
-        of key and value."""
+    def fold_heads(self, fold: Any, refs: dict[str, Any], place: tuple[Any, Any, Any], visit: Any, carry: Any) -> Any:
+        """visit((query head, tile), carry, ...) for the tiles of a kv head's query heads, as `fold` visits those of one. Where
+        these have one table, a tile is visited for each in turn: a loop over heads around the one over tiles takes registers,
+        which are few beside the sums of key and value."""
         batch, kv_head, kv_block = place
 
         def of_head(number: Any, carry: Any) -> Any:
             head = kv_head * self.group + number
             row = batch, head, kv_block
-            return self.fold_tiles(refs, row, lambda tile, *rest: visit((head, tile), *rest), carry, masks=True)
+            return fold(refs, row, lambda tile, *rest: visit((head, tile), *rest), carry)
 
         def of_all(at: tuple[Any, Any], *rest: Any) -> Any:
             tile, number = at
@@ -331,7 +361,7 @@ class HopperKeyGradients(_HopperGradients):
         apart = self.divided and not self.in_key
         if apart or _by_pair(refs) or self.table.table.shape[1] > 1:
             return lax.fori_loop(0, self.group, of_head, carry)
-        return self.fold_tiles(refs, (batch, 0, kv_block), of_all, carry, masks=True, times=self.group)
+        return fold(refs, (batch, 0, kv_block), of_all, carry, times=self.group)
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See HopperBlock."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ _CONVERTING = {(1, 1): (24, 240, 72), (1, 2): (24, 240, 72), (2, 1): (24, 208, 7
 class HopperBlock(MosaicBlock):
     """A place in shared memory is free when all warpgroups that compute have read it."""
 
+    in_one_loop: ClassVar[bool] = False  # a warpgroup that loads has few registers
+
     def __call__(self, refs: dict[str, Any]) -> None:
         warpgroup = lax.axis_index(WARPGROUPS)
         loads, computes, *converts = (
@@ -40,7 +42,7 @@ class HopperBlock(MosaicBlock):
             plgpu.set_max_registers(computes, action="increase")
             self.compute(refs, self.place(), which)
 
-        if self.apart:
+        if self.apart(refs):
             for number in range(self.consumers):
                 pl.when(warpgroup == number)(functools.partial(compute, number))
         else:
@@ -68,11 +70,10 @@ class HopperBlock(MosaicBlock):
         """See `conversions`."""
         return conversions(tuple(name for name, _ in self.stored), self.dims[1])
 
-    @property
-    def apart(self) -> bool:
+    def apart(self, refs: dict[str, Any]) -> bool:
         """Whether each warpgroup that computes has a program of its own: the compiler then knows where its tiles lie, and keeps
         their places in no registers."""
-        return True
+        raise NotImplementedError
 
     @property
     def consumers(self) -> int:

@@ -55,8 +55,7 @@ class HopperForward(HopperBlock):
             refs = {**refs, **dict(zip(("query_tile", "output_tile"), refs["rows"], strict=True))}
         super().__call__(refs)
 
-    @property
-    def apart(self) -> bool:
+    def apart(self, refs: dict[str, Any]) -> bool:
         """See HopperBlock. With fewer columns the places take no registers either way."""
         return max(self.dims) > _TOGETHER
 
@@ -176,7 +175,7 @@ class HopperForward(HopperBlock):
 
         carry = (jnp.int32(0), *self._start(refs, head, first_row))
         overlapped = Overlapped(begin, visit_and_end, end, partial=masks) if self.overlaps(refs) else None
-        _, sums, peak, total = self.fold_tiles(refs, place, visit, carry, overlapped, masks=True)
+        _, sums, peak, total = self.fold_tiles(refs, place, visit, carry, overlapped)
         visible = total > 0
         safe = jnp.where(visible, total, 1.0)
         lse = jnp.where(visible, (peak + jnp.log(safe) * LOG2E) * LN2, -jnp.inf)
@@ -270,7 +269,7 @@ def _top(x: jax.Array) -> jax.Array:
 
 def _hidden(tile: HopperTile, seen: SeenParts, x: jax.Array) -> jax.Array:
     """The logits of a tile without those outside of spans."""
-    return seen.where_cut(0, lambda: tile.within(x), lambda: x)
+    return seen.where_cut(0, lambda: tile.within(x, seen.span), lambda: x)
 
 
 def _exponentials_and_top(

@@ -142,6 +142,9 @@ class MosaicBlock(BlockOfThreads):
     stored: tuple[tuple[str, str], ...] = ()
     # Under a causal mask the last rows have the most keys, and the first keys the most rows: these blocks start first.
     last_first: ClassVar[bool] = True
+    in_one_loop: ClassVar[bool] = (
+        True  # tiles of all kinds, by roles that don't ask: half of a program, a few registers more
+    )
 
     @property
     def column_blocks(self) -> int:
@@ -180,17 +183,26 @@ class MosaicBlock(BlockOfThreads):
         visit: Any,
         carry: Any,
         overlapped: Overlapped | None = None,
-        *,
-        masks: bool = False,
         times: int = 1,
     ) -> Any:
         """visit(tile, carry, masked) for the tiles of a (batch row, head, block) that this block of threads goes through. See
-        TileSchedule. masks: whether visit has to know what kind of mask a tile has."""
+        TileSchedule."""
         places, instead = (*self._row(row), self.split(), self.splits), None
-        if masks and "unordered" in refs:
+        if "unordered" in refs:
             unordered = refs["unordered"].at[row[0] if refs["unordered"].shape[0] > 1 else 0][...] > 0
             instead = unordered, lambda tile, carry, _: visit(tile, carry, Masked.BY_IDS)
         return self.table.fold_tiles(refs["schedule"], *places, visit, carry, instead, overlapped, times)
+
+    def each_tile(self, refs: dict[str, Any], row: tuple[Any, Any, Any], visit: Any, carry: Any, times: int = 1) -> Any:
+        """visit(tile, carry) for the same tiles, for roles that don't ask what kind of mask they have."""
+        if not self.in_one_loop:
+            return self._by_kind(refs, row, lambda tile, some, _: visit(tile, some), carry, times)
+        return self.table.each_tile(refs["schedule"], *self._row(row), self.split(), self.splits, visit, carry, times)
+
+    def _by_kind(self, refs: dict[str, Any], row: tuple[Any, Any, Any], visit: Any, carry: Any, times: int = 1) -> Any:
+        """visit(tile, carry, masked) for them, whether or not ids are in order."""
+        places = *self._row(row), self.split(), self.splits
+        return self.table.fold_tiles(refs["schedule"], *places, visit, carry, times=times)
 
     def count_tiles(self, refs: dict[str, Any], row: tuple[Any, Any, Any]) -> Any:
         """How many these are."""
@@ -232,7 +244,7 @@ class MosaicBlock(BlockOfThreads):
                 plgpu.barrier_arrive(refs[f"{name}_full"].at[slot])
             return count + 1
 
-        self.drain(refs, self.fold_tiles(refs, row, visit, jnp.int32(0)), names)
+        self.drain(refs, self._by_kind(refs, row, visit, jnp.int32(0)), names)
 
     def raw_places(self) -> dict[str, Any]:
         """Places for tiles of numbers of 8 bits, and their barriers."""
@@ -269,10 +281,10 @@ class MosaicBlock(BlockOfThreads):
         fold: Callable[..., Any] | None = None,
     ) -> Any:
         """Every tile of a row of the table into the next place, once that is free. copies: of a tile, by the name of their
-        barriers. count: the tiles before; returns them with these. fold: as fold_tiles, what goes through them."""
+        barriers. count: the tiles before; returns them with these. fold: as each_tile, what goes through them."""
         stages = self.sizes.stages
 
-        def load(tile: Any, count: Any, masked: bool) -> Any:
+        def load(tile: Any, count: Any) -> Any:
             slot = lax.rem(count, stages)
             for name, some in copies(tile).items():
 
@@ -284,7 +296,7 @@ class MosaicBlock(BlockOfThreads):
                     plgpu.copy_gmem_to_smem(source, refs[target].at[slot], refs[f"{name}_full"].at[slot])
             return count + 1
 
-        return (fold or self.fold_tiles)(refs, row, load, count)
+        return (fold or self.each_tile)(refs, row, load, count)
 
     def rows(self, ref: Any, batch: Any, head: Any, first: Any, count: int) -> Any:
         """Rows of a head in an array of the call's layout."""

@@ -23,16 +23,21 @@ _CUT = 16  # the first of the bits for parts that some row doesn't see whole
 
 
 class SeenParts(NamedTuple):
-    """seen: of each part whether a row of the warp sees something of it; cut: whether one doesn't see all of it. None if all rows
-    see all columns."""
+    """seen: of each part whether a row of the warp sees something of it; cut: whether one doesn't see all of it. span: of all
+    parts' columns. None if all rows see all columns."""
 
     seen: tuple[Any, ...] | None
     cut: tuple[Any, ...] | None
+    span: Span | None = None
 
     @property
     def everything(self) -> bool:
         """Whether it's known that all rows see all columns."""
         return self.seen is None
+
+    def of_part(self, part: int, width: int) -> Span | None:
+        """The span of a part's columns, each of so many."""
+        return None if self.span is None else self.span.counted_from(part * width)
 
     def where_seen(self, part: int, work: Callable[[], T], instead: Callable[[], T]) -> T:
         """work() if a row of the warp sees something of a part, else instead()."""
@@ -55,7 +60,7 @@ def seen_parts(span: Span, width: int, count: int, layout: Any, *, interpret: bo
     if count == 1:
         sees = [*([begins[0] < width] if begins else []), *([ends[1] > 0] if ends else [])]
         cuts = [*([begins[1] > 0] if begins else []), *([ends[0] < width] if ends else [])]
-        return SeenParts((functools.reduce(operator.and_, sees),), (functools.reduce(operator.or_, cuts),))
+        return SeenParts((functools.reduce(operator.and_, sees),), (functools.reduce(operator.or_, cuts),), span)
     seen = whole = every = jnp.int32((1 << count) - 1)
     shift = width.bit_length() - 1
 
@@ -68,4 +73,5 @@ def seen_parts(span: Span, width: int, count: int, layout: Any, *, interpret: bo
     if begins is not None:
         seen, whole = seen & ~before(begins[0]), whole & ~before(begins[1] + (width - 1))
     word = seen | ((every ^ whole) << _CUT)
-    return SeenParts(*(tuple((word & (1 << first + part)) != 0 for part in range(count)) for first in (0, _CUT)))
+    of_parts = (tuple((word & (1 << first + part)) != 0 for part in range(count)) for first in (0, _CUT))
+    return SeenParts(*of_parts, span)

@@ -121,7 +121,7 @@ class MosaicTile(TileMask):
 
     def visible(self) -> list[jax.Array]:
         """The tests that a visible key passes, each of the tile's shape, beside those that `within` stands for."""
-        spans = [part for part, _ in self._spans]
+        spans = [one.part for one in self._spans]
         padded = not self.takes_spans and self.static_args.kv_len % self.block_kv > 0
         if len(spans) == len(self.parts) and not padded:
             return []
@@ -129,9 +129,9 @@ class MosaicTile(TileMask):
         seen = self._tests(And(self.parts), self.local_rows(), self._global_keys(keys), but=spans)
         return [*seen, keys < self.static_args.kv_len] if padded else seen
 
-    def within(self, x: jax.Array) -> jax.Array:
-        """Logits without those outside of their line's span."""
-        span = self._span()
+    def within(self, x: jax.Array, span: Span | None = None) -> jax.Array:
+        """Logits without those outside of their line's span. span: that of this tile, if it is computed already."""
+        span = self._span() if span is None else span
         if span is None:
             return x
         return within(x, span, self.of_thread, self.in_registers, interpret=self.logits.interpret)
@@ -146,24 +146,25 @@ class MosaicTile(TileMask):
     def _span(self) -> Span | None:
         """The columns that each line sees, counted from the tile's first."""
         of_columns = "q" if self.axis["q"] else "kv"
-        spans, kv_len = [span for _, span in self._spans], self.static_args.kv_len
+        spans, kv_len = list(map(self._span_of, self._spans)), self.static_args.kv_len
         if kv_len % self.block_kv and self.takes_spans:
             spans.append((None, self._before(kv_len)))
         begins, ends = ([one[number] for one in spans if one[number] is not None] for number in range(2))
         first = self.first[of_columns]
         begin = functools.reduce(jnp.maximum, begins) - first if begins else None
         end = functools.reduce(jnp.minimum, ends) - first if ends else None
-        return None if begin is None and end is None else Span(begin, end, first)
+        if begin is None and end is None:
+            return None
+        return Span(begin, end, jnp.minimum(jnp.full(self.shape[:1], first, jnp.int32), 0))
 
-    @functools.cached_property
-    def _spans(self) -> list[tuple[Mask, tuple[Any, Any]]]:
-        """(part of the mask, (begin, end)) for those that are spans of columns of this device. Made once: Mosaic finds no layout
-        for numbers that nobody reads."""
+    @property
+    def _spans(self) -> list[Numbered]:
+        """The parts of the mask that are spans of columns of this device."""
         if not self.takes_spans:
             return []
         by_keys = bool(self.axis["q"])
         return [
-            (one.part, self._span_of(one))
+            one
             for one in numbered(self.parts)
             if is_span(one, self.static_args, self.refs, self.block_kv, by_keys=by_keys)
             and not (self.by_ids and one.part.kind == SegmentIds.kind)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,14 +37,18 @@ _MOST = 256  # columns of a tile
 _HIDDEN = "0xFF800000"  # -inf
 
 
-@dataclass(frozen=True)
-class Span:
-    """begin, end: the first column that each row sees and the one after the last, int32 [rows]; None without a bound. number:
-    one that isn't negative, of which the compiler doesn't know it."""
+class Span(NamedTuple):
+    """begin, end: the first column that each row sees and the one after the last, int32 [rows]; None without a bound. zeros:
+    int32 [rows], of which the compiler doesn't know that they are 0."""
 
     begin: jax.Array | None
     end: jax.Array | None
-    number: Any
+    zeros: jax.Array
+
+    def counted_from(self, column: int) -> Span:
+        """The same of columns that are counted from this one."""
+        begin, end = (x if x is None or column == 0 else x - column for x in (self.begin, self.end))
+        return Span(begin, end, self.zeros)
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,6 @@ def within(x: jax.Array, span: Span, columns: ThreadColumns, layout: Any, *, int
         return _compared(x, span, layout)
     bounds = [x for x in (span.begin, span.end) if x is not None]
     by_row = layout.reduce(1)
-    zero = jnp.minimum(plgpu.layout_cast(jnp.full(bounds[0].shape, span.number, jnp.int32), by_row), 0)
     like = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(layout, *[by_row for _ in bounds], by_row), return_type=like)
@@ -88,7 +91,7 @@ def within(x: jax.Array, span: Span, columns: ThreadColumns, layout: Any, *, int
         made = iter(hidden(_scalars(x), begin, end, zeros, columns))
         return x.foreach(lambda *_: next(made), create_array=True)
 
-    hidden_x: jax.Array = hide(x, *bounds, zero)
+    hidden_x: jax.Array = hide(x, *bounds, span.zeros)
     return hidden_x
 
 
