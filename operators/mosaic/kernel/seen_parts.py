@@ -73,5 +73,5 @@ def seen_parts(span: Span, width: int, count: int, layout: Any, *, interpret: bo
     if begins is not None:
         seen, whole = seen & ~before(begins[0]), whole & ~before(begins[1] + (width - 1))
     word = seen | ((every ^ whole) << _CUT)
-    of_parts = (tuple((word & (1 << first + part)) != 0 for part in range(count)) for first in (0, _CUT))
-    return SeenParts(*of_parts, span)
+    some, cut = (tuple((word & (1 << first + part)) != 0 for part in range(count)) for first in (0, _CUT))
+    return SeenParts(some, cut, span)
