@@ -62,7 +62,7 @@ class _HopperGradients(HopperBlock):
         return 0, 0, 0
 
     def apart(self, refs: dict[str, Any]) -> bool:
-        """See HopperBlock. One program takes half of the time to compile."""
+        """See HopperBlock. One program for all takes half of the time to compile."""
         alone, beside_arrays, beside_ids = self.together
         static, spans = self.logits.static_args, all_spans(self.logits.static_args, refs, self.sizes.block_kv)
         others = static.score is not None or self.logits.soft_cap is not None or not spans

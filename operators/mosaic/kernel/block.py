@@ -142,9 +142,8 @@ class MosaicBlock(BlockOfThreads):
     stored: tuple[tuple[str, str], ...] = ()
     # Under a causal mask the last rows have the most keys, and the first keys the most rows: these blocks start first.
     last_first: ClassVar[bool] = True
-    in_one_loop: ClassVar[bool] = (
-        True  # tiles of all kinds, by roles that don't ask: half of a program, a few registers more
-    )
+    # Tiles of all kinds, by roles that don't ask for it: half of their programs, for a few registers more.
+    in_one_loop: ClassVar[bool] = True
 
     @property
     def column_blocks(self) -> int:
