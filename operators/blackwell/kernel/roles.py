@@ -167,7 +167,7 @@ class BlackwellRoles(BlockOfThreads):
     def parts(
         self, refs: dict[str, Any], work: Any, group: Any, tile: Any, count: Any, masked: Any, of_rows: Any
     ) -> Sequence[Any]:
-        """Of a group's rows and a tile's keys, as many of these each, as `weigh` takes them. count: of the tiles before."""
+        """Parts of equal size of a tile for a group's rows, as `weigh` takes them. count: of the tiles before."""
         raise NotImplementedError
 
     def weighed(self, refs: dict[str, Any], count: Any) -> None:
@@ -360,8 +360,8 @@ class BlackwellRoles(BlockOfThreads):
         plgpu.wait_smem_to_gmem(0)
 
     def by_products(self, refs: dict[str, Any], masked: Any) -> tuple[int, int]:
-        """(how many of 128 exponentials are computed by products; see exponentials.py; how many columns of weights
-        are written at once, at most)."""
+        """(how many of 128 exponentials are computed by products, at most how many columns of weights are written at once). See
+        exponentials.py."""
         del refs, masked
         return 0, 128
 

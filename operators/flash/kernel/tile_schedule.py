@@ -94,7 +94,7 @@ class TileSchedule:
         carry: Any,
         times: int = 1,
     ) -> Any:
-        """visit(tile, carry) for the same tiles in the same order in one loop, for whom they are all alike."""
+        """visit(tile, carry) for the same tiles in the same order, in one loop: their kinds make no difference."""
         tiles, of_full, of_partial = self._share(ref, batch, head, block, part, parts)
         if not (self.some_full and self.some_partial):
             run, ends = (tiles.of_full, of_full) if self.some_full else (tiles.of_partial, of_partial)
@@ -155,7 +155,7 @@ class TileSchedule:
         masked = _Run(0, lambda n: jnp.where(n < before, first + n, after_full + n - before))
 
         def of_place(place: Any) -> Any:
-            """Of the places of the row's tiles the first ones are those of the full ones."""
+            """The tile at a place: the full ones come first."""
             early = jnp.where(place < first + after_full - full, place + full - first, place - after_full + full)
             return jnp.where(place < after_full, early, place)
 
