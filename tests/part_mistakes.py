@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from span_mistakes import Mistakes
 
@@ -76,6 +77,22 @@ def parts_as(which: str, number: int) -> None:
         return made._replace(**{which: (parts[number],) * len(parts)})
 
     _parts(of)
+
+
+def _some_in_warp(change: Callable[[Any, jax.Array], Any]) -> None:
+    """Whether one of a warp's rows hides something of a tile, changed. change: of what tells it, and of how many columns that are
+    at an end of the tile each row hides."""
+    plain = mosaic_tile.any_in_warp
+    mosaic_tile.any_in_warp = lambda numbers, *given, **more: change(lambda x: plain(x, *given, **more), numbers)
+
+
+def cut_tiles(some: int) -> Mistakes:
+    """The mistakes of which tiles a warp cuts that computes them whole, by name. some: a part of a tile's columns."""
+    return {
+        "no tile is cut": lambda: _some_in_warp(lambda plain, numbers: jnp.bool_(False)),
+        "a tile is cut if all rows hide some of it": lambda: _some_in_warp(lambda plain, numbers: (numbers > 0).all()),
+        "a tile with some columns hidden is whole": lambda: _some_in_warp(lambda plain, numbers: plain(numbers - some)),
+    }
 
 
 def cut_parts() -> Mistakes:

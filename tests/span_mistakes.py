@@ -215,7 +215,7 @@ def span_mistakes(mask: str, by_keys: bool, totals: bool = False) -> Mistakes:
         "a span ends early": lambda: _moved(0, -1),
         "a span ends late": lambda: _moved(0, 1),
         "the first column not subtracted": _from_tile,
-        "nothing hidden": lambda: setattr(MosaicTile, "within", lambda self, x: x),
+        "nothing hidden": lambda: setattr(MosaicTile, "within", lambda self, x, *_: x),
         "spans of rows for those of keys": _other_axis,
         "no offset": lambda: setattr(MosaicTile, "offset", lambda self: 0),
     }

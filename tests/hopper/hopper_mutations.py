@@ -26,7 +26,7 @@ from attnops.verify import reference_attention, reference_gradients
 
 sys.path.append(str(Path(__file__).parents[1]))
 from mosaic_mistakes import Planted
-from part_mistakes import barely_cut_parts, chains, cut_parts, loader_apart
+from part_mistakes import chains, cut_tiles, loader_apart
 from span_mistakes import MASKS, span_mistakes
 
 STAGES = 2
@@ -204,6 +204,25 @@ def overlapped() -> dict[str, Callable[[], None]]:
     }
 
 
+def _beside_hiding() -> dict[str, Callable[[], None]]:
+    """The mistakes of exponentials that are computed beside hiding, by name."""
+    plain = forward._hidden
+
+    def lost(tile: Any, seen: Any, x: Any, work: Any = lambda: ()) -> Any:
+        """Those of tiles that a warp doesn't cut."""
+        made = seen.where_cut(0, work, lambda: jax.tree.map(jnp.zeros_like, work()))
+        return plain(tile, seen, x)[0], made
+
+    def moved(tile: Any, seen: Any, x: Any, work: Any = lambda: ()) -> Any:
+        hidden, made = plain(tile, seen, x, work)
+        return hidden, jax.tree.map(lambda y: jnp.roll(y, 1, axis=1), made)
+
+    return {
+        "exponentials beside nothing to hide are lost": lambda: setattr(forward, "_hidden", lost),
+        "exponentials beside hiding are one column on": lambda: setattr(forward, "_hidden", moved),
+    }
+
+
 def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
     """The mistakes of a kernel, by name."""
     made: dict[str, Callable[[], None]]
@@ -212,9 +231,9 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
     if kernel.mask != "causal":
         made = span_mistakes(kernel.mask, kernel.start == "keys_full", totals=kernel.start == "query_full")
         if kernel.start == "query_full":
-            made |= cut_parts()
+            made |= cut_tiles(kernel.sizes.block_kv // 2)
         if kernel == KERNELS["forward_window"]:
-            made |= barely_cut_parts(kernel.sizes.block_kv // 2)
+            made |= _beside_hiding()
         if kernel == KERNELS["forward_documents"]:
             made |= chains()
             made["the loader's tiles in another order"] = lambda: loader_apart(forward.HopperForward)

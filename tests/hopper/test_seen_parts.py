@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 if jax.__version_info__ < JAX_NEEDED:
     pytest.skip(f"jax {jax.__version__} has no layouts of registers in public", allow_module_level=True)
 
-from attnops.operators.hopper.kernel.tile import TILE
+from attnops.operators.hopper.kernel.tile import TILE, HopperTile
 from attnops.operators.mosaic.kernel.seen_parts import ALL_SEEN, SeenParts, seen_parts
 from attnops.operators.mosaic.kernel.within import Span
 
@@ -107,6 +108,35 @@ def test_any_spans(width: int, count: int, bounds: tuple[str, ...]) -> None:
             np.testing.assert_array_equal(seen, want_seen)
 
 
+@pytest.mark.parametrize("width", [64, 128])
+@BOUNDS
+def test_a_tile_that_is_computed_whole(width: int, bounds: tuple[str, ...]) -> None:
+    """A warp asks only whether one of its rows doesn't see all of it."""
+    rng, lines = np.random.default_rng(width), HopperTile.lines
+    near, tiles = _some(rng, width, (200, lines)), list[Spans]()
+    for share in (0, 1 / lines, 1):  # rows that don't see all
+        some = rng.random((200, lines)) < share
+        tiles.append({name: np.where(some, x, -1 if name == "begin" else width + 1) for name, x in near.items()})
+
+    @jax.jit
+    @jax.vmap
+    def of_tile(spans: dict[str, jax.Array]) -> Any:
+        span = Span(spans.get("begin"), spans.get("end"), jnp.zeros((), jnp.int32))
+        here = SimpleNamespace(
+            span=lambda words: span, shape=(lines, width), in_registers=TILE, logits=SimpleNamespace(interpret=True)
+        )
+        made = HopperTile.cut(here)
+        assert made.seen is None
+        assert made.span is span
+        return made.cut[0]
+
+    for one in tiles:
+        spans = {name: one[name] for name in bounds}
+        want = _wanted(spans, width, 1)[1][:, 0]
+        np.testing.assert_array_equal(of_tile({name: jnp.asarray(x, jnp.int32) for name, x in spans.items()}), want)
+    assert want.mean() > 0
+
+
 def test_what_is_done() -> None:
     """By part; where all is seen nothing is tested."""
     works = [functools.partial(jnp.float32, n) for n in (1, 2)]
@@ -117,3 +147,7 @@ def test_what_is_done() -> None:
         assert apart.where_cut(1, *works) == (2 if flag else 1)
     assert ALL_SEEN.where_seen(7, lambda: "work", lambda: "instead") == "work"
     assert ALL_SEEN.where_cut(7, lambda: "work", lambda: "instead") == "instead"
+    unasked = SeenParts(None, (True,))
+    assert unasked.where_seen(0, lambda: "work", lambda: "instead") == "work"
+    assert unasked.where_cut(0, lambda: "work", lambda: "instead") == "work"
+    assert not unasked.everything

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,17 @@ from thread_values import ptx, run_block
 from attnops.operators.blackwell.kernel.tile import BlackwellTile
 from attnops.operators.hopper.kernel.tile import HopperTile
 from attnops.operators.mosaic.kernel import within
-from attnops.operators.mosaic.kernel.within import chosen, ends_in_warp, hidden, span_place, span_word
+from attnops.operators.mosaic.kernel.within import (
+    Span,
+    any_in_warp,
+    chosen,
+    ends_in_warp,
+    hidden,
+    span_place,
+    span_word,
+    with_words,
+    words_of,
+)
 
 TILES = pytest.mark.parametrize("tile", [HopperTile, BlackwellTile], ids=["hopper", "blackwell"])
 WIDTHS = pytest.mark.parametrize("width", [32, 64, 128, 256])
@@ -89,6 +100,20 @@ def test_what_a_bit_makes_of_a_number(bit: int, hides: bool) -> None:
     np.testing.assert_array_equal(found, np.where(seen, number, HIDDEN))
 
 
+class Numbers(list[Any]):
+    """What a thread has of an array, as the arrays of Mosaic GPU give it."""
+
+    dtype = None  # nobody asks for it
+
+    def __init__(self, shape: tuple[int, ...], values: Iterable[Any]) -> None:
+        super().__init__(values)
+        self.shape = shape
+
+    def foreach(self, of_number: Any, create_array: bool, is_signed: bool | None = None) -> Numbers:
+        assert create_array
+        return Numbers(self.shape, [of_number(value, None) for value in self])
+
+
 class Threads:
     """The threads of two warpgroups, each of which has an array in its registers. ids: (row, column) of a number, or (row,)."""
 
@@ -111,6 +136,11 @@ class Threads:
         mgpu.FragmentedArray.splat(zero, shape, layout.to_mgpu()).foreach(lambda _, at: found.append(at))
         held = self.run()
         return [[held[index] for index in at] for at in found]
+
+    def array(self, layout: Any, bits: np.ndarray, kind: Any = None) -> Numbers:
+        """An array of these numbers, of int32 by default."""
+        kind = kind or ir.IntegerType.get_signless(32)
+        return Numbers(bits.shape, [self.make(kind, bits[tuple(at)]) for at in self.places(layout, bits.shape)])
 
     def run(self) -> dict[Any, np.ndarray]:
         return run_block(self.module.body.operations, self.count, self.held)
@@ -146,27 +176,37 @@ def _spans(rng: np.random.Generator, lines: int, width: int) -> tuple[np.ndarray
     return tuple(np.where(rng.random((2, lines)) < 0.1, far, bounds))
 
 
-@TILES
+@pytest.fixture
+def alone(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What surrounds the instructions is JAX's: here an array is what threads have of it."""
+
+    def cast(x: Any, layout: Any) -> Any:
+        return threads.array(layout, np.asarray(x, np.uint32))
+
+    written = {"inline_mgpu": lambda **_: lambda of_context: functools.partial(of_context, None), "layout_cast": cast}
+    monkeypatch.setattr(within, "plgpu", SimpleNamespace(**vars(plgpu) | written))
+    monkeypatch.setattr(within, "_scalars", list)
+
+
+# Before the numbers are there a thread can make the words of those layouts that have room for one by row and neighbour.
+@pytest.mark.parametrize(("tile", "early"), [(HopperTile, False), (HopperTile, True), (BlackwellTile, False)])
 @pytest.mark.parametrize("width", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("bounds", [("begin",), ("end",), ("begin", "end")], ids="_".join)
-def test_a_tile(threads: Threads, tile: Any, width: int, bounds: tuple[str, ...]) -> None:
+@pytest.mark.usefixtures("alone")
+def test_a_tile(threads: Threads, tile: Any, early: bool, width: int, bounds: tuple[str, ...]) -> None:
     """All that threads do, from the bounds of their rows to their numbers."""
     rng = np.random.default_rng(width)
-    lines = tile.lines
+    lines, layout = tile.lines, tile.in_registers
     spans = dict(zip(("begin", "end"), _spans(rng, lines, width), strict=True))
     x = rng.choice(np.r_[NUMBERS, rng.integers(0, 2**32, 50, np.uint32)], (lines, width))
-    rows = [row for (row,) in threads.places(tile.in_registers.reduce(1), (lines,))]
-    places = threads.places(tile.in_registers, (lines, width))
-    word, number = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    values = [threads.make(number, x[row, column]) for row, column in places]
-    begin, end = (
-        [threads.make(word, _bits(spans[name])[row]) for row in rows] if name in bounds else None
-        for name in ("begin", "end")
-    )
-    zeros = [threads.make(word, np.uint32(0)) for _ in rows]
-    made = hidden(values, begin, end, zeros, tile.of_thread)
+    values, by_row = threads.array(layout, x, ir.F32Type.get()), layout.reduce(1)
+    begin, end = (threads.array(by_row, _bits(spans[name])) if name in bounds else None for name in ("begin", "end"))
+    span = Span(begin, end, threads.array(by_row, np.zeros(lines, np.uint32)))
+    if early:
+        span = with_words(span, width, tile.of_thread, layout, interpret=False)
+    made = within.within(values, span, tile.of_thread, layout, interpret=False)
     held, found = threads.run(), np.full_like(x, 0x12345678)
-    for value, (row, column) in zip(made, places, strict=True):
+    for value, (row, column) in zip(made, threads.places(layout, x.shape), strict=True):
         found[row, column] = held[value]
     at = np.arange(width)
     seen = np.ones((lines, width), bool)
@@ -184,7 +224,7 @@ def test_bits_are_tested_one_after_the_other(threads: Threads, tile: Any, width:
     columns, word, number = tile.of_thread, ir.IntegerType.get_signless(32), ir.F32Type.get()
     zeros = [threads.make(word, np.uint32(0)) for _ in range(columns.rows)]
     numbers = [mgpu.c(0.0, number) for _ in range(tile.lines * width // 128)]
-    hidden(numbers, zeros, zeros, zeros, columns)
+    hidden(numbers, words_of(zeros, zeros, columns), False, zeros, columns)
     tested, words = [], []
     for operation in threads.module.body.operations:
         op = operation.operation
@@ -204,22 +244,34 @@ def test_bits_are_tested_one_after_the_other(threads: Threads, tile: Any, width:
 
 @TILES
 @pytest.mark.parametrize("seed", range(4))
-def test_least_and_greatest_of_a_warp(threads: Threads, tile: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("alone")
+def test_least_and_greatest_of_a_warp(threads: Threads, tile: Any, seed: int) -> None:
     """Of all of a warp's rows, of whatever sign, and of no other's."""
-    rng, warps = np.random.default_rng(seed), 4  # of a warpgroup
+    rng, warps, by_row = np.random.default_rng(seed), 4, tile.in_registers.reduce(1)  # warps of a warpgroup
     numbers = rng.integers([-(2**31), -5, -FAR, -FAR][seed], [2**31, 6, 0, FAR][seed], tile.lines)
-    rows = threads.places(tile.in_registers.reduce(1), (tile.lines,))
-    word = ir.IntegerType.get_signless(32)
-    of_thread = [threads.make(word, _bits(numbers)[row]) for (row,) in rows]
-    # What surrounds the instructions is JAX's: an array is what a thread has of it.
-    written = {"inline_mgpu": lambda **_: lambda of_context: functools.partial(of_context, None)}
-    monkeypatch.setattr(within, "plgpu", SimpleNamespace(**vars(plgpu) | written))
-    monkeypatch.setattr(within, "_scalars", list)
-    least, greatest = (
-        x.registers.item() for x in ends_in_warp(of_thread, tile.in_registers.reduce(1), interpret=False)
-    )
+    both = ends_in_warp(threads.array(by_row, _bits(numbers)), by_row, interpret=False)
+    least, greatest = (x.registers.item() for x in both)
     together = [x.owner for x in (least, greatest)]
     assert all("has_side_effects" in operation.attributes for operation in together)
     held, of_warps = threads.run(), numbers.reshape(warps, -1)
     for value, want in ((least, of_warps.min(1)), (greatest, of_warps.max(1))):
         np.testing.assert_array_equal(held[value], _bits(np.tile(np.repeat(want, 32), threads.count // 128)))
+
+
+@TILES
+@pytest.mark.parametrize("share", [0, 0.02, 0.3, 1])
+@pytest.mark.usefixtures("alone")
+def test_whether_a_warp_has_a_number_above_0(threads: Threads, tile: Any, share: float, monkeypatch: Any) -> None:
+    """Of all of a warp's rows, and of no other's."""
+    rng, by_row = np.random.default_rng(int(100 * share)), tile.in_registers.reduce(1)
+    numbers = np.where(
+        rng.random(tile.lines) < share, rng.integers(1, FAR, tile.lines), -rng.integers(0, 3, tile.lines)
+    )
+    monkeypatch.setattr(mgpu.FragmentedArray, "__ne__", lambda x, other: (x, other))  # as JAX's arrays compare
+    made, zero = any_in_warp(threads.array(by_row, _bits(numbers)), by_row, interpret=False)
+    value = made.registers.item()
+    assert zero == 0
+    assert "has_side_effects" in value.owner.attributes
+    want = (numbers.reshape(4, -1) > 0).any(1)
+    np.testing.assert_array_equal(threads.run()[value] != 0, np.tile(np.repeat(want, 32), threads.count // 128))
+    assert bool(any_in_warp(jax.numpy.asarray(numbers), by_row, interpret=True)) == want.any()

@@ -33,13 +33,13 @@ def _of_two(choice: Callable[[Array, Array], Array]) -> Callable[[Array, Array],
 
 
 def _of_warp(choice: np.ufunc) -> Callable[[Array, Array], Array]:
-    """One of the numbers, with a sign, of the threads of a warp: of all of them."""
+    """One of the numbers, with a sign, or of the truths of the threads of a warp: of all of them."""
 
     def chosen(x: Array, threads: Array) -> Array:
         assert (threads == 2**_WARP - 1).all()
-        warps = _signed(x).reshape(*x.shape[:-1], -1, _WARP)
+        warps = (x if x.dtype == np.bool_ else _signed(x)).reshape(*x.shape[:-1], -1, _WARP)
         made = choice.reduce(warps, axis=-1, keepdims=True)
-        return np.broadcast_to(made, warps.shape).reshape(x.shape).view(np.uint32)
+        return np.broadcast_to(made, warps.shape).reshape(x.shape).view(x.dtype)
 
     return chosen
 
@@ -48,6 +48,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "mov.b32": lambda x: x,
     "not.b32": np.invert,
     "and.b32": np.bitwise_and,
+    "add.s32": np.add,
     "sub.s32": np.subtract,
     "max.s32": _of_two(np.maximum),
     "min.s32": _of_two(np.minimum),
@@ -61,6 +62,8 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "selp.b32": lambda x, y, p: np.where(p, x, y),
     "setp.eq.b32": np.equal,
     "setp.ne.b32": np.not_equal,
+    "setp.gt.s32": lambda x, y: _signed(x) > _signed(y),
+    "vote.sync.any.pred": _of_warp(np.logical_or),
 }
 
 

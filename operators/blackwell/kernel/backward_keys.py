@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...flash.kernel.tile_schedule import Masked
 from ...flash.kernel.weigh import weigh
 from ...kernels.scores import without_padded_rows
-from ...mosaic.kernel.block import Copies, along_columns, part_of
+from ...mosaic.kernel.block import Copies, along_columns, in_ring, part_of
 from ...mosaic.kernel.mosaic_sizes import Sums
 from .backward import BY_ROWS, BlackwellGradients
 from .backward_sizes import COMPUTING, pipelined
@@ -101,7 +101,7 @@ class BlackwellKeyGradients(BlackwellGradients):
 
         def add(count: Any, name: str, q_block: Any) -> None:
             factor, rows = _FACTORS[name]
-            slot = lax.rem(count, stages)
+            slot = in_ring(count, stages)
             plgpu.barrier_wait(refs[f"{factor}_full"])
             tile = self._tile(refs[f"{rows}_tiles"], slot, q_block)
             for place, one in zip(places, turn, strict=True):
@@ -124,7 +124,7 @@ class BlackwellKeyGradients(BlackwellGradients):
             plgpu.tcgen05_mma(refs[name], held, columns, refs[f"{name}_full"], accumulate=False)
 
         def visit(q_block: Any, count: Any) -> Any:
-            slot = lax.rem(count, stages)
+            slot = in_ring(count, stages)
             if ahead:
                 add_last(count, "value", q_block)
             plgpu.barrier_wait(refs["rows_full"].at[slot])
@@ -190,7 +190,7 @@ class BlackwellKeyGradients(BlackwellGradients):
             head = kv_head * self.group + number
 
             def visit(q_block: Any, count: Any, masked: Masked) -> Any:
-                slot = lax.rem(count, sizes.stages)
+                slot = in_ring(count, sizes.stages)
                 plgpu.barrier_wait(refs["rows_full"].at[slot])
 
                 def numbers(name: str) -> jax.Array:

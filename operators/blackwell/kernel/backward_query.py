@@ -15,14 +15,13 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...flash.kernel.tile_schedule import Masked
 from ...flash.kernel.weigh import weigh
 from ...kernels.scores import without_padded_rows
-from ...mosaic.kernel.block import along_rows, part_of
+from ...mosaic.kernel.block import along_rows, in_ring, part_of
 from ...mosaic.kernel.mosaic_sizes import DIM_STEP, Sums
 from .backward import BY_ROWS, BlackwellGradients
 from .backward_sizes import COMPUTING, pipelined
@@ -79,7 +78,7 @@ class BlackwellQueryGradient(BlackwellGradients):
         begin = turn[0].first
 
         def add(count: Any) -> None:
-            slot = lax.rem(count, stages)
+            slot = in_ring(count, stages)
             plgpu.barrier_wait(refs["d_logits_full"])
             for one in turn:
                 sums = refs["sums"].at[:, pl.ds(one.first - begin, one.columns)]
@@ -102,7 +101,7 @@ class BlackwellQueryGradient(BlackwellGradients):
 
         def visit(kv_block: Any, count: Any) -> Any:
             del kv_block
-            slot = lax.rem(count, stages)
+            slot = in_ring(count, stages)
             multiply("logits", "query", "key", slot, "logits")
             if ahead and self.held:
                 add_last(count)

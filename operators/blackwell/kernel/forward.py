@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...flash.kernel.tile_schedule import Masked
 from ...kernels.lse import LOG2E
-from ...mosaic.kernel.block import MosaicBlock
+from ...mosaic.kernel.block import LOWEST, MosaicBlock
 from ...mosaic.kernel.mosaic_sizes import column_parts
 from ...mosaic.kernel.spans import all_spans
 from .blackwell_sizes import PART, ROWS
@@ -115,7 +115,9 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         del group, count
         first_row, refs_of_rows = of_rows
         block_kv = self.sizes.block_kv
-        keys = PART if masked or self._crowded(refs) else block_kv
+        # To look at a tile part by part takes a fifth of the time to lower a program.
+        by_parts = self._crowded(refs) or (masked and self.table.many_partial)
+        keys = PART if by_parts else block_kv
         return [
             BlackwellTile(
                 self.logits,
@@ -136,7 +138,7 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
     def start(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: Any) -> tuple[jax.Array, jax.Array]:
         """See BlackwellRoles."""
         if "sinks" not in refs:
-            return by_row(-jnp.inf), by_row(0.0)
+            return by_row(LOWEST), by_row(0.0)
         if self.period is None:
             sinks = by_row(refs["sinks"][work[1]])
         else:
@@ -145,7 +147,7 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         sinks = sinks * LOG2E
         if self.splits > 1:  # seen once
             sinks = sinks + jnp.where(self.split() == 0, 0.0, -jnp.inf)
-        return sinks, jnp.where(sinks == -jnp.inf, 0.0, 1.0)
+        return jnp.maximum(sinks, LOWEST), jnp.where(sinks == -jnp.inf, 0.0, 1.0)
 
     def by_products(self, refs: dict[str, Any], masked: Any) -> tuple[int, int]:
         """See BlackwellRoles. Some where nothing else takes the registers that they need."""

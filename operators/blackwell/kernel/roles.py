@@ -23,12 +23,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...flash.kernel.weigh import weigh
 from ...kernels.lse import LN2, LOG2E
-from ...mosaic.kernel.block import WARPGROUPS, BlockOfThreads, along_rows, one_of
+from ...mosaic.kernel.block import WARPGROUPS, BlockOfThreads, along_rows, in_ring, one_of
 from ...mosaic.kernel.exponentials import exp2
 from ...mosaic.kernel.mosaic_sizes import equal_share
 from ...mosaic.kernel.seen_parts import ALL_SEEN
 from .blackwell_sizes import ROWS, apart, places
-from .tile import OUTPUT, TILE, by_row
+from .tile import OUTPUT, TILE
 
 __all__ = ["BlackwellRoles"]
 
@@ -211,7 +211,7 @@ class BlackwellRoles(BlockOfThreads):
             plgpu.tcgen05_mma(to, query, rest.transpose((1, 0)), full, accumulate=held > 0)
 
         def logits(tile: Any, group: int) -> None:
-            slot, last = lax.rem(tile, self.sizes.stages), group == self.groups - 1
+            slot, last = in_ring(tile, self.sizes.stages), group == self.groups - 1
             if group == 0:
                 plgpu.barrier_wait(refs["key_full"].at[slot])
             at = self.at(tile, group)
@@ -222,7 +222,7 @@ class BlackwellRoles(BlockOfThreads):
                 plgpu.tcgen05_commit_arrive(refs["key_free"].at[slot])
 
         def values(tile: Any, group: int) -> None:
-            slot, last = lax.rem(tile, self.sizes.stages), group == self.groups - 1
+            slot, last = in_ring(tile, self.sizes.stages), group == self.groups - 1
             at = self.at(tile, group)
             plgpu.barrier_wait(refs["weights_full"].at[at])
             if group == 0 and not self.in_key:
@@ -262,7 +262,7 @@ class BlackwellRoles(BlockOfThreads):
 
     def at(self, tile: Any, group: Any) -> Any:
         """The number of a tile's place, among those of all groups."""
-        return group if self.places == 1 else group * self.places + lax.rem(tile, self.places)
+        return group if self.places == 1 else group * self.places + in_ring(tile, self.places)
 
     def of_place(self, refs: dict[str, Any], name: str, at: Any, run: Callable[[Any], Any]) -> Any:
         """run(reference) for the logits or the weights of a place.
@@ -301,7 +301,7 @@ class BlackwellRoles(BlockOfThreads):
             plgpu.barrier_wait(refs["logits_full"].at[at])
             whole = self.of_place(refs, "logits", at, _read)
             tiles = self.parts(refs, work, group, kv_block, count, masked, of_rows)
-            seen = tiles[0].seen_parts(len(tiles)) if masked else ALL_SEEN
+            seen = tiles[0].seen_parts(len(tiles), ask=len(tiles) > 1) if masked else ALL_SEEN
             columns, (of_128, written) = tiles[0].shape[1], self.by_products(refs, masked)
             by_products = of_128 * columns // 256 * 2  # a register has two
             xs, highest, factor = list[jax.Array](), list[jax.Array](), 1.0
@@ -320,13 +320,10 @@ class BlackwellRoles(BlockOfThreads):
                 xs.append(x)
                 highest.append(top)
             new_peak = jnp.maximum(peak, functools.reduce(jnp.maximum, highest) * factor)
-            # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
-            hidden = masked or "bias" in refs or self.logits.static_args.score is not None
-            shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak) if hidden else new_peak
-            shrink = jnp.exp2(peak - shift)
+            shrink = jnp.exp2(peak - new_peak)
             refs["shrink"].at[at][...] = shrink
             plgpu.barrier_arrive(refs["shrink_full"].at[at])
-            total, shifts = total * shrink, along_rows(shift, (ROWS, columns))
+            total, shifts = total * shrink, along_rows(new_peak, (ROWS, columns))
 
             def weights_of(number: int) -> tuple[jax.Array, jax.Array]:
                 """(the weights of a part, their sum)."""
@@ -478,12 +475,12 @@ def _read(logits: Any) -> jax.Array:
 
 def _unseen(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(what nobody reads, each row's highest logit) of a part that no row sees."""
-    return x, by_row(-jnp.inf)
+    return x, jnp.full((ROWS,), -jnp.inf, jnp.float32)
 
 
 def _no_weights(shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
     """(weights of a part that no row sees, their sum)."""
-    return jnp.zeros(shape, dtype), by_row(0.0)
+    return jnp.zeros(shape, dtype), jnp.zeros((ROWS,), jnp.float32)
 
 
 def _write(number: int, part: jax.Array, written: int, weights: Any) -> None:

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...flash.kernel.tile_schedule import Masked
 from ...flash.kernel.weigh import weigh
 from ...kernels.scores import without_padded_rows
-from ...mosaic.kernel.block import Copies, along_columns, along_rows, part_of
+from ...mosaic.kernel.block import Copies, along_columns, along_rows, in_ring, part_of
 from ...mosaic.kernel.mosaic_sizes import DIM_STEP, Sums
 from ...mosaic.kernel.spans import all_spans
 from .block import HopperBlock, zeros
@@ -40,7 +40,8 @@ _SUMS_BESIDE_OTHERS = 192  # columns of sums beside which the numbers of a mask 
 
 # Columns of sums with which the warpgroups share a program: with a mask that is spans and nothing more, beside arrays and scores,
 # and beside segment ids. With more, places that the compiler doesn't know take registers that the sums need.
-_TOGETHER = {"dkv": (256, 128, 128), "dq": (128, 128, 64)}
+_TOGETHER = {"dkv": (256, 128, 128), "dq": (256, 256, 64)}
+_KEPT = 128  # columns of a query whose descriptors the compiler may keep throughout a loop
 _ARRAYS = ("leaf", "bias", "capture", "dropout", "query_offset", "q_start", "k_start")
 
 _ROWS = {"query": "lse", "d_output": "delta"}  # what is loaded by rows, and the numbers of the rows that come with it
@@ -74,9 +75,11 @@ class _HopperGradients(HopperBlock):
         beside_mask = masked and self.most_sums > _SUMS_BESIDE_OTHERS
         return self.in_key or beside_mask or ("dropout" in refs and self.most_sums > self.sums_beside_dropout)
 
-    def loaded(self, count: Any, turn: Any) -> Any:
+    def loaded(self, count: Any, turn: Any, masked: Masked) -> Any:
         """The place of the count-th tile that is loaded. A single place is the same in every turn: see `in_loop`."""
-        return lax.rem(count, self.sizes.stages) if self.sizes.stages > 1 else jnp.minimum(turn, 0)
+        return (
+            in_ring(count, self.sizes.stages, from_zero=not masked) if self.sizes.stages > 1 else jnp.minimum(turn, 0)
+        )
 
     def swizzled(self, lines: int) -> int | None:
         """The columns of a tile that are swizzled together: a product goes through as many lines of a tile at once, and of two
@@ -145,26 +148,32 @@ class HopperQueryGradient(_HopperGradients):
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
         both = self.in_key or self.dims[0] <= _SUMS_BESIDE_BOTH
 
+        def tile_of(kv_block: Any, masked: Masked) -> HopperTile:
+            return HopperTile(
+                self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv, sizes, columns,
+                by_ids=masked is Masked.BY_IDS,
+            )  # fmt: skip
+
         def visit(kv_block: Any, carry: Any, masked: Masked) -> Any:
             count, sums = carry
-            slot, place = lax.rem(count, sizes.stages), self.loaded(count, kv_block)
+            slot, place = in_ring(count, sizes.stages, from_zero=not masked), self.loaded(count, kv_block, masked)
             keys, last = refs["key_tiles"].at[place], self.streams[-1]
             values = self.columns_of("value", refs[f"{last}_tiles"].at[place])
             for name in self.streams:
                 plgpu.barrier_wait(refs[f"{name}_full"].at[slot])
-            rows = [query, d_output]
-            if self.crowded(refs, masked):
+            rows, crowded = [query, d_output], self.crowded(refs, masked)
+            if crowded or (self.dims[0] > _KEPT and not self.apart(refs)):
                 rows = [self.in_loop(refs[f"{name}_tile"], group, kv_block) for name in _ROWS]
             factors = list(zip(rows, (keys, values), strict=True))
-            raw, *d_weights = products.logits(*factors[: 1 + both])
+            early = masked and not (crowded or "dropout" in refs)
+            (raw, *d_weights), span = products.logits_beside(
+                lambda: tile_of(kv_block, masked).span() if early else None, *factors[: 1 + both]
+            )
             if both and not self.in_key:
                 plgpu.barrier_arrive(refs["value_free"].at[slot])
-            tile = HopperTile(
-                self.logits, refs, (batch, head), first_row, kv_block * sizes.block_kv, sizes, columns,
-                by_ids=masked is Masked.BY_IDS,
-            )  # fmt: skip
+            tile = tile_of(kv_block, masked)
             x, factor, pull = weigh(tile, raw, masked)
-            x = tile.within(x) if masked else x
+            x = tile.within(x, span) if masked else x
             shifts = along_rows(shift, x.shape)
             x = without_padded_rows(self.logits.static_args.score, x, shifts)
             weights, keep = jnp.exp2(x * factor - shifts), tile.keep()
@@ -286,10 +295,17 @@ class HopperKeyGradients(_HopperGradients):
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
         dtype, summed = held["key"].dtype, {name for one in parts for name in one.of}
 
-        def visit(at: tuple[Any, Any], carry: Any, masked: Masked) -> Any:
+        def tile_of(at: tuple[Any, Any], masked: Masked) -> HopperTile:
             head, q_block = at
+            return HopperTile(
+                self.logits, refs, (batch, head), q_block * sizes.block_q, first_key, sizes, columns, by_keys=True,
+                by_ids=masked is Masked.BY_IDS,
+            )  # fmt: skip
+
+        def visit(at: tuple[Any, Any], carry: Any, masked: Masked) -> Any:
+            q_block = at[1]
             count, sums = carry
-            slot = lax.rem(count, sizes.stages)
+            slot = in_ring(count, sizes.stages, from_zero=not masked)
             queries, d_outputs = (refs[f"{name}_tiles"].at[slot] for name in _ROWS)
             plgpu.barrier_wait(refs["rows_full"].at[slot])
             # A mask's numbers have the registers of the values' descriptors, dropout's those of the keys' too; and so have the
@@ -301,13 +317,13 @@ class HopperKeyGradients(_HopperGradients):
             factors = [(tiles["key"], queries), (self.columns_of("value", tiles[self.streams[-1]]), d_outputs)]
             # Dropout's random numbers take the registers that the gradients of weights would.
             both = "key" in summed and "dropout" not in refs
-            raw, *d_weights = products.logits(*factors[: 2 if both else 1])
-            tile = HopperTile(
-                self.logits, refs, (batch, head), q_block * sizes.block_q, first_key, sizes, columns, by_keys=True,
-                by_ids=masked is Masked.BY_IDS,
-            )  # fmt: skip
+            early = masked and not (self.crowded(refs, masked) or "dropout" in refs)
+            (raw, *d_weights), span = products.logits_beside(
+                lambda: tile_of(at, masked).span() if early else None, *factors[: 2 if both else 1]
+            )
+            tile = tile_of(at, masked)
             x, factor, pull = weigh(tile, raw, masked)
-            x = tile.within(x) if masked else x
+            x = tile.within(x, span) if masked else x
             shifts = along_columns(products.numbers(refs["lse_tiles"].at[slot], BY_COLUMN), x.shape)
             x = without_padded_rows(self.logits.static_args.score, x, shifts)
             weights, keep = jnp.exp2(x * factor - shifts), tile.keep()

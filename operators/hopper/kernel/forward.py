@@ -16,14 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...flash.kernel.tile_schedule import Masked, Overlapped
 from ...flash.kernel.weigh import weigh
 from ...kernels.lse import LN2, LOG2E
-from ...mosaic.kernel.block import along_rows
+from ...mosaic.kernel.block import LOWEST, along_rows, in_ring
 from ...mosaic.kernel.mosaic_sizes import column_parts
 from ...mosaic.kernel.seen_parts import ALL_SEEN, SeenParts
 from ...mosaic.kernel.spans import all_spans
@@ -34,8 +33,12 @@ from .tile import BY_ROW, HopperTile
 
 __all__ = ["HopperForward"]
 
-_TOGETHER = 128  # columns with which the warpgroups share a program
+_TOGETHER = 256  # columns with which the warpgroups share a program
+_KEPT = 128  # columns of a query whose descriptors the compiler may keep throughout a loop
 _BESIDE = 32  # columns whose exponentials are computed beside the next product
+_BESIDE_SPANS = 16  # the same where the next tile's spans are computed there
+# Of a tile's columns those whose exponentials are computed beside the hiding of others; and where sums take more registers.
+_BESIDE_HIDING = 1 / 4, 3 / 8
 _EIGHT = 8  # columns of which a thread has two
 _TURN = 16  # columns whose exponentials are computed before others' maximum
 _IN_REGISTERS = {"bias", "dropout"}  # what takes registers beside a tile
@@ -86,6 +89,7 @@ class HopperForward(HopperBlock):
         width, last = self.dims[1] // self.column_parts, self.streams[-1]
         refs = HopperTile.with_numbers(refs, self.logits.static_args.mask, batch, first_row)
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
+        in_loop, wide = self.dims[0] > _KEPT and not self.apart(refs), max(self.dims) > _NARROW
 
         def tile_of(kv_block: Any, masked: Masked) -> HopperTile:
             return HopperTile(
@@ -93,33 +97,33 @@ class HopperForward(HopperBlock):
                 period=self.period, group=self.group, by_ids=masked is Masked.BY_IDS,
             )  # fmt: skip
 
-        def products_of(count: Any, values: Any, work: Callable[[], Any]) -> tuple[jax.Array, Any]:
+        def products_of(
+            kv_block: Any, count: Any, masked: int, values: Any, work: Callable[[], Any] = lambda: None
+        ) -> tuple[jax.Array, Any]:
             """(the products of the count-th tile, what work() made beside them). values: the number of the tile whose values are
             waited for."""
-            slot = lax.rem(count, sizes.stages)
+            slot = in_ring(count, sizes.stages, from_zero=not masked)
             plgpu.barrier_wait(refs["key_full"].at[slot])
-            (raw,), made = products.logits_beside(work, (query, refs["key_tiles"].at[slot]))
+            rows = self.in_loop(refs["query_tile"], group, kv_block) if in_loop else query
+            (raw,), made = products.logits_beside(work, (rows, refs["key_tiles"].at[slot]))
             if not self.in_key:
                 plgpu.barrier_arrive(refs["key_free"].at[slot])
                 if values is not None:
-                    plgpu.barrier_wait(refs["value_full"].at[lax.rem(values, sizes.stages)])
+                    plgpu.barrier_wait(refs["value_full"].at[in_ring(values, sizes.stages, from_zero=not masked)])
             return raw, made
 
-        def shifted(peak: jax.Array, x: jax.Array, top: jax.Array, factor: float, masked: int) -> tuple[jax.Array, ...]:
+        def shifted(peak: jax.Array, x: jax.Array, top: jax.Array, factor: float) -> tuple[jax.Array, ...]:
             """(exponents, new peak, factor of the sums so far) of logits x * factor. top: see `_top`."""
             new_peak = jnp.maximum(peak, top.max(axis=1) * factor)
-            # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
-            hidden = masked or "bias" in refs or self.logits.static_args.score is not None
-            shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak) if hidden else new_peak
-            return x * factor - along_rows(shift, x.shape), new_peak, jnp.exp2(peak - shift)
+            return x * factor - along_rows(new_peak, x.shape), new_peak, jnp.exp2(peak - new_peak)
 
         def summed(total: jax.Array, shrink: jax.Array, weights: jax.Array) -> jax.Array:
             """One by one, as exponentials come."""
             return total * along_rows(shrink, total.shape) + functools.reduce(jnp.add, _eights(weights))
 
-        def add_values(count: Any, sums: jax.Array, shrink: jax.Array, weights: jax.Array) -> jax.Array:
+        def add_values(count: Any, masked: int, sums: jax.Array, shrink: jax.Array, weights: jax.Array) -> jax.Array:
             """With the count-th tile's values, whose place is then free."""
-            slot = lax.rem(count, sizes.stages)
+            slot = in_ring(count, sizes.stages, from_zero=not masked)
             values = refs[f"{last}_tiles"].at[slot]
             if values.shape[1] != width:
                 values = values.at[:, pl.ds(part * width, width)]
@@ -130,14 +134,14 @@ class HopperForward(HopperBlock):
 
         def visit(kv_block: Any, carry: Any, masked: Masked) -> Any:
             count, sums, peak, total = carry
-            raw, _ = products_of(count, count, lambda: None)
+            raw, _ = products_of(kv_block, count, masked, count)
             tile = tile_of(kv_block, masked)
             x, factor, _ = weigh(tile, raw, masked)
-            x = _hidden(tile, tile.seen_parts(1), x) if masked else x
-            exponents, peak, shrink = shifted(peak, x, _top(x), factor, masked)
+            x = _hidden(tile, tile.cut(), x)[0] if masked else x
+            exponents, peak, shrink = shifted(peak, x, _top(x), factor)
             weights = jnp.exp2(exponents)
             total = total * shrink + weights.sum(axis=1)
-            sums = add_values(count, sums, shrink, tile.dropped(weights, tile.keep()))
+            sums = add_values(count, masked, sums, shrink, tile.dropped(weights, tile.keep()))
             return count + 1, sums, peak, total
 
         # Where tiles overlap, nothing but a positive scale and a mask is applied to logits.
@@ -145,32 +149,37 @@ class HopperForward(HopperBlock):
 
         def begin(kv_block: Any, carry: Any) -> Any:
             count, sums, peak, total = carry
-            seen = tile_of(kv_block, Masked.YES).seen_parts(1) if masks else ALL_SEEN
-            raw, _ = products_of(count, None, lambda: None)
-            x = _hidden(tile_of(kv_block, Masked.YES), seen, raw) if masks else raw
+            seen = tile_of(kv_block, Masked.YES).cut(not wide) if masks else ALL_SEEN
+            raw, _ = products_of(kv_block, count, masks, None)
+            x = _hidden(tile_of(kv_block, Masked.YES), seen, raw)[0] if masks else raw
             total = along_rows(total / _EIGHT, (ROWS, _EIGHT))
-            return count + 1, sums, total, *shifted(peak, x, _top(x), scale, masks)
+            return count + 1, sums, total, *shifted(peak, x, _top(x), scale)
 
         def visit_and_end(kv_block: Any, carry: Any, masked: Masked) -> Any:
             count, sums, total, exponents, peak, shrink = carry
-            turn = _TURN if max(self.dims) > _NARROW else 2 * _TURN
+            first = _BESIDE_SPANS if masked else _BESIDE
+            second = first + int(sizes.block_kv * _BESIDE_HIDING[wide]) * bool(masked)
 
             def beside() -> tuple[jax.Array, SeenParts]:
-                seen = tile_of(kv_block, masked).seen_parts(1) if masked else ALL_SEEN
-                return jnp.exp2(exponents[:, :_BESIDE]), seen
+                seen = tile_of(kv_block, masked).cut(not wide) if masked else ALL_SEEN
+                return jnp.exp2(exponents[:, :first]), seen
 
-            raw, (early, seen) = products_of(count, count - 1, beside)
-            x = _hidden(tile_of(kv_block, masked), seen, raw) if masked else raw
-            weights, top = _exponentials_and_top(early, exponents, x, turn)
+            raw, (early, seen) = products_of(kv_block, count, masked, count - 1, beside)
+            x = raw
+            if masked:
+                more = functools.partial(jnp.exp2, exponents[:, first:second])
+                x, some = _hidden(tile_of(kv_block, masked), seen, raw, more)
+                early = jnp.concatenate([early, some], axis=1)
+            weights, top = _exponentials_and_top(early, exponents, x, _TURN if masked or wide else 2 * _TURN)
             total = summed(total, shrink, weights)
-            sums = add_values(count - 1, sums, shrink, weights)
-            return count + 1, sums, total, *shifted(peak, x, top, scale, masked)
+            sums = add_values(count - 1, masked, sums, shrink, weights)
+            return count + 1, sums, total, *shifted(peak, x, top, scale)
 
         def end(carry: Any) -> Any:
             count, sums, total, exponents, peak, shrink = carry
-            plgpu.barrier_wait(refs["value_full"].at[lax.rem(count - 1, sizes.stages)])
+            plgpu.barrier_wait(refs["value_full"].at[in_ring(count - 1, sizes.stages, from_zero=not masks)])
             weights = jnp.exp2(exponents)
-            sums = add_values(count - 1, sums, shrink, weights)
+            sums = add_values(count - 1, masks, sums, shrink, weights)
             return count, sums, peak, summed(total, shrink, weights).sum(axis=1)
 
         carry = (jnp.int32(0), *self._start(refs, head, first_row))
@@ -244,7 +253,7 @@ class HopperForward(HopperBlock):
         """(weighted sums, peak, total) of rows that have seen no key: a sink is a key without a value."""
         sums = zeros(self.dims[1] // self.column_parts)
         if "sinks" not in refs:
-            return sums, filled(-jnp.inf), filled(0.0)
+            return sums, filled(LOWEST), filled(0.0)
         if self.period is None:
             sinks = filled(refs["sinks"][head])
         else:
@@ -252,7 +261,7 @@ class HopperForward(HopperBlock):
         sinks = sinks * LOG2E
         if self.splits > 1:  # seen once
             sinks = sinks + jnp.where(self.split() == 0, 0.0, -jnp.inf)
-        return sums, sinks, jnp.where(sinks == -jnp.inf, 0.0, 1.0)
+        return sums, jnp.maximum(sinks, LOWEST), jnp.where(sinks == -jnp.inf, 0.0, 1.0)
 
 
 def _eights(x: jax.Array) -> list[jax.Array]:
@@ -267,9 +276,11 @@ def _top(x: jax.Array) -> jax.Array:
     return functools.reduce(jnp.maximum, pairs)
 
 
-def _hidden(tile: HopperTile, seen: SeenParts, x: jax.Array) -> jax.Array:
-    """The logits of a tile without those outside of spans."""
-    return seen.where_cut(0, lambda: tile.within(x, seen.span), lambda: x)
+def _hidden(
+    tile: HopperTile, seen: SeenParts, x: jax.Array, work: Callable[[], Any] = lambda: ()
+) -> tuple[jax.Array, Any]:
+    """(the logits of a tile without those outside of spans, what work() makes beside that)."""
+    return seen.where_cut(0, lambda: (tile.within(x, seen.span), work()), lambda: (x, work()))
 
 
 def _exponentials_and_top(

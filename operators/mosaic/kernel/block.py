@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -24,16 +25,20 @@ from .widen import widen_tile
 
 __all__ = [
     "BLOCKS",
+    "LOWEST",
     "WARPGROUPS",
     "BlockOfThreads",
     "Copies",
     "MosaicBlock",
     "along_columns",
     "along_rows",
+    "in_ring",
     "one_of",
     "part_of",
 ]
 
+# The highest logit of a row that has seen no key. It is finite: what is hidden less it is -inf, not NaN.
+LOWEST = float(np.finfo(np.float32).min)
 BLOCKS, WARPGROUPS = "block", "warpgroup"  # names of the grid's and the threads' axes
 Copies = list[tuple[Any, str]]  # (what is loaded, the name of the tiles that it is loaded into)
 
@@ -315,6 +320,13 @@ def one_of(
     else:
         # Mosaic lowers what comes for False twice, once to learn its types. So that is the role, never a further choice.
         lax.cond(number != of_role, others, role)
+
+
+def in_ring(count: Any, places: int, *, from_zero: bool = False) -> Any:
+    """The place of the count-th tile, where so many are used in turn. The rest of a division takes five operations, one after the
+    other, of a number that may be negative. from_zero: the loop begins at 0, so that the compiler knows it isn't."""
+    power_of_two = places & (places - 1) == 0
+    return count & jnp.int32(places - 1) if power_of_two and not from_zero else lax.rem(count, jnp.int32(places))
 
 
 def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -23,8 +23,8 @@ _CUT = 16  # the first of the bits for parts that some row doesn't see whole
 
 
 class SeenParts(NamedTuple):
-    """seen: of each part whether a row of the warp sees something of it; cut: whether one doesn't see all of it. span: of all
-    parts' columns. None if all rows see all columns."""
+    """seen: of each part whether a row of the warp sees something of it, None if that isn't asked; cut: whether one misses some
+    of it, True if that isn't asked. span: of all parts' columns. None if all rows see all columns."""
 
     seen: tuple[Any, ...] | None
     cut: tuple[Any, ...] | None
@@ -33,7 +33,7 @@ class SeenParts(NamedTuple):
     @property
     def everything(self) -> bool:
         """Whether it's known that all rows see all columns."""
-        return self.seen is None
+        return self.cut is None
 
     def of_part(self, part: int, width: int) -> Span | None:
         """The span of a part's columns, each of so many."""
@@ -45,7 +45,9 @@ class SeenParts(NamedTuple):
 
     def where_cut(self, part: int, work: Callable[[], T], instead: Callable[[], T]) -> T:
         """work() if a row of the warp doesn't see all of a part, else instead()."""
-        return instead() if self.cut is None else lax.cond(self.cut[part], work, instead)
+        if self.cut is None:
+            return instead()
+        return work() if self.cut[part] is True else lax.cond(self.cut[part], work, instead)
 
 
 ALL_SEEN = SeenParts(None, None)

@@ -26,7 +26,7 @@ from .gather import gathered
 from .mosaic_sizes import MosaicSizes
 from .seen_parts import ALL_SEEN, SeenParts, seen_parts
 from .spans import Numbered, bounds_of, is_span, numbered
-from .within import Span, ThreadColumns, within
+from .within import Span, ThreadColumns, any_in_warp, with_words, within
 
 __all__ = ["MosaicLogits", "MosaicTile"]
 
@@ -136,11 +136,29 @@ class MosaicTile(TileMask):
             return x
         return within(x, span, self.of_thread, self.in_registers, interpret=self.logits.interpret)
 
-    def seen_parts(self, count: int) -> SeenParts:
-        """Of so many tiles that are neighbours, of which this is the first."""
+    def span(self, words: bool = True) -> Span | None:
+        """The columns that each line sees, counted from the tile's first, and the words by which the others are hidden."""
+        span = self._span()
+        if span is None or not words:
+            return span
+        return with_words(span, self.shape[1], self.of_thread, self.in_registers, interpret=self.logits.interpret)
+
+    def cut(self, words: bool = True) -> SeenParts:
+        """Of this tile as the only part, which a warp computes whatever its rows see of it."""
+        span = self.span(words)
+        if span is None:
+            return ALL_SEEN
+        hidden = [x for x in (span.begin, None if span.end is None else self.shape[1] - span.end) if x is not None]
+        most, by_row = functools.reduce(jnp.maximum, hidden), self.in_registers.reduce(1)
+        return SeenParts(None, (any_in_warp(most, by_row, interpret=self.logits.interpret),), span)
+
+    def seen_parts(self, count: int, *, ask: bool = True) -> SeenParts:
+        """Of so many tiles that are neighbours, of which this is the first. ask: whether a warp looks at what its rows see."""
         span, width = self._span(), self.shape[1]
         if span is None:
             return ALL_SEEN
+        if not ask:
+            return SeenParts(None, (True,) * count, span)
         return seen_parts(span, width, count, self.in_registers, interpret=self.logits.interpret)
 
     def _span(self) -> Span | None:

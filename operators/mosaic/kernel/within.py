@@ -9,6 +9,7 @@ out here. All that a compiled kernel and an interpreted one don't share of it is
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,27 +24,32 @@ from jax.extend.mlir.dialects import arith
 __all__ = [
     "Span",
     "ThreadColumns",
+    "any_in_warp",
     "chosen",
     "ends_in_warp",
     "hidden",
     "span_place",
     "span_word",
+    "with_words",
     "within",
+    "words_of",
 ]
 
 _BITS, _BYTE = 32, 8
 _MULTIPLIED = (4, 5, 6)  # bits of a byte whose numbers are chosen by a multiplication
 _MOST = 256  # columns of a tile
 _HIDDEN = "0xFF800000"  # -inf
+_Place = tuple[int, int, int]  # (which of a thread's rows, which of the neighbours, which word)
 
 
 class Span(NamedTuple):
     """begin, end: the first column that each row sees and the one after the last, int32 [rows]; None without a bound. zeros:
-    int32 [rows], of which the compiler doesn't know that they are 0."""
+    int32 [rows], of which the compiler doesn't know that they are 0. words: see `with_words`; None until they are computed."""
 
     begin: jax.Array | None
     end: jax.Array | None
     zeros: jax.Array
+    words: jax.Array | None = None
 
     def counted_from(self, column: int) -> Span:
         """The same of columns that are counted from this one."""
@@ -68,6 +74,10 @@ class ThreadColumns:
         period, row = divmod(rest, self.rows)
         return row, neighbour, period
 
+    def words(self, width: int) -> int:
+        """Of a neighbour's columns, in a tile of this width."""
+        return 1 + self.bit(width // self.period - 1)[0]
+
     def bit(self, period: int) -> tuple[int, int]:
         """(word, bit) of a neighbour's column."""
         byte, bit = divmod(period, self.used)
@@ -78,21 +88,54 @@ def within(x: jax.Array, span: Span, columns: ThreadColumns, layout: Any, *, int
     """Logits [rows, columns] with -inf outside of their row's span."""
     if interpret:
         return _compared(x, span, layout)
-    bounds = [x for x in (span.begin, span.end) if x is not None]
-    by_row = layout.reduce(1)
+    hides, by_row = span.begin is None, layout.reduce(1)
+    bounds = [x for x in (span.begin, span.end) if x is not None] if span.words is None else [span.words]
+    layouts = [by_row for _ in bounds] if span.words is None else [layout]
     like = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(layout, *[by_row for _ in bounds], by_row), return_type=like)
+    @plgpu.inline_mgpu(arg_types=(layout, *layouts, by_row), return_type=like)
     def hide(context: Any, x: Any, *arrays: Any) -> Any:
         del context
         *given, zeros = map(_scalars, arrays)
-        begin = given.pop(0) if span.begin is not None else None
-        end = given.pop(0) if span.end is not None else None
-        made = iter(hidden(_scalars(x), begin, end, zeros, columns))
+        if span.words is None:
+            word_of = words_of(*_bounds(span, given), columns)
+        else:
+            (words,) = given
+            word_of = {columns.place(number): word for number, word in enumerate(words)}.__getitem__
+        made = iter(hidden(_scalars(x), word_of, hides, zeros, columns))
         return x.foreach(lambda *_: next(made), create_array=True)
 
     hidden_x: jax.Array = hide(x, *bounds, span.zeros)
     return hidden_x
+
+
+def with_words(span: Span, width: int, columns: ThreadColumns, layout: Any, *, interpret: bool) -> Span:
+    """The span of a tile of this width, and the words by which `within` hides: a thread can make them while it waits for numbers.
+    In the interpreter there are none.
+
+    words: int32 [rows, period * words], of which a thread has those of each of its rows and neighbours.
+    """
+    if interpret:
+        return span
+    bounds = [x for x in (span.begin, span.end) if x is not None]
+    shape, by_row = (span.zeros.shape[0], columns.period * columns.words(width)), layout.reduce(1)
+    like = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout, *[by_row for _ in bounds]), return_type=like)
+    def make(context: Any, empty: Any, *arrays: Any) -> Any:
+        del context
+        word_of = words_of(*_bounds(span, list(map(_scalars, arrays))), columns)
+        made = (word_of(columns.place(number)) for number in range(len(_scalars(empty))))
+        return empty.foreach(lambda *_: next(made), create_array=True, is_signed=True)
+
+    empty = plgpu.layout_cast(jnp.zeros(shape, jnp.int32), layout)
+    return span._replace(words=make(empty, *bounds))
+
+
+def _bounds(span: Span, given: list[Any]) -> tuple[Any, Any]:
+    """(begin, end) of a thread's rows, of those that a span has."""
+    begin = given.pop(0) if span.begin is not None else None
+    return begin, given.pop(0) if span.end is not None else None
 
 
 def ends_in_warp(numbers: jax.Array, layout: Any, *, interpret: bool) -> tuple[Any, Any]:
@@ -115,6 +158,21 @@ def ends_in_warp(numbers: jax.Array, layout: Any, *, interpret: bool) -> tuple[A
     return least, most
 
 
+def any_in_warp(numbers: jax.Array, layout: Any, *, interpret: bool) -> Any:
+    """Whether one of a warp's rows has a number above 0, of int32 [rows]; in the interpreter one of all rows."""
+    if interpret:
+        return (numbers > 0).any()
+    number = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=number)
+    def of_warp(context: Any, numbers: Any) -> Any:
+        del context
+        most = functools.reduce(arith.maxsi, _scalars(numbers))
+        return mgpu.FragmentedArray.splat(_asm(most.type, any_above(), most, together=True), (), is_signed=True)
+
+    return of_warp(numbers) != 0
+
+
 def _compared(x: jax.Array, span: Span, layout: Any) -> jax.Array:
     at = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=layout)
     for bound, seen in ((span.begin, at.__ge__), (span.end, at.__lt__)):
@@ -129,8 +187,10 @@ def _compared(x: jax.Array, span: Span, layout: Any) -> jax.Array:
 def span_place(columns: ThreadColumns, neighbour: int) -> str:
     """$0: the number of the bit, among those of all words of this neighbour's columns, at which a bound lies. $1: the bound, less
     the thread's first column."""
-    less, shift = neighbour - (columns.period - 1), columns.period.bit_length() - 1
-    lines = [f"sub.s32 a, $1, {less};", *([f"shr.s32 a, a, {shift};"] if shift else []), "max.s32 a, a, 0;"]
+    more, shift = columns.together - 1 - neighbour, columns.period.bit_length() - 1
+    lines = [f"add.s32 a, $1, {columns.period - columns.together};", "max.s32 a, a, 0;"]
+    lines += [f"add.s32 a, a, {more};"] if more else []
+    lines += [f"shr.u32 a, a, {shift};"] if shift else []
     if columns.used == _BYTE:
         return _block(".b32 a", *lines, "mov.b32 $0, a;")
     share = -(-(1 << 16) // columns.used)  # of 2**16: what is divided by it is at most _MOST
@@ -147,11 +207,8 @@ def span_word(number: int, begin: bool, end: bool) -> str:
     for name, at in (("a", 1), ("b", 1 + begin)):
         if (begin, end)[name == "b"]:
             # A shift by 32 bits or more leaves none.
-            lines += [
-                f"sub.s32 {name}, ${at}, {number * _BITS};",
-                f"max.s32 {name}, {name}, 0;",
-                f"shl.b32 {name}, c, {name};",
-            ]
+            less = [f"sub.s32 {name}, ${at}, {number * _BITS};", f"max.s32 {name}, {name}, 0;"]
+            lines += [*(less if number else [f"mov.b32 {name}, ${at};"]), f"shl.b32 {name}, c, {name};"]
     both = ["not.b32 b, b;", "and.b32 $0, a, b;"]
     return _block(".b32 a, b, c", *lines, *(both if begin and end else [f"mov.b32 $0, {'a' if begin else 'b'};"]))
 
@@ -166,33 +223,51 @@ def chosen(bit: int, hides: bool) -> str:
     return _block(".pred p; .reg .b32 a", *lines)
 
 
+def any_above() -> str:
+    """$0: 1 if $1 is above 0 in a thread of the warp, else 0."""
+    return _block(
+        ".pred p", "setp.gt.s32 p, $1, 0;", "vote.sync.any.pred p, p, 0xffffffff;", "selp.b32 $0, 1, 0, p;"
+    )  # fmt: skip
+
+
 def _block(registers: str, *lines: str) -> str:
     return " ".join(("{ .reg", f"{registers};", *lines, "}"))
 
 
-def hidden(
-    values: list[Any], begin: list[Any] | None, end: list[Any] | None, zeros: list[Any], columns: ThreadColumns
-) -> list[Any]:
-    """A thread's numbers of a tile, with -inf outside of their row's span. begin, end, zeros: one for each of its rows."""
+def words_of(begin: list[Any] | None, end: list[Any] | None, columns: ThreadColumns) -> Callable[[_Place], Any]:
+    """What makes the words of a thread. begin, end: of each of its rows."""
     if columns.period > 1:
         first = _first_column(columns)
         begin, end = ([arith.subi(x, first) for x in some] if some else None for some in (begin, end))
     bounds = [of_rows for of_rows in (begin, end) if of_rows is not None]
+    places = dict[tuple[int, int], list[Any]]()
+
+    def word_of(place: _Place) -> Any:
+        row, neighbour, word = place
+        if (row, neighbour) not in places:
+            places[row, neighbour] = [_asm(_word_type(), span_place(columns, neighbour), x[row]) for x in bounds]
+        text = span_word(word, begin is not None, end is not None)
+        return _asm(_word_type(), text, *places[row, neighbour])
+
+    return word_of
+
+
+def hidden(
+    values: list[Any], word_of: Callable[[_Place], Any], hides: bool, zeros: list[Any], columns: ThreadColumns
+) -> list[Any]:
+    """A thread's numbers of a tile, with -inf where a bit is 0; with `hides` where it is 1. zeros: one for each of its rows."""
     # By words: only tests of neighbouring bits, one after the other, become one instruction.
-    words = dict[tuple[int, int, int], list[tuple[int, int]]]()
+    words = dict[_Place, list[tuple[int, int]]]()
     for number in range(len(values)):
         row, neighbour, period = columns.place(number)
         word, bit = columns.bit(period)
         words.setdefault((row, neighbour, word), []).append((number, bit))
-    made, places = list(values), dict[tuple[int, int], list[Any]]()
-    for (row, neighbour, word), some in words.items():
-        if (row, neighbour) not in places:
-            places[row, neighbour] = [_asm(_word_type(), span_place(columns, neighbour), x[row]) for x in bounds]
-        text = span_word(word, begin is not None, end is not None)
-        whole = _asm(_word_type(), text, *places[row, neighbour])
+    made = list(values)
+    for place, some in words.items():
+        whole = word_of(place)
         for number, bit in some:
             value = values[number]
-            made[number] = _asm(value.type, chosen(bit, begin is None), value, whole, zeros[row])
+            made[number] = _asm(value.type, chosen(bit, hides), value, whole, zeros[place[0]])
     return made
 
 

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....blackwell.kernel.blackwell_sizes import PART, ROWS
 from ....blackwell.kernel.roles import BlackwellRoles
 from ....blackwell.kernel.tile import TILE
+from ....mosaic.kernel.block import in_ring
 from .page_block import Work
 from .page_sizes import BLACKWELL_SIZING
 from .page_tile import PageTile
@@ -129,7 +129,7 @@ class BlackwellPages(WideningBlock, BlackwellRoles):
         of_rows: dict[str, Any],
     ) -> list[PageTile]:
         """See BlackwellRoles."""
-        slot, last = lax.rem(count, jnp.int32(self.sizes.stages)), self.streams[-1]
+        slot, last = in_ring(count, self.sizes.stages), self.streams[-1]
         if "value" in self.scaled:
             plgpu.barrier_wait(refs["value_full"].at[slot])
         of_head = refs["key_scale"][self.kv_head(work)] if "key_scale" in refs else None
@@ -149,7 +149,7 @@ class BlackwellPages(WideningBlock, BlackwellRoles):
     def weighed(self, refs: dict[str, Any], count: Any) -> None:
         """See BlackwellRoles. Scales of tokens have been read."""
         for name in self.scaled:
-            plgpu.barrier_arrive(refs[f"{name}_free"].at[lax.rem(count, jnp.int32(self.sizes.stages))])
+            plgpu.barrier_arrive(refs[f"{name}_free"].at[in_ring(count, self.sizes.stages)])
 
     def shares(self, refs: dict[str, Any], work: Work, share: jax.Array) -> jax.Array:
         """See BlackwellRoles."""
@@ -163,7 +163,7 @@ class BlackwellPages(WideningBlock, BlackwellRoles):
         """See BlackwellRoles. The logits of the tile are there, so that nobody reads keys that are values."""
         if self.quantised:
             return
-        slot = lax.rem(number, jnp.int32(self.sizes.stages))
+        slot = in_ring(number, self.sizes.stages)
         if not self.in_key:
             plgpu.barrier_wait(refs["value_full"].at[slot])
         if masked is not False:

@@ -17,7 +17,7 @@ from ....flash.kernel.weigh import weigh
 from ....hopper.kernel.hopper_sizes import ROWS
 from ....hopper.kernel.tensor_cores import tensor_cores
 from ....hopper.kernel.tile import TILE
-from ....mosaic.kernel.block import WARPGROUPS, along_rows
+from ....mosaic.kernel.block import WARPGROUPS, along_rows, in_ring
 from ...lse import LN2, LOG2E
 from .page_block import Unit, Work
 from .page_sizes import HOPPER_SIZING
@@ -108,7 +108,7 @@ class HopperPages(WideningBlock):
             sums, peak, total = carry
             tile = unit.tile(turn, masked)
             # With one place the compiler would keep the addresses of all its parts, unless it seems to differ from turn to turn.
-            slot = lax.rem(turn, jnp.int32(stages)) if stages > 1 else jnp.minimum(tile, 0)
+            slot = in_ring(turn, stages) if stages > 1 else jnp.minimum(tile, 0)
             keys = refs["key_tiles"].at[slot]
             cleaned = masked and not self.quantised
             plgpu.barrier_wait(refs["key_clean" if cleaned and self.in_key else "key_full"].at[slot])
@@ -121,10 +121,8 @@ class HopperPages(WideningBlock):
                 of_keys = refs["key_scale"][kv_head]
             x, factor, _ = weigh(self.part(refs, work, tile, seen, keys_of_tile, numbers, of_keys), raw, masked)
             new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
-            # A row without visible keys so far keeps shift 0: its exponentials are 0, not NaN.
-            shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak) if masked else new_peak
-            shrink = jnp.exp2(peak - shift)
-            weights = jnp.exp2(x * factor - along_rows(shift, x.shape))
+            shrink = jnp.exp2(peak - new_peak)
+            weights = jnp.exp2(x * factor - along_rows(new_peak, x.shape))
             total = total * shrink + weights.sum(axis=1)
             sums = sums * along_rows(shrink, sums.shape)
             if not self.in_key:

@@ -63,9 +63,9 @@ class PageTile:
         """The tests that a visible key passes."""
         return self.seen
 
-    def seen_parts(self, count: int) -> SeenParts:
+    def seen_parts(self, count: int, *, ask: bool = True) -> SeenParts:
         """`visible` has all tests."""
-        del count
+        del count, ask
         return ALL_SEEN
 
     def key_scale(self) -> Any:

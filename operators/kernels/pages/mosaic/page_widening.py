@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ....mosaic.kernel.block import in_ring
 from ....mosaic.kernel.widen import ROWS, WIDENED, widen_part
 from .page_block import PagesBlock, Unit, Work
 
@@ -43,7 +44,7 @@ class WideningBlock(PagesBlock):
         unit, stages, stored, raw = work.unit, self.sizes.stages, self.sizes.stored, refs[f"{name}_raw"]
 
         def request(number: Any) -> None:
-            place, tile = lax.rem(number, jnp.int32(stored)), unit.tile(number, None)
+            place, tile = in_ring(number, stored), unit.tile(number, None)
             self.copy(refs, work, name, tile, refs[f"{name}_stored"].at[place], raw.at[place], True)
             if f"{name}_scales" in refs:
                 size = self.sizes.block_kv
@@ -53,7 +54,7 @@ class WideningBlock(PagesBlock):
         pl.loop(0, jnp.minimum(unit.tiles, stored))(request)
 
         def widen(number: Any, carry: Any, masked: bool) -> Any:
-            slot, place = lax.rem(number, jnp.int32(stages)), lax.rem(number, jnp.int32(stored))
+            slot, place = in_ring(number, stages), in_ring(number, stored)
             pl.when(number >= stages)(lambda: plgpu.barrier_wait(refs[f"{name}_free"].at[slot]))
             plgpu.barrier_wait(raw.at[place])
             self._widen(refs, unit, name, unit.tile(number, masked), place, slot, masked)
