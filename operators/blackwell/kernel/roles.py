@@ -320,10 +320,11 @@ class BlackwellRoles(BlockOfThreads):
                 xs.append(x)
                 highest.append(top)
             new_peak = jnp.maximum(peak, functools.reduce(jnp.maximum, highest) * factor)
-            shrink = jnp.exp2(peak - new_peak)
+            shift = self.shift(new_peak, masked)
+            shrink = jnp.exp2(peak - shift)
             refs["shrink"].at[at][...] = shrink
             plgpu.barrier_arrive(refs["shrink_full"].at[at])
-            total, shifts = total * shrink, along_rows(new_peak, (ROWS, columns))
+            total, shifts = total * shrink, along_rows(shift, (ROWS, columns))
 
             def weights_of(number: int) -> tuple[jax.Array, jax.Array]:
                 """(the weights of a part, their sum)."""
@@ -355,6 +356,11 @@ class BlackwellRoles(BlockOfThreads):
         plgpu.barrier_arrive(refs["totals_full"].at[group])
         self.store(refs, work, group, "lse", refs["lse_rows"].at[group])
         plgpu.wait_smem_to_gmem(0)
+
+    def shift(self, peak: jax.Array, masked: Any) -> jax.Array:
+        """What is subtracted from the logits of rows whose highest one is this. Default: that, from LOWEST on."""
+        del masked
+        return peak
 
     def by_products(self, refs: dict[str, Any], masked: Any) -> tuple[int, int]:
         """(how many of 128 exponentials are computed by products, at most how many columns of weights are written at once). See

@@ -146,6 +146,10 @@ class BlackwellPages(WideningBlock, BlackwellRoles):
             made.append(self.part(refs, work, tile, some, keys, of_rows, scale, of_values))
         return made
 
+    def shift(self, peak: jax.Array, masked: Any) -> jax.Array:
+        """See BlackwellRoles and PagesBlock."""
+        return self.seen_shift(peak) if masked or self.logits.static_args.score is not None else peak
+
     def weighed(self, refs: dict[str, Any], count: Any) -> None:
         """See BlackwellRoles. Scales of tokens have been read."""
         for name in self.scaled:

@@ -121,8 +121,9 @@ class HopperPages(WideningBlock):
                 of_keys = refs["key_scale"][kv_head]
             x, factor, _ = weigh(self.part(refs, work, tile, seen, keys_of_tile, numbers, of_keys), raw, masked)
             new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
-            shrink = jnp.exp2(peak - new_peak)
-            weights = jnp.exp2(x * factor - along_rows(new_peak, x.shape))
+            shift = self.seen_shift(new_peak) if masked else new_peak
+            shrink = jnp.exp2(peak - shift)
+            weights = jnp.exp2(x * factor - along_rows(shift, x.shape))
             total = total * shrink + weights.sum(axis=1)
             sums = sums * along_rows(shrink, sums.shape)
             if not self.in_key:

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....page_layouts import PageLayout
-from ....mosaic.kernel.block import BLOCKS, LOWEST, BlockOfThreads, along_rows, in_ring
+from ....mosaic.kernel.block import BLOCKS, BlockOfThreads, along_rows, in_ring
 from ....mosaic.kernel.mosaic_sizes import swizzled_columns
 from ....mosaic.kernel.tile import MosaicLogits
 from ...block_words import seen_by_words
@@ -379,11 +379,17 @@ class PagesBlock(BlockOfThreads):
     def start(self, refs: dict[str, Any], work: Work, group: Any) -> tuple[jax.Array, jax.Array]:
         """(peak, total) of rows that have seen no key: a sink is a key without a value, seen once."""
         if "sinks" not in refs:
-            return self._filled(LOWEST), self._filled(0.0)
+            return self._filled(-jnp.inf), self._filled(0.0)
         lines = self.sizes.lines
         sinks = self.by_row(refs["sinks"].at[work.head, pl.ds(group * lines, lines)])
         sinks = sinks * LOG2E + jnp.where(work.unit.first != 0, 0.0, -jnp.inf)
-        return jnp.maximum(sinks, LOWEST), jnp.where(sinks == -jnp.inf, 0.0, 1.0)
+        return sinks, jnp.where(sinks == -jnp.inf, 0.0, 1.0)
+
+    def seen_shift(self, peak: jax.Array) -> jax.Array:
+        """What is subtracted from logits, some of them hidden: 0 in a row without visible keys so far, whose exponentials are
+        then 0 and not NaN. With a start at a finite number, as over dense arrays, the places of tables lack registers."""
+        shift: jax.Array = jnp.where(peak == -jnp.inf, 0.0, peak)
+        return shift
 
     def by_row(self, ref: Any) -> jax.Array:
         """A number for each of a warpgroup's rows."""
