@@ -327,8 +327,8 @@ def right(which: str, kernel: Kernel) -> bool:
     value, scales = None if latent(kernel) else jnp.asarray(v), (None, None)
     if kernel.quantised:
         k, v = (np.round(40 * x.astype(np.float32)).clip(-127, 127) for x in (k, v))
-        scale = np.full((1, 1, kv_len), 1 / 32, np.float32)
-        key, value, scales = jnp.asarray(k, jnp.int8), jnp.asarray(v, jnp.int8), (jnp.asarray(scale),) * 2
+        of_token = np.full((1, 1, kv_len), 1 / 32, np.float32)
+        key, value, scales = jnp.asarray(k, jnp.int8), jnp.asarray(v, jnp.int8), (jnp.asarray(of_token),) * 2
         k, v = k / 32, v / 32
     else:
         key = jnp.asarray(k)
