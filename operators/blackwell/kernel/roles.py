@@ -358,7 +358,7 @@ class BlackwellRoles(BlockOfThreads):
         plgpu.wait_smem_to_gmem(0)
 
     def shift(self, peak: jax.Array, masked: Any) -> jax.Array:
-        """What is subtracted from the logits of rows whose highest one is this. Default: that, from LOWEST on."""
+        """What is subtracted from the logits of rows whose highest one is this. Default: the same, as rows start at LOWEST."""
         del masked
         return peak
 

@@ -41,7 +41,6 @@ _SUMS_BESIDE_OTHERS = 192  # columns of sums beside which the numbers of a mask 
 # Columns of sums with which the warpgroups share a program: with a mask that is spans and nothing more, beside arrays and scores,
 # and beside segment ids. With more, places that the compiler doesn't know take registers that the sums need.
 _TOGETHER = {"dkv": (256, 128, 128), "dq": (256, 256, 64)}
-_KEPT = 128  # columns of a query whose descriptors the compiler may keep throughout a loop
 _ARRAYS = ("leaf", "bias", "capture", "dropout", "query_offset", "q_start", "k_start")
 
 _ROWS = {"query": "lse", "d_output": "delta"}  # what is loaded by rows, and the numbers of the rows that come with it
@@ -162,7 +161,7 @@ class HopperQueryGradient(_HopperGradients):
             for name in self.streams:
                 plgpu.barrier_wait(refs[f"{name}_full"].at[slot])
             rows, crowded = [query, d_output], self.crowded(refs, masked)
-            if crowded or (self.dims[0] > _KEPT and not self.apart(refs)):
+            if crowded or self.query_in_loop(refs):
                 rows = [self.in_loop(refs[f"{name}_tile"], group, kv_block) for name in _ROWS]
             factors = list(zip(rows, (keys, values), strict=True))
             early = masked and not (crowded or "dropout" in refs)

@@ -25,6 +25,8 @@ _REGISTERS = {1: (40, 240), 2: (24, 240)}
 # The same, and of those that convert, by the number of those that compute and of those.
 _CONVERTING = {(1, 1): (24, 240, 72), (1, 2): (24, 240, 72), (2, 1): (24, 208, 72), (2, 2): (24, 168, 56)}
 
+_KEPT = 128  # columns of a query whose descriptors the compiler may keep throughout a loop
+
 
 @dataclass(frozen=True)
 class HopperBlock(MosaicBlock):
@@ -79,6 +81,10 @@ class HopperBlock(MosaicBlock):
     def consumers(self) -> int:
         """Warpgroups that compute."""
         return self.sizes.block_q // ROWS
+
+    def query_in_loop(self, refs: dict[str, Any]) -> bool:
+        """Whether a query is a tile of `in_loop`: one of many columns, whose place isn't known when the kernel is compiled."""
+        return self.dims[0] > _KEPT and not self.apart(refs)
 
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """What the warpgroup does that loads."""

@@ -34,7 +34,6 @@ from .tile import BY_ROW, HopperTile
 __all__ = ["HopperForward"]
 
 _TOGETHER = 256  # columns with which the warpgroups share a program
-_KEPT = 128  # columns of a query whose descriptors the compiler may keep throughout a loop
 _BESIDE = 32  # columns whose exponentials are computed beside the next product
 _BESIDE_SPANS = 16  # the same where the next tile's spans are computed there
 # Of a tile's columns those whose exponentials are computed beside the hiding of others; and where sums take more registers.
@@ -59,7 +58,7 @@ class HopperForward(HopperBlock):
         super().__call__(refs)
 
     def apart(self, refs: dict[str, Any]) -> bool:
-        """See HopperBlock. With fewer columns the places take no registers either way."""
+        """See HopperBlock. One program for all takes half of the time to compile."""
         return max(self.dims) > _TOGETHER
 
     @property
@@ -89,7 +88,7 @@ class HopperForward(HopperBlock):
         width, last = self.dims[1] // self.column_parts, self.streams[-1]
         refs = HopperTile.with_numbers(refs, self.logits.static_args.mask, batch, first_row)
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
-        in_loop, wide = self.dims[0] > _KEPT and not self.apart(refs), max(self.dims) > _NARROW
+        in_loop, wide = self.query_in_loop(refs), max(self.dims) > _NARROW
 
         def tile_of(kv_block: Any, masked: Masked) -> HopperTile:
             return HopperTile(

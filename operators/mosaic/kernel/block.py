@@ -37,7 +37,7 @@ __all__ = [
     "part_of",
 ]
 
-# The highest logit of a row that has seen no key. It is finite: what is hidden less it is -inf, not NaN.
+# The highest logit of a row that has seen no key. It is finite: -inf less it is -inf, not NaN.
 LOWEST = float(np.finfo(np.float32).min)
 BLOCKS, WARPGROUPS = "block", "warpgroup"  # names of the grid's and the threads' axes
 Copies = list[tuple[Any, str]]  # (what is loaded, the name of the tiles that it is loaded into)
@@ -289,7 +289,7 @@ class MosaicBlock(BlockOfThreads):
         stages = self.sizes.stages
 
         def load(tile: Any, count: Any) -> Any:
-            slot = lax.rem(count, stages)
+            slot = lax.rem(count, stages)  # not in_ring: with it Hopper's gradients at 128 columns spill
             for name, some in copies(tile).items():
 
                 @pl.when(count >= stages)

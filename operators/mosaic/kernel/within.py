@@ -51,6 +51,11 @@ class Span(NamedTuple):
     zeros: jax.Array
     words: jax.Array | None = None
 
+    @property
+    def bounds(self) -> list[jax.Array]:
+        """Those that there are."""
+        return [x for x in (self.begin, self.end) if x is not None]
+
     def counted_from(self, column: int) -> Span:
         """The same of columns that are counted from this one."""
         begin, end = (x if x is None or column == 0 else x - column for x in (self.begin, self.end))
@@ -89,8 +94,8 @@ def within(x: jax.Array, span: Span, columns: ThreadColumns, layout: Any, *, int
     if interpret:
         return _compared(x, span, layout)
     hides, by_row = span.begin is None, layout.reduce(1)
-    bounds = [x for x in (span.begin, span.end) if x is not None] if span.words is None else [span.words]
-    layouts = [by_row for _ in bounds] if span.words is None else [layout]
+    told = span.bounds if span.words is None else [span.words]
+    layouts = [by_row for _ in told] if span.words is None else [layout]
     like = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(layout, *layouts, by_row), return_type=like)
@@ -105,7 +110,7 @@ def within(x: jax.Array, span: Span, columns: ThreadColumns, layout: Any, *, int
         made = iter(hidden(_scalars(x), word_of, hides, zeros, columns))
         return x.foreach(lambda *_: next(made), create_array=True)
 
-    hidden_x: jax.Array = hide(x, *bounds, span.zeros)
+    hidden_x: jax.Array = hide(x, *told, span.zeros)
     return hidden_x
 
 
@@ -117,11 +122,10 @@ def with_words(span: Span, width: int, columns: ThreadColumns, layout: Any, *, i
     """
     if interpret:
         return span
-    bounds = [x for x in (span.begin, span.end) if x is not None]
     shape, by_row = (span.zeros.shape[0], columns.period * columns.words(width)), layout.reduce(1)
     like = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(layout, *[by_row for _ in bounds]), return_type=like)
+    @plgpu.inline_mgpu(arg_types=(layout, *[by_row for _ in span.bounds]), return_type=like)
     def make(context: Any, empty: Any, *arrays: Any) -> Any:
         del context
         word_of = words_of(*_bounds(span, list(map(_scalars, arrays))), columns)
@@ -129,7 +133,7 @@ def with_words(span: Span, width: int, columns: ThreadColumns, layout: Any, *, i
         return empty.foreach(lambda *_: next(made), create_array=True, is_signed=True)
 
     empty = plgpu.layout_cast(jnp.zeros(shape, jnp.int32), layout)
-    return span._replace(words=make(empty, *bounds))
+    return span._replace(words=make(empty, *span.bounds))
 
 
 def _bounds(span: Span, given: list[Any]) -> tuple[Any, Any]:

@@ -148,7 +148,7 @@ class BlackwellPages(WideningBlock, BlackwellRoles):
 
     def shift(self, peak: jax.Array, masked: Any) -> jax.Array:
         """See BlackwellRoles and PagesBlock."""
-        return self.seen_shift(peak) if masked or self.logits.static_args.score is not None else peak
+        return self.finite_peak(peak) if masked or self.logits.static_args.score is not None else peak
 
     def weighed(self, refs: dict[str, Any], count: Any) -> None:
         """See BlackwellRoles. Scales of tokens have been read."""

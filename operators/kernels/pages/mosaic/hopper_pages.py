@@ -121,7 +121,7 @@ class HopperPages(WideningBlock):
                 of_keys = refs["key_scale"][kv_head]
             x, factor, _ = weigh(self.part(refs, work, tile, seen, keys_of_tile, numbers, of_keys), raw, masked)
             new_peak = jnp.maximum(peak, x.max(axis=1) * factor)
-            shift = self.seen_shift(new_peak) if masked else new_peak
+            shift = self.finite_peak(new_peak) if masked else new_peak
             shrink = jnp.exp2(peak - shift)
             weights = jnp.exp2(x * factor - along_rows(shift, x.shape))
             total = total * shrink + weights.sum(axis=1)

@@ -385,7 +385,7 @@ class PagesBlock(BlockOfThreads):
         sinks = sinks * LOG2E + jnp.where(work.unit.first != 0, 0.0, -jnp.inf)
         return sinks, jnp.where(sinks == -jnp.inf, 0.0, 1.0)
 
-    def seen_shift(self, peak: jax.Array) -> jax.Array:
+    def finite_peak(self, peak: jax.Array) -> jax.Array:
         """What is subtracted from logits, some of them hidden: 0 in a row without visible keys so far, whose exponentials are
         then 0 and not NaN. With a start at a finite number, as over dense arrays, the places of tables lack registers."""
         shift: jax.Array = jnp.where(peak == -jnp.inf, 0.0, peak)
