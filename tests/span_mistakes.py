@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from attnops import Causal, SlidingWindow
@@ -186,6 +187,22 @@ def _no_id_compared() -> None:
     MosaicTile.__init__ = init  # type: ignore[method-assign]
 
 
+def _first_ids() -> None:
+    plain = MosaicTile._loaded
+    MosaicTile._loaded = lambda self, ref, place, dim: plain(self, ref, (0, *place[1:]), dim)  # type: ignore[method-assign]
+
+
+def _compared_ids(of_columns: Callable[[Any], Any], of_lines: Callable[[Any], Any] = lambda x: x) -> None:
+    """The ids that are compared, changed."""
+    plain = MosaicTile._with_ids
+
+    def with_ids(self: Any, span: Any) -> Any:
+        made = plain(self, span)
+        return made._replace(equal=tuple((of_lines(x), of_columns(y)) for x, y in made.equal))
+
+    MosaicTile._with_ids = with_ids  # type: ignore[method-assign]
+
+
 def _ids(change: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> None:
     """The spans of ids, changed."""
     plain = mosaic_attention.id_spans
@@ -236,7 +253,10 @@ def _of_arrays(by_keys: bool) -> Mistakes:
         "spans of ids of the first lines": lambda: _numbers_of(lambda batch, first: (batch, 0)),
         "lengths along lines": lambda: _lengths_along_lines(by_keys),
         "ids are never compared": _no_id_compared,
-        "ids are compared, and not tested": lambda: setattr(MosaicTile, "visible", lambda self: []),
+        "ids are compared, and not tested": lambda: setattr(MosaicTile, "_with_ids", lambda self, span: span),
+        "ids of the first batch row are compared": _first_ids,
+        "ids of neighbouring columns are compared": lambda: _compared_ids(lambda x: jnp.roll(x, 1)),
+        "ids are equal that differ by one bit": lambda: _compared_ids(lambda x: x | 1, lambda x: x | 1),
         "ids are said to be in order": lambda: _ids(lambda begin, end, rest: (begin, end, rest & False)),
         "ids are compared where they are in order": lambda: _ids(lambda begin, end, rest: (begin, end, ~rest)),
         "whether the first batch row's ids are in order": lambda: _unordered(FirstPlace),

@@ -242,9 +242,12 @@ def mutations(kernel: Kernel) -> dict[str, Callable[[], None]]:
         "none": lambda: None,
         f"no wait for {kernel.start}": lambda: PLANTED.without("barrier_wait", kernel.start),
         "output not committed": lambda: PLANTED.changed.update(commit_smem=lambda: None),
+        "output copied before it is there": lambda: PLANTED.without("barrier_wait", "output_full"),
         "reads of products not committed": lambda: _no_commit(tensor_cores),
         "copies that a warpgroup needs after one arrival fewer": lambda: PLANTED.arrivals(CLASSES, kernel.start, 1),
     }
+    if (latent(kernel) and kernel.start != "query_full") or divided(kernel):  # two warpgroups write it
+        made["output copied after one arrival"] = lambda: PLANTED.arrivals(CLASSES, "output_full", 1)
     if kernel.start == "query_full" or (latent(kernel) and kernel.start == "keys_full"):  # of one copy
         del made["copies that a warpgroup needs after one arrival fewer"]
     if kernel.quantised:  # what its products read a warpgroup wrote, not TMA

@@ -30,8 +30,10 @@ from attnops.operators.mosaic.kernel import within
 from attnops.operators.mosaic.kernel.within import (
     Span,
     any_in_warp,
+    both_words,
     chosen,
     ends_in_warp,
+    equal_bit,
     hidden,
     span_place,
     span_word,
@@ -98,6 +100,23 @@ def test_what_a_bit_makes_of_a_number(bit: int, hides: bool) -> None:
     found = ptx(chosen(bit, hides), number, word, np.zeros_like(number))
     seen = ((word >> np.uint32(bit)) & 1 == 1) ^ hides
     np.testing.assert_array_equal(found, np.where(seen, number, HIDDEN))
+
+
+@pytest.mark.parametrize("bit", range(32))
+def test_a_bit_of_equal_numbers(bit: int) -> None:
+    """It is added to what the word has."""
+    rng = np.random.default_rng(bit)
+    word = rng.integers(0, 2**32, 30, np.uint32) & ~np.uint32(1 << bit)
+    one, other = rng.choice(np.r_[NUMBERS, 0, 5], (2, 30)).astype(np.uint32)
+    other[::3] = one[::3]
+    found = ptx(equal_bit(bit), word, one, other)
+    np.testing.assert_array_equal(found, word | (one == other).astype(np.uint32) << np.uint32(bit))
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_bits_of_both_words(hides: bool) -> None:
+    one, other = np.random.default_rng(0).integers(0, 2**32, (2, 50), np.uint32)
+    np.testing.assert_array_equal(ptx(both_words(hides), one, other), (~one if hides else one) & other)
 
 
 class Numbers(list[Any]):
@@ -195,13 +214,34 @@ def alone(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_tile(threads: Threads, tile: Any, early: bool, width: int, bounds: tuple[str, ...]) -> None:
     """All that threads do, from the bounds of their rows to their numbers."""
+    _check_a_tile(threads, tile, early, width, bounds, 0)
+
+
+@pytest.mark.parametrize(("tile", "early"), [(HopperTile, False), (HopperTile, True), (BlackwellTile, False)])
+@pytest.mark.parametrize("width", [16, 64, 128])
+@pytest.mark.parametrize("bounds", [(), ("begin",), ("end",), ("begin", "end")], ids="_".join)
+@pytest.mark.parametrize("pairs", [1, 2])
+@pytest.mark.usefixtures("alone")
+def test_a_tile_of_ids(
+    threads: Threads, tile: Any, early: bool, width: int, bounds: tuple[str, ...], pairs: int
+) -> None:
+    """The same where rows and columns have ids."""
+    _check_a_tile(threads, tile, early, width, bounds, pairs)
+
+
+def _check_a_tile(threads: Threads, tile: Any, early: bool, width: int, bounds: tuple[str, ...], pairs: int) -> None:
     rng = np.random.default_rng(width)
     lines, layout = tile.lines, tile.in_registers
     spans = dict(zip(("begin", "end"), _spans(rng, lines, width), strict=True))
     x = rng.choice(np.r_[NUMBERS, rng.integers(0, 2**32, 50, np.uint32)], (lines, width))
     values, by_row = threads.array(layout, x, ir.F32Type.get()), layout.reduce(1)
     begin, end = (threads.array(by_row, _bits(spans[name])) if name in bounds else None for name in ("begin", "end"))
-    span = Span(begin, end, threads.array(by_row, np.zeros(lines, np.uint32)))
+    ids = [tuple(rng.integers(-1, 2, n) for n in (lines, width)) for _ in range(pairs)]
+    equal = tuple(
+        (threads.array(by_row, _bits(of_rows)), threads.array(layout.reduce(0), _bits(of_columns)))
+        for of_rows, of_columns in ids
+    )
+    span = Span(begin, end, threads.array(by_row, np.zeros(lines, np.uint32)), equal)
     if early:
         span = with_words(span, width, tile.of_thread, layout, interpret=False)
     made = within.within(values, span, tile.of_thread, layout, interpret=False)
@@ -214,6 +254,8 @@ def test_a_tile(threads: Threads, tile: Any, early: bool, width: int, bounds: tu
         seen &= at >= spans["begin"][:, None]
     if "end" in bounds:
         seen &= at < spans["end"][:, None]
+    for of_rows, of_columns in ids:
+        seen &= of_rows[:, None] == of_columns
     np.testing.assert_array_equal(found, np.where(seen, x, HIDDEN))
 
 

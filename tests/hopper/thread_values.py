@@ -48,6 +48,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "mov.b32": lambda x: x,
     "not.b32": np.invert,
     "and.b32": np.bitwise_and,
+    "or.b32": np.bitwise_or,
     "add.s32": np.add,
     "sub.s32": np.subtract,
     "max.s32": _of_two(np.maximum),

@@ -82,7 +82,12 @@ def _by_parts(kernel: GpuKernelUse) -> list[bool]:
         (4096, 128, "window", [True]),
         (1024, 64, "chunks", [True]),
         (1024, 128, "lengths", [False, True]),
-        (1024, 128, "segments", [False, True, True]),  # the last one for ids that aren't in order
+        (
+            1024,
+            128,
+            "segments",
+            [False, True, False],
+        ),  # the last one for ids that aren't in order, which all warps compare
         (1024, 64, "prefix", [False, False]),
     ],
 )
@@ -159,9 +164,9 @@ def test_gradients(target: str, dims: tuple[int, int], dtype: str) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, dim: int) -> None:
     report = _report(dims=(dim, dim), mask=MASKS[name], mode="train")
-    assert _spilled(_kernel(report)) == 0
+    assert _kernel(report).stack_bytes == 0
     dkv, dq = (kernel.stack_bytes for kernel in _gradients(report))
-    assert dkv <= {("lengths", 64): 8, ("segments", 64): 8, ("segments", 256): 8}.get((name, dim), 0)
+    assert dkv <= (8 if (name, dim) == ("segments", 256) else 0)
     assert dq == 0
 
 
@@ -172,8 +177,7 @@ def test_masks(name: str, dim: int) -> None:
 def test_gradients_with_dropout(dim: int, mask: str, heads: tuple[int, int]) -> None:
     given = {"mask": MASKS["full"]} if mask == "full" else {}
     dkv, dq = _gradients(_report(dims=(dim, dim), heads=heads, **given, **DROPOUT, mode="train"))
-    few = dim == 256 and mask == "causal"
-    assert (dkv.stack_bytes, dq.stack_bytes) == (8 if few and heads[0] > heads[1] else 0, 16 if few else 0)
+    assert max(dkv.stack_bytes or 0, dq.stack_bytes or 0) <= (8 if dim == 256 else 0)
 
 
 @pytest.mark.slow
@@ -181,9 +185,7 @@ def test_gradients_with_dropout(dim: int, mask: str, heads: tuple[int, int]) -> 
 def test_other_features(call: dict[str, Any]) -> None:
     report = _report(**call, mode="train")
     dkv, dq = _gradients(report)
-    assert _kernel(report).stack_bytes <= (8 if "dropout_prob" in call else 0)
-    assert dkv.stack_bytes <= (24 if {"bias", "score"} & set(call) else 8 if "logits_soft_cap" in call else 0)
-    assert dq.stack_bytes == 0
+    assert [kernel.stack_bytes for kernel in (_kernel(report), dkv, dq)] == [0, 0, 0]
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ __all__ = ["BY_ROWS", "BlackwellGradients"]
 BY_ROWS = {"query": "lse", "d_output": "delta"}
 _MULTIPLIES, _LOADS = COMPUTING, COMPUTING + 1  # warpgroups that don't compute
 # Registers of a thread: those that compute, the one that multiplies and the one that loads. 512 threads have 128 each at first.
-_REGISTERS = (216, 40)
+_REGISTERS, _BESIDE_DROPOUT = (216, 40), (224, 32)
 _OF_LATENTS = (176, 80)  # of tiles of 64 rows or keys, or fewer: products of many columns have more descriptors
 
 
@@ -80,7 +80,8 @@ class BlackwellGradients(MosaicBlock):
     def __call__(self, refs: dict[str, Any]) -> None:
         warpgroup = lax.axis_index(WARPGROUPS)
         tile = self.sizes.block_q if self.which == "dkv" else self.sizes.block_kv
-        many, few = _OF_LATENTS if self.in_key and tile <= STEPS[0] else _REGISTERS
+        many, few = _BESIDE_DROPOUT if "dropout" in refs else _REGISTERS
+        many, few = _OF_LATENTS if self.in_key and tile <= STEPS[0] else (many, few)
 
         def compute() -> None:
             plgpu.set_max_registers(many, action="increase")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = ["BlackwellForward"]
 # See by_products: of tiles with a mask, of those without one, and of those beside arrays of a mask. With others the compiler
 # spills registers.
 _MASKED, _WHOLE, _BESIDE_ARRAYS = (32, 64), (44, 64), (28, 128)
+_CHUNK = 128  # see chunk
 _IN_REGISTERS = ("bias", "dropout", "key_scale")  # arrays whose numbers take a tile's registers
 _OF_MASK = ("leaf", "words")  # the same, unless they become spans
 
@@ -74,6 +76,11 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         self.load_keys(refs, work)
 
     @property
+    def chunk(self) -> int:
+        """See BlackwellRoles. Beside one warpgroup for softmaxes registers are many."""
+        return math.gcd(_CHUNK, self.columns) if self.groups == 1 and not self.stored else super().chunk
+
+    @property
     def wideners(self) -> tuple[tuple[str, ...], ...]:
         """See BlackwellRoles. One: a second one would leave fewer registers to those that compute."""
         return (tuple(name for name, _ in self.stored),) if self.stored else ()
@@ -115,9 +122,7 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         del group, count
         first_row, refs_of_rows = of_rows
         block_kv = self.sizes.block_kv
-        # Where few tiles have a mask, to look at them part by part isn't worth a fifth of the time to lower the program.
-        by_parts = self._crowded(refs) or (masked and self.table.many_partial)
-        keys = PART if by_parts else block_kv
+        keys = self._keys_at_once(refs, masked)
         return [
             BlackwellTile(
                 self.logits,
@@ -134,6 +139,15 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
             )
             for first in range(0, block_kv, keys)
         ]
+
+    def _keys_at_once(self, refs: dict[str, Any], masked: Any) -> int:
+        """Of a part of a tile. Where few tiles have a mask, to look at their parts isn't worth a fifth of the time to lower the
+        program; but what takes registers is computed for few keys at once, the fewer the more warpgroups share them."""
+        if masked and self.table.many_partial:
+            return PART
+        if not self._crowded(refs) or (masked and self.groups == 1):
+            return self.sizes.block_kv
+        return PART if self.groups > 1 and not self.stored else min(2 * PART, self.sizes.block_kv)
 
     def start(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: Any) -> tuple[jax.Array, jax.Array]:
         """See BlackwellRoles."""
@@ -153,9 +167,12 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         """See BlackwellRoles. Some where nothing else takes the registers that they need."""
         spans = all_spans(self.logits.static_args, refs, self.sizes.block_kv)
         arrays = any(name.startswith(_OF_MASK) for name in refs)
-        if self._crowded(refs) or masked is Masked.BY_IDS or (arrays and not spans):
+        # Of few tiles with a mask, where products take longer than softmaxes: a shorter program is worth more.
+        few = masked and self.groups == 1 and not self.table.many_partial
+        if few or self._crowded(refs) or masked is Masked.BY_IDS or (arrays and not spans):
             return super().by_products(refs, masked)
-        return _MASKED if masked else _BESIDE_ARRAYS if arrays else _WHOLE
+        many, written = _MASKED if masked else _BESIDE_ARRAYS if arrays else _WHOLE
+        return many, written if self.groups > 1 else ROWS
 
     def _crowded(self, refs: dict[str, Any]) -> bool:
         """Whether more than a mask takes registers."""

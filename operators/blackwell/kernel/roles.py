@@ -12,8 +12,9 @@ logits are written there once their product has ended.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ __all__ = ["BlackwellRoles"]
 
 _LOAD, _MULTIPLY = 0, 1  # warps
 _CHUNK = 32  # columns of sums that are corrected at once
+_SWIZZLED = 64  # columns of an output
 # See BlackwellRoles; by the number of warpgroups for softmaxes, and of those that widen.
 _REGISTERS = {
     (1, 0): (240, 184, 80), (2, 0): (192, 88, 40), (1, 1): (208, 136, 64, 104), (2, 1): (136, 88, 40, 80),
@@ -42,8 +44,6 @@ _REGISTERS = {
 
 class BlackwellRoles(BlockOfThreads):
     """The roles of a block's warpgroups. What it works on, where its tiles are and what they hide is a subclass's to say."""
-
-    chunk: ClassVar[int] = _CHUNK
 
     @property
     def registers(self) -> tuple[int, ...]:
@@ -55,6 +55,11 @@ class BlackwellRoles(BlockOfThreads):
     def groups(self) -> int:
         """Warpgroups for softmaxes, with 128 rows each."""
         return self.sizes.block_q // ROWS
+
+    @property
+    def chunk(self) -> int:
+        """Columns of sums that are corrected at once, for which the warpgroup has registers: a part of all."""
+        return _CHUNK
 
     @property
     def wideners(self) -> tuple[tuple[str, ...], ...]:
@@ -370,7 +375,7 @@ class BlackwellRoles(BlockOfThreads):
 
     def correct(self, refs: dict[str, Any], work: Any) -> None:
         """Shrink the sums where a row's maximum has grown; after the last tile write the output."""
-        count = self.count(refs, work)
+        count, chunk = self.count(refs, work), self.chunk
 
         @pl.when(count > 0)
         def _first() -> None:  # there are no sums yet
@@ -388,10 +393,10 @@ class BlackwellRoles(BlockOfThreads):
                 if group == 0:
                     self.clean(refs, work, tile, masked)
                 shrink = plgpu.load(refs["shrink"].at[at], optimized=False)  # type: ignore[call-arg] # of jax 0.10
-                shrink = plgpu.layout_cast(along_rows(shrink, (ROWS, self.chunk)), TILE)
+                shrink = plgpu.layout_cast(along_rows(shrink, (ROWS, chunk)), TILE)
                 plgpu.barrier_wait(refs["sums_full"].at[group])
-                for first in range(0, self.columns, self.chunk):
-                    ref = self.sums_at(refs, group, first, self.chunk)
+                for first in range(0, self.columns, chunk):
+                    ref = self.sums_at(refs, group, first, chunk)
                     sums = plgpu.async_load_tmem(ref)
                     plgpu.wait_load_tmem()
                     plgpu.async_store_tmem(ref, sums * shrink)
@@ -410,24 +415,25 @@ class BlackwellRoles(BlockOfThreads):
         # Without tiles there are no sums, whatever the total: a sink's.
         seen = (total > 0) & (count > 0)
         share = self.shares(refs, work, jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0))
-        shares = plgpu.layout_cast(along_rows(share, (ROWS, self.chunk)), OUTPUT)
-        pl.when(count > 0)(lambda: plgpu.barrier_wait(refs["sums_full"].at[group]))
+        step = math.gcd(_SWIZZLED, self.columns)
+        chunk = min(self.chunk, step)
+        shares = plgpu.layout_cast(along_rows(share, (ROWS, chunk)), OUTPUT)
         # Without tiles the queries, whose place the output may take, can still be on their way.
-        pl.when(count == 0)(lambda: plgpu.barrier_wait(refs["query_full"].at[group]))
-        step = self.chunk if self.columns % (2 * self.chunk) else 2 * self.chunk
+        either = (functools.partial(plgpu.barrier_wait, refs[f"{name}_full"].at[group]) for name in ("query", "sums"))
+        lax.cond(count == 0, *either)
         output, unrounded = refs.get("output_tile", refs["query_tile"]).at[group], self.unrounded(refs, work, group)
 
         def part(number: Any) -> None:
             """Columns that are swizzled together, of which fewer are in registers at once."""
             parts = list[jax.Array]()
-            for first in range(0, step, self.chunk):
-                sums = plgpu.async_load_tmem(self.sums_at(refs, group, number * step + first, self.chunk))
+            for first in range(0, step, chunk):
+                sums = plgpu.async_load_tmem(self.sums_at(refs, group, number * step + first, chunk))
                 plgpu.wait_load_tmem()
                 made = jnp.where(shares > 0, sums * shares, 0.0)
                 if unrounded is None:
                     parts.append(made.astype(output.dtype))
                 else:
-                    columns = pl.ds(number * step + first, self.chunk)
+                    columns = pl.ds(number * step + first, chunk)
                     plgpu.store(unrounded.at[:, columns], made, optimized=False)  # type: ignore[attr-defined] # of jax 0.10
             if unrounded is None:
                 output.at[:, pl.ds(number * step, step)][...] = jnp.concatenate(parts, axis=1)

@@ -27,7 +27,6 @@ from ...flash.kernel.weigh import weigh
 from ...kernels.scores import without_padded_rows
 from ...mosaic.kernel.block import Copies, along_columns, along_rows, in_ring, part_of
 from ...mosaic.kernel.mosaic_sizes import DIM_STEP, Sums
-from ...mosaic.kernel.spans import all_spans
 from .block import HopperBlock, zeros
 from .hopper_sizes import ROWS, divided, key_warpgroups, latent_halves
 from .tensor_cores import tensor_cores
@@ -37,11 +36,6 @@ __all__ = ["HopperKeyGradients", "HopperQueryGradient"]
 
 _SUMS_BESIDE_BOTH = 128  # columns of sums beside which a warpgroup holds two products at once; of 32 keys always
 _SUMS_BESIDE_OTHERS = 192  # columns of sums beside which the numbers of a mask and of dropout have registers
-
-# Columns of sums with which the warpgroups share a program: with a mask that is spans and nothing more, beside arrays and scores,
-# and beside segment ids. With more, places that the compiler doesn't know take registers that the sums need.
-_TOGETHER = {"dkv": (256, 128, 128), "dq": (256, 256, 64)}
-_ARRAYS = ("leaf", "bias", "capture", "dropout", "query_offset", "q_start", "k_start")
 
 _ROWS = {"query": "lse", "d_output": "delta"}  # what is loaded by rows, and the numbers of the rows that come with it
 
@@ -55,19 +49,6 @@ class _HopperGradients(HopperBlock):
     def most_sums(self) -> int:
         """Columns of the sums of a warpgroup."""
         raise NotImplementedError
-
-    @property
-    def together(self) -> tuple[int, int, int]:
-        """Of _TOGETHER. Default: none."""
-        return 0, 0, 0
-
-    def apart(self, refs: dict[str, Any]) -> bool:
-        """See HopperBlock. One program for all takes half of the time to compile."""
-        alone, beside_arrays, beside_ids = self.together
-        static, spans = self.logits.static_args, all_spans(self.logits.static_args, refs, self.sizes.block_kv)
-        others = static.score is not None or self.logits.soft_cap is not None or not spans
-        arrays = others or any(name.startswith(_ARRAYS) for name in refs)
-        return self.most_sums > (beside_ids if "unordered" in refs else beside_arrays if arrays else alone)
 
     def crowded(self, refs: dict[str, Any], masked: Masked) -> bool:
         """Whether the tiles of a loop have no registers to spare for descriptors that are the same in every turn."""
@@ -84,20 +65,6 @@ class _HopperGradients(HopperBlock):
         """The columns of a tile that are swizzled together: a product goes through as many lines of a tile at once, and of two
         warpgroups with half of the columns each has a number of such steps."""
         return DIM_STEP if self.in_key or lines < ROWS else None
-
-    def store(self, refs: dict[str, Any], barrier: str, warpgroup: int, written: list[tuple[Any, Any]]) -> None:
-        """Copy to the arrays what this warpgroup has written to shared memory. Columns of two warpgroups are one copy, which the
-        first makes."""
-
-        def copy() -> None:
-            for source, target in written:
-                plgpu.copy_smem_to_gmem(source, target)
-            plgpu.wait_smem_to_gmem(0)
-
-        if self.in_key:
-            _meet(refs[barrier])
-        if not self.in_key or warpgroup == 0:
-            copy()
 
 
 def _meet(barrier: Any) -> None:
@@ -121,13 +88,31 @@ class HopperQueryGradient(_HopperGradients):
         return self.dims[0]
 
     @property
-    def together(self) -> tuple[int, int, int]:
-        """See _HopperGradients. With latents each warpgroup has a part of the columns."""
-        return (0, 0, 0) if self.in_key else _TOGETHER["dq"]
+    def apart(self) -> bool:
+        """See HopperBlock. With latents each warpgroup has a part of the columns."""
+        return self.in_key
 
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """See HopperBlock."""
+        batch, head, _ = place
+        for group, first_row in self._groups(place):
+            for name in _ROWS:
+                rows = self.rows(refs[name], batch, head, first_row, ROWS)
+                plgpu.copy_gmem_to_smem(rows, refs[f"{name}_tile"].at[group], refs["rows_full"].at[group])
         self.load_keys(refs, place)
+
+    def store(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
+        """See HopperBlock."""
+        batch, head, _ = place
+        for group, first_row in self._groups(place):
+            plgpu.barrier_wait(refs["output_full"].at[group])
+            rows = self.rows(refs["d_query"], batch, head, first_row, ROWS)
+            plgpu.copy_smem_to_gmem(refs["query_tile"].at[group], rows)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _groups(self, place: tuple[Any, Any, Any]) -> list[tuple[int, Any]]:
+        """(number, first row) of each 64 rows of a block."""
+        return [(group, place[2] * self.sizes.block_q + group * ROWS) for group in range(self.sizes.block_q // ROWS)]
 
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], warpgroup: Any) -> None:
         """See HopperBlock."""
@@ -136,10 +121,6 @@ class HopperQueryGradient(_HopperGradients):
         first_row = q_block * self.sizes.block_q + group * ROWS
         ready = refs["rows_full"].at[group]
         query, d_output = (refs[f"{name}_tile"].at[group] for name in _ROWS)
-        # Of two warpgroups with the same rows each loads one of the arrays, and waits for both.
-        for number, (name, held) in enumerate(zip(_ROWS, (query, d_output), strict=True)):
-            if not self.in_key or number == warpgroup:
-                plgpu.copy_gmem_to_smem(self.rows(refs[name], batch, head, first_row, ROWS), held, ready)
         numbers = (refs[name].at[batch, head, pl.ds(first_row, ROWS)] for name in _ROWS.values())
         shift, delta = (plgpu.load(some, layout=BY_ROW, optimized=False) for some in numbers)  # type: ignore[call-arg]
         plgpu.barrier_wait(ready)
@@ -161,10 +142,10 @@ class HopperQueryGradient(_HopperGradients):
             for name in self.streams:
                 plgpu.barrier_wait(refs[f"{name}_full"].at[slot])
             rows, crowded = [query, d_output], self.crowded(refs, masked)
-            if crowded or self.query_in_loop(refs):
+            if crowded or self.query_in_loop:
                 rows = [self.in_loop(refs[f"{name}_tile"], group, kv_block) for name in _ROWS]
             factors = list(zip(rows, (keys, values), strict=True))
-            early = masked and not (crowded or "dropout" in refs)
+            early = masked is Masked.BY_IDS or (masked and not (crowded or "dropout" in refs))
             (raw, *d_weights), span = products.logits_beside(
                 lambda: tile_of(kv_block, masked).span() if early else None, *factors[: 1 + both]
             )
@@ -193,8 +174,7 @@ class HopperQueryGradient(_HopperGradients):
         for gradient, one in zip(sums, parts, strict=True):
             part_of(query, one)[...] = (gradient * self.logits.scale).astype(query.dtype)
         plgpu.commit_smem()
-        written = [(query, self.rows(refs["d_query"], batch, head, first_row, ROWS))]
-        self.store(refs, "query_free", warpgroup, written)
+        plgpu.barrier_arrive(refs["output_full"].at[group])
 
     @property
     def _whole(self) -> tuple[Sums, ...]:
@@ -210,6 +190,7 @@ class HopperQueryGradient(_HopperGradients):
             "d_output_tile": self.tiles(dtype, groups, ROWS, value_dim, step=step),
             "columns": plgpu.SMEM((self.consumers, sizes.block_kv), jnp.int32),
             "rows_full": plgpu.Barrier(num_arrivals=len(_ROWS), num_barriers=groups),
+            "output_full": plgpu.Barrier(num_arrivals=self.consumers // groups, num_barriers=groups),
             **self.barriers(dict.fromkeys(self.streams, 1), self.consumers),
         }
         for name, columns in zip(self.streams, self.dims, strict=False):
@@ -242,13 +223,15 @@ class HopperKeyGradients(_HopperGradients):
         return max(self.dims) if self.divided else sum(self.dims)
 
     @property
-    def together(self) -> tuple[int, int, int]:
-        """See _HopperGradients. Divided, the warpgroups have different sums."""
-        return (0, 0, 0) if self.divided else _TOGETHER["dkv"]
+    def apart(self) -> bool:
+        """See HopperBlock. Divided, the warpgroups have different sums."""
+        return self.divided
 
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """See HopperBlock."""
         batch, block_q = place[0], self.sizes.block_q
+        for which, name, rows in self._arrays(refs, place, ""):
+            plgpu.copy_gmem_to_smem(rows, refs[f"{name}_tile"].at[which], refs["keys_full"].at[which])
 
         def copies(at: tuple[Any, Any]) -> dict[str, Copies]:
             head, tile = at
@@ -260,16 +243,35 @@ class HopperKeyGradients(_HopperGradients):
         count = self.fill(refs, place, copies, jnp.int32(0), functools.partial(self.fold_heads, self.each_tile))
         self.drain(refs, count, ("rows",))
 
+    def store(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
+        """See HopperBlock."""
+        for which in range(self.sizes.block_kv // ROWS):
+            plgpu.barrier_wait(refs["output_full"].at[which])
+        for which, name, rows in self._arrays(refs, place, "d_"):
+            plgpu.copy_smem_to_gmem(refs[f"{name}_tile"].at[which], rows)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _arrays(self, refs: dict[str, Any], place: tuple[Any, Any, Any], prefix: str) -> list[tuple[int, str, Any]]:
+        """(number, 'key' or 'value', rows of its array) of each 64 keys of a block."""
+        batch, kv_head, kv_block = place
+        return [
+            (
+                which,
+                name,
+                self.rows(refs[prefix + name], batch, kv_head, kv_block * self.sizes.block_kv + which * ROWS, ROWS),
+            )
+            for which in range(self.sizes.block_kv // ROWS)
+            for name in self.streams
+        ]
+
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], warpgroup: Any) -> None:
         """See HopperBlock."""
         if self.in_key:
-            parts = latent_halves(*self.dims)[warpgroup]
-            self._sum(refs, place, warpgroup, 0, ("key",)[: 1 - warpgroup], parts)
+            self._sum(refs, place, warpgroup, 0, latent_halves(*self.dims)[warpgroup])
             return
         whole = tuple(Sums((name,), 0, columns) for name, columns in zip(("key", "value"), self.dims, strict=True))
         parts = whole[warpgroup : warpgroup + 1] if self.divided else whole
-        names = tuple(one.of[0] for one in parts)
-        self._sum(refs, place, warpgroup, 0 if self.divided else warpgroup, names, parts)
+        self._sum(refs, place, warpgroup, 0 if self.divided else warpgroup, parts)
 
     def _sum(
         self,
@@ -277,22 +279,17 @@ class HopperKeyGradients(_HopperGradients):
         place: tuple[Any, Any, Any],
         warpgroup: int,
         which: int,
-        loaded: tuple[str, ...],
         parts: tuple[Sums, ...],
     ) -> None:
-        """These sums of the `which`-th 64 keys. loaded: the arrays that this warpgroup loads."""
-        batch, kv_head, kv_block = place
+        """These sums of the `which`-th 64 keys."""
+        batch, _, kv_block = place
         first_key = kv_block * self.sizes.block_kv + which * ROWS
         held = {name: refs[f"{name}_tile"].at[which] for name in self.streams}
-        # Of two warpgroups with the same keys each loads one of the arrays, and waits for both.
-        for name in loaded:
-            plgpu.copy_gmem_to_smem(
-                self.rows(refs[name], batch, kv_head, first_key, ROWS), held[name], refs["keys_full"].at[which]
-            )
         plgpu.barrier_wait(refs["keys_full"].at[which])
         refs = HopperTile.with_numbers(refs, self.logits.static_args.mask, batch, first_key)
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
         dtype, summed = held["key"].dtype, {name for one in parts for name in one.of}
+        by_pair = _by_pair(refs) and self.most_sums > _SUMS_BESIDE_BOTH
 
         def tile_of(at: tuple[Any, Any], masked: Masked) -> HopperTile:
             head, q_block = at
@@ -307,16 +304,12 @@ class HopperKeyGradients(_HopperGradients):
             slot = in_ring(count, sizes.stages, from_zero=not masked)
             queries, d_outputs = (refs[f"{name}_tiles"].at[slot] for name in _ROWS)
             plgpu.barrier_wait(refs["rows_full"].at[slot])
-            # A mask's numbers have the registers of the values' descriptors, dropout's those of the keys' too; and so have the
-            # segment ids of many rows, where they are compared.
-            many = masked is Masked.BY_IDS and sizes.block_q > ROWS
-            few = many or self.crowded(refs, masked)
-            hidden = () if not few else self.streams if many or "dropout" in refs else self.streams[-1:]
-            tiles = held | {name: self.in_loop(refs[f"{name}_tile"], which, q_block) for name in hidden}
+            few = by_pair or self.crowded(refs, masked)
+            tiles = {name: self.in_loop(refs[f"{name}_tile"], which, q_block) for name in self.streams} if few else held
             factors = [(tiles["key"], queries), (self.columns_of("value", tiles[self.streams[-1]]), d_outputs)]
             # Dropout's random numbers take the registers that the gradients of weights would.
             both = "key" in summed and "dropout" not in refs
-            early = masked and not (self.crowded(refs, masked) or "dropout" in refs)
+            early = masked is Masked.BY_IDS or (masked and not (self.crowded(refs, masked) or "dropout" in refs))
             (raw, *d_weights), span = products.logits_beside(
                 lambda: tile_of(at, masked).span() if early else None, *factors[: 2 if both else 1]
             )
@@ -352,9 +345,7 @@ class HopperKeyGradients(_HopperGradients):
             scaled = one.of == ("key",) and not self.in_key
             part_of(held[one.of[0]], one)[...] = (gradient * self.logits.scale if scaled else gradient).astype(dtype)
         plgpu.commit_smem()
-        names = dict.fromkeys(one.of[0] for one in parts)
-        written = [(held[name], self.rows(refs[f"d_{name}"], batch, kv_head, first_key, ROWS)) for name in names]
-        self.store(refs, "keys_free", warpgroup, written)
+        plgpu.barrier_arrive(refs["output_full"].at[which])
 
     def fold_heads(self, fold: Any, refs: dict[str, Any], place: tuple[Any, Any, Any], visit: Any, carry: Any) -> Any:
         """visit((query head, tile), carry, ...) for the tiles of a kv head's query heads, as `fold` visits those of one. Where
@@ -373,8 +364,7 @@ class HopperKeyGradients(_HopperGradients):
 
         if self.group == 1:
             return of_head(0, carry)
-        apart = self.divided and not self.in_key
-        if apart or _by_pair(refs) or self.table.table.shape[1] > 1:
+        if (self.divided and not self.in_key) or _by_pair(refs) or self.table.table.shape[1] > 1:
             return lax.fori_loop(0, self.group, of_head, carry)
         return fold(refs, (batch, 0, kv_block), of_all, carry, times=self.group)
 
@@ -392,6 +382,7 @@ class HopperKeyGradients(_HopperGradients):
             **{f"{name}_tiles": plgpu.SMEM((sizes.stages, sizes.block_q), jnp.float32) for name in _ROWS.values()},
             "columns": plgpu.SMEM((self.consumers, sizes.block_q), jnp.int32),
             "keys_full": plgpu.Barrier(num_arrivals=len(self.streams), num_barriers=parts),
+            "output_full": plgpu.Barrier(num_arrivals=self.consumers // parts, num_barriers=parts),
             **self.barriers({"rows": 2 * len(_ROWS)}, self.consumers),
         }
         if self.divided:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...mosaic.kernel.block import WARPGROUPS, MosaicBlock
+from ...mosaic.kernel.block import WARPGROUPS, MosaicBlock, one_of
 from .hopper_sizes import ROWS, conversions
 from .tile import BY_COLUMN, BY_ROW, TILE
 
@@ -32,8 +31,6 @@ _KEPT = 128  # columns of a query whose descriptors the compiler may keep throug
 class HopperBlock(MosaicBlock):
     """A place in shared memory is free when all warpgroups that compute have read it."""
 
-    in_one_loop: ClassVar[bool] = False  # a warpgroup that loads has few registers
-
     def __call__(self, refs: dict[str, Any]) -> None:
         warpgroup = lax.axis_index(WARPGROUPS)
         loads, computes, *converts = (
@@ -44,23 +41,22 @@ class HopperBlock(MosaicBlock):
             plgpu.set_max_registers(computes, action="increase")
             self.compute(refs, self.place(), which)
 
-        if self.apart(refs):
-            for number in range(self.consumers):
-                pl.when(warpgroup == number)(functools.partial(compute, number))
-        else:
-            pl.when(warpgroup < self.consumers)(functools.partial(compute, warpgroup))
-
-        @pl.when(warpgroup == self.consumers)
-        def _load() -> None:
+        def load() -> None:
             plgpu.set_max_registers(loads, action="decrease")
-            self.load(refs, self.place())
+            place = self.place()
+            self.load(refs, place)
+            self.store(refs, place)
 
         def convert(names: tuple[str, ...]) -> None:
             plgpu.set_max_registers(*converts, action="decrease")
             self.widen(refs, self.place(), names)
 
+        roles = [(self.consumers, load)]
         for number, names in enumerate(self.conversions):
-            pl.when(warpgroup == self.consumers + 1 + number)(functools.partial(convert, names))
+            roles.append((self.consumers + 1 + number, functools.partial(convert, names)))
+        if self.apart:
+            roles += [(number, functools.partial(compute, number)) for number in range(1, self.consumers)]
+        one_of(warpgroup, roles, functools.partial(compute, 0 if self.apart else warpgroup))
 
     @property
     def warpgroups(self) -> int:
@@ -72,9 +68,9 @@ class HopperBlock(MosaicBlock):
         """See `conversions`."""
         return conversions(tuple(name for name, _ in self.stored), self.dims[1])
 
-    def apart(self, refs: dict[str, Any]) -> bool:
-        """Whether each warpgroup that computes has a program of its own: the compiler then knows where its tiles lie, and keeps
-        their places in no registers."""
+    @property
+    def apart(self) -> bool:
+        """Whether each warpgroup that computes has a program of its own, which takes twice as long to compile."""
         raise NotImplementedError
 
     @property
@@ -82,12 +78,18 @@ class HopperBlock(MosaicBlock):
         """Warpgroups that compute."""
         return self.sizes.block_q // ROWS
 
-    def query_in_loop(self, refs: dict[str, Any]) -> bool:
+    @property
+    def query_in_loop(self) -> bool:
         """Whether a query is a tile of `in_loop`: one of many columns, whose place isn't known when the kernel is compiled."""
-        return self.dims[0] > _KEPT and not self.apart(refs)
+        return self.dims[0] > _KEPT and not self.apart
 
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """What the warpgroup does that loads."""
+        raise NotImplementedError
+
+    def store(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
+        """What it does after that: copies of what the others write to shared memory. Theirs would take registers for who issues
+        them, and for where to."""
         raise NotImplementedError
 
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], warpgroup: Any) -> None:

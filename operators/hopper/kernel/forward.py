@@ -57,8 +57,9 @@ class HopperForward(HopperBlock):
             refs = {**refs, **dict(zip(("query_tile", "output_tile"), refs["rows"], strict=True))}
         super().__call__(refs)
 
-    def apart(self, refs: dict[str, Any]) -> bool:
-        """See HopperBlock. One program for all takes half of the time to compile."""
+    @property
+    def apart(self) -> bool:
+        """See HopperBlock."""
         return max(self.dims) > _TOGETHER
 
     @property
@@ -73,7 +74,28 @@ class HopperForward(HopperBlock):
 
     def load(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
         """See HopperBlock."""
+        batch, head, q_block = place
+        first_row = q_block * self.sizes.block_q
+        for group in range(self.consumers // self.column_parts):
+            rows = self.rows(refs["query"], batch, head, first_row + group * ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(rows, refs["query_tile"].at[group], refs["query_full"].at[group])
         self.load_keys(refs, place)
+
+    def store(self, refs: dict[str, Any], place: tuple[Any, Any, Any]) -> None:
+        """See HopperBlock."""
+        batch, head, q_block = place
+        output, width = refs.get("output_tile", refs["query_tile"]), self.dims[1] // self.column_parts
+        for warpgroup in range(self.consumers):
+            group, part = divmod(warpgroup, self.column_parts)
+            first_row = q_block * self.sizes.block_q + group * ROWS
+            plgpu.barrier_wait(refs["output_full"].at[warpgroup])
+            if self.splits == 1:
+                target = self.rows(refs["output"], batch, head, first_row, ROWS)
+                plgpu.copy_smem_to_gmem(output.at[warpgroup], target.at[:, pl.ds(part * width, width)])
+            if part == 0:
+                written = refs["lse"].at[self.of_split(batch, refs["lse"]), head, pl.ds(first_row, ROWS)]
+                plgpu.copy_smem_to_gmem(refs["lse_rows"].at[warpgroup], written)
+        plgpu.wait_smem_to_gmem(0)
 
     def compute(self, refs: dict[str, Any], place: tuple[Any, Any, Any], warpgroup: Any) -> None:
         """See HopperBlock."""
@@ -81,14 +103,11 @@ class HopperForward(HopperBlock):
         group, part = (warpgroup, 0) if self.column_parts == 1 else (0, warpgroup)
         first_row = q_block * self.sizes.block_q + group * ROWS
         query, ready = refs["query_tile"].at[group], refs["query_full"].at[group]
-        self.of_part(
-            part, lambda: plgpu.copy_gmem_to_smem(self.rows(refs["query"], batch, head, first_row, ROWS), query, ready)
-        )
         plgpu.barrier_wait(ready)
         width, last = self.dims[1] // self.column_parts, self.streams[-1]
         refs = HopperTile.with_numbers(refs, self.logits.static_args.mask, batch, first_row)
         products, sizes, columns = tensor_cores(self.interpret), self.sizes, self.columns(refs, warpgroup)
-        in_loop, wide = self.query_in_loop(refs), max(self.dims) > _NARROW
+        in_loop, wide = self.query_in_loop, max(self.dims) > _NARROW
 
         def tile_of(kv_block: Any, masked: Masked) -> HopperTile:
             return HopperTile(
@@ -133,10 +152,10 @@ class HopperForward(HopperBlock):
 
         def visit(kv_block: Any, carry: Any, masked: Masked) -> Any:
             count, sums, peak, total = carry
-            raw, _ = products_of(kv_block, count, masked, count)
-            tile = tile_of(kv_block, masked)
+            tile, by_ids = tile_of(kv_block, masked), masked is Masked.BY_IDS
+            raw, ids = products_of(kv_block, count, masked, count, lambda: tile.span() if by_ids else None)
             x, factor, _ = weigh(tile, raw, masked)
-            x = _hidden(tile, tile.cut(), x)[0] if masked else x
+            x = tile.within(x, ids) if by_ids else _hidden(tile, tile.cut(), x)[0] if masked else x
             exponents, peak, shrink = shifted(peak, x, _top(x), factor)
             weights = jnp.exp2(exponents)
             total = total * shrink + weights.sum(axis=1)
@@ -187,13 +206,11 @@ class HopperForward(HopperBlock):
         visible = total > 0
         safe = jnp.where(visible, total, 1.0)
         lse = jnp.where(visible, (peak + jnp.log(safe) * LOG2E) * LN2, -jnp.inf)
-        sums, rows = sums * along_rows(1.0 / safe, sums.shape), pl.ds(first_row, ROWS)
-        columns_of_part = pl.ds(part * width, width)
-        batch = self.of_split(batch, refs["lse"])
+        sums = sums * along_rows(1.0 / safe, sums.shape)
         if self.splits > 1:  # float32, which shared memory has no place for
-            target = refs["output"].at[batch, head, rows, columns_of_part]
+            of_part = pl.ds(first_row, ROWS), pl.ds(part * width, width)
+            target = refs["output"].at[self.of_split(batch, refs["lse"]), head, *of_part]
             plgpu.store(target, sums, optimized=False)  # type: ignore[attr-defined] # of jax 0.10
-            output = None
         else:  # the query isn't read any more
             output = query
             if "output_tile" in refs:  # where another warpgroup may still read its
@@ -203,12 +220,7 @@ class HopperForward(HopperBlock):
             output[...] = sums.astype(query.dtype)
         refs["lse_rows"].at[warpgroup][...] = lse
         plgpu.commit_smem()
-        if output is not None:
-            target = self.rows(refs["output"], batch, head, first_row, ROWS)
-            plgpu.copy_smem_to_gmem(output, target.at[:, columns_of_part])
-        written = refs["lse"].at[batch, head, rows]
-        self.of_part(part, lambda: plgpu.copy_smem_to_gmem(refs["lse_rows"].at[warpgroup], written))
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.barrier_arrive(refs["output_full"].at[warpgroup])
 
     def overlaps(self, refs: dict[str, Any]) -> bool:
         """Whether a tile's exponentials wait for the next one's logits, which takes registers for both."""
@@ -225,10 +237,6 @@ class HopperForward(HopperBlock):
         some = self.overlaps(refs) and self.table.some_partial and self.table.many_partial
         return some and all_spans(self.logits.static_args, refs, self.sizes.block_kv)
 
-    def of_part(self, part: Any, act: Callable[[], None]) -> None:
-        """What only the first of the warpgroups with the same rows does."""
-        act() if self.column_parts == 1 else pl.when(part == 0)(act)
-
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """See HopperBlock."""
         sizes, (dim, value_dim) = self.sizes, self.dims
@@ -244,6 +252,7 @@ class HopperForward(HopperBlock):
             "columns": plgpu.SMEM((self.consumers, sizes.block_kv), jnp.int32),
             "lse_rows": plgpu.SMEM((self.consumers, ROWS), jnp.float32),
             "query_full": plgpu.Barrier(num_barriers=groups),
+            "output_full": plgpu.Barrier(num_barriers=self.consumers),
             **self.barriers(dict.fromkeys(self.streams, 1), self.consumers),
             **self.raw_places(),
         }

@@ -147,8 +147,6 @@ class MosaicBlock(BlockOfThreads):
     stored: tuple[tuple[str, str], ...] = ()
     # Under a causal mask the last rows have the most keys, and the first keys the most rows: these blocks start first.
     last_first: ClassVar[bool] = True
-    # Tiles of all kinds, by roles that don't ask for it: half of their programs, for a few registers more.
-    in_one_loop: ClassVar[bool] = True
 
     @property
     def column_blocks(self) -> int:
@@ -199,8 +197,6 @@ class MosaicBlock(BlockOfThreads):
 
     def each_tile(self, refs: dict[str, Any], row: tuple[Any, Any, Any], visit: Any, carry: Any, times: int = 1) -> Any:
         """visit(tile, carry) for the same tiles, for roles that don't ask what kind of mask they have."""
-        if not self.in_one_loop:
-            return self._by_kind(refs, row, lambda tile, some, _: visit(tile, some), carry, times)
         return self.table.each_tile(refs["schedule"], *self._row(row), self.split(), self.splits, visit, carry, times)
 
     def _by_kind(self, refs: dict[str, Any], row: tuple[Any, Any, Any], visit: Any, carry: Any, times: int = 1) -> Any:

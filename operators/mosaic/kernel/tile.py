@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....masks import And, Lengths, Mask, Not, SegmentIds
 from ....masks.static import SpanMask
+from ....scores.steps import Lookup, Product
 from ...kernels.block_words import is_blocks
 from ...kernels.local_mask import Dropout
 from ...kernels.tile_mask import TileLogits, TileMask
@@ -121,7 +122,7 @@ class MosaicTile(TileMask):
 
     def visible(self) -> list[jax.Array]:
         """The tests that a visible key passes, each of the tile's shape, beside those that `within` stands for."""
-        spans = [one.part for one in self._spans]
+        spans = [one.part for one in (*self._spans, *self._compared)]
         padded = not self.takes_spans and self.static_args.kv_len % self.block_kv > 0
         if len(spans) == len(self.parts) and not padded:
             return []
@@ -131,14 +132,14 @@ class MosaicTile(TileMask):
 
     def within(self, x: jax.Array, span: Span | None = None) -> jax.Array:
         """Logits without those outside of their line's span. span: that of this tile, if it is computed already."""
-        span = self._span() if span is None else span
+        span = self._with_ids(self._span() if span is None else span)
         if span is None:
             return x
         return within(x, span, self.of_thread, self.in_registers, interpret=self.logits.interpret)
 
     def span(self, words: bool = True) -> Span | None:
         """The columns that each line sees, counted from the tile's first, and the words by which the others are hidden."""
-        span = self._span()
+        span = self._with_ids(self._span())
         if span is None or not words:
             return span
         return with_words(span, self.shape[1], self.of_thread, self.in_registers, interpret=self.logits.interpret)
@@ -154,12 +155,13 @@ class MosaicTile(TileMask):
 
     def seen_parts(self, count: int, *, ask: bool = True) -> SeenParts:
         """Of so many tiles that are neighbours, of which this is the first. ask: whether a warp looks at what its rows see."""
-        span, width = self._span(), self.shape[1]
+        span, width, every = self._span(), self.shape[1], (True,) * count
         if span is None:
             return ALL_SEEN
-        if not ask:
-            return SeenParts(None, (True,) * count, span)
-        return seen_parts(span, width, count, self.in_registers, interpret=self.logits.interpret)
+        if not (ask and span.bounds):
+            return SeenParts(None, every, span)
+        seen = seen_parts(span, width, count, self.in_registers, interpret=self.logits.interpret)
+        return seen._replace(cut=every) if self._compared else seen
 
     def _span(self) -> Span | None:
         """The columns that each line sees, counted from the tile's first."""
@@ -171,7 +173,7 @@ class MosaicTile(TileMask):
         first = self.first[of_columns]
         begin = functools.reduce(jnp.maximum, begins) - first if begins else None
         end = functools.reduce(jnp.minimum, ends) - first if ends else None
-        if begin is None and end is None:
+        if begin is None and end is None and not self._compared:
             return None
         return Span(begin, end, jnp.minimum(jnp.full(self.shape[:1], first, jnp.int32), 0))
 
@@ -187,6 +189,23 @@ class MosaicTile(TileMask):
             if is_span(one, self.static_args, self.refs, self.block_kv, by_keys=by_keys)
             and not (self.by_ids and one.part.kind == SegmentIds.kind)
         ]
+
+    @property
+    def _compared(self) -> list[Numbered]:
+        """The parts of the mask that are segment ids which are compared."""
+        return [one for one in numbered(self.parts) if self.by_ids and one.part.kind == SegmentIds.kind]
+
+    def _with_ids(self, span: Span | None) -> Span | None:
+        """A span, and the ids of its lines and of this tile's columns, unless there are words of it."""
+        if span is None or span.words is not None:
+            return span
+        dims = ("kv", "q") if self.axis["q"] else ("q", "kv")
+
+        def ids(one: Numbered, dim: str) -> jax.Array:
+            ref = self.refs[f"leaf{one.array + (dim == 'kv')}"]
+            return self._loaded(ref, (self.batch if ref.shape[0] > 1 else 0,), dim)
+
+        return span._replace(equal=tuple((ids(one, dims[0]), ids(one, dims[1])) for one in self._compared))
 
     @property
     def takes_spans(self) -> bool:
@@ -292,7 +311,23 @@ class MosaicTile(TileMask):
         leaf = self.positions_leaf()
         if leaf is not None:
             return self._along(f"leaf{leaf}", "q"), self._along(f"leaf{leaf + 1}", "kv")
-        return self.position(self._global_rows(self.local_rows())), self._global_keys(self._numbers("kv"))
+        rows, keys = (self.local_rows(), self._numbers("kv")) if self._indexes else self._rows_and_keys()
+        return self.position(self._global_rows(rows)), self._global_keys(keys)
+
+    def _rows_and_keys(self) -> tuple[jax.Array, jax.Array]:
+        """Their numbers on this device. Where a line and a column are added, sums differ by a number from tile to tile, and the
+        compiler would keep those of all of a line's columns. It doesn't know that this changes nothing."""
+        numbers = {"q": self.local_rows(), "kv": self._numbers("kv")}
+        if self.columns is None:
+            lines, columns = ("kv", "q") if self.axis["q"] else ("q", "kv")
+            numbers[lines] = jnp.maximum(numbers[lines], jnp.minimum(self.first[columns], 0))
+        return numbers["q"], numbers["kv"]
+
+    @property
+    def _indexes(self) -> bool:
+        """Whether a score computes places in tables: the parts of them that depend on a line alone are worth a register."""
+        score = self.static_args.score
+        return score is not None and any(isinstance(step, (Lookup, Product)) for step in score.steps)
 
     def dense(self, name: str) -> jax.Array:
         """The tile of an array [batch, heads, q, kv], any of them 1; by keys [batch, heads, kv, q]."""
@@ -372,8 +407,12 @@ class MosaicTile(TileMask):
 
     def _spread(self, ref: Any, place: tuple[Any, ...], dim: str) -> jax.Array:
         """Numbers of an array's last axis, along the tile's rows or keys."""
+        return lax.broadcast_in_dim(self._loaded(ref, place, dim), self.shape, (self.axis[dim],))
+
+    def _loaded(self, ref: Any, place: tuple[Any, ...], dim: str) -> jax.Array:
+        """The same, one for each row or key."""
         axis = self.axis[dim]
         cut = ref.at[(*place, pl.ds(self.first[dim], self.shape[axis]))]
         along = self.in_registers.reduce(1 - axis)
         numbers: jax.Array = plgpu.load(cut, layout=along, optimized=False)  # type: ignore[call-arg] # of jax 0.10
-        return lax.broadcast_in_dim(numbers, self.shape, (axis,))
+        return numbers

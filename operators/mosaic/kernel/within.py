@@ -1,4 +1,5 @@
-"""Hide what lies outside of the span of columns that a row of a tile sees: on a GPU by bits, in Pallas' interpreter by comparing.
+"""Hide what a row of a tile doesn't see, outside of a span of columns or where ids differ: on a GPU by bits, interpreted by
+comparing.
 
 A comparison and a choice for each number of a tile would take four cycles of a unit that has other work. Instead a thread makes
 words of bits for the columns that it has, one instruction makes predicates of several bits, and some of the numbers are chosen by
@@ -9,7 +10,8 @@ out here. All that a compiled kernel and an interpreted one don't share of it is
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,8 +27,10 @@ __all__ = [
     "Span",
     "ThreadColumns",
     "any_in_warp",
+    "both_words",
     "chosen",
     "ends_in_warp",
+    "equal_bit",
     "hidden",
     "span_place",
     "span_word",
@@ -44,11 +48,13 @@ _Place = tuple[int, int, int]  # (which of a thread's rows, which of the neighbo
 
 class Span(NamedTuple):
     """begin, end: the first column that each row sees and the one after the last, int32 [rows]; None without a bound. zeros:
-    int32 [rows], of which the compiler doesn't know that they are 0. words: see `with_words`; None until they are computed."""
+    int32 [rows], of which the compiler doesn't know that they are 0. equal: pairs of int32 [rows] and [columns], where a row sees
+    the columns with the same number. words: see `with_words`; None until they are computed."""
 
     begin: jax.Array | None
     end: jax.Array | None
     zeros: jax.Array
+    equal: tuple[tuple[jax.Array, jax.Array], ...] = ()
     words: jax.Array | None = None
 
     @property
@@ -56,8 +62,13 @@ class Span(NamedTuple):
         """Those that there are."""
         return [x for x in (self.begin, self.end) if x is not None]
 
+    @property
+    def hides(self) -> bool:
+        """Whether bits of its words stand for what is hidden, not for what is seen."""
+        return self.begin is None and not self.equal
+
     def counted_from(self, column: int) -> Span:
-        """The same of columns that are counted from this one."""
+        """The bounds of columns that are counted from this one."""
         begin, end = (x if x is None or column == 0 else x - column for x in (self.begin, self.end))
         return Span(begin, end, self.zeros)
 
@@ -93,9 +104,8 @@ def within(x: jax.Array, span: Span, columns: ThreadColumns, layout: Any, *, int
     """Logits [rows, columns] with -inf outside of their row's span."""
     if interpret:
         return _compared(x, span, layout)
-    hides, by_row = span.begin is None, layout.reduce(1)
-    told = span.bounds if span.words is None else [span.words]
-    layouts = [by_row for _ in told] if span.words is None else [layout]
+    by_row = layout.reduce(1)
+    told, layouts = _told(span, layout) if span.words is None else ([span.words], [layout])
     like = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(layout, *layouts, by_row), return_type=like)
@@ -103,11 +113,11 @@ def within(x: jax.Array, span: Span, columns: ThreadColumns, layout: Any, *, int
         del context
         *given, zeros = map(_scalars, arrays)
         if span.words is None:
-            word_of = words_of(*_bounds(span, given), columns)
+            word_of = _words(span, given, columns)
         else:
             (words,) = given
             word_of = {columns.place(number): word for number, word in enumerate(words)}.__getitem__
-        made = iter(hidden(_scalars(x), word_of, hides, zeros, columns))
+        made = iter(hidden(_scalars(x), word_of, span.hides, zeros, columns))
         return x.foreach(lambda *_: next(made), create_array=True)
 
     hidden_x: jax.Array = hide(x, *told, span.zeros)
@@ -122,24 +132,31 @@ def with_words(span: Span, width: int, columns: ThreadColumns, layout: Any, *, i
     """
     if interpret:
         return span
-    shape, by_row = (span.zeros.shape[0], columns.period * columns.words(width)), layout.reduce(1)
+    shape, (told, layouts) = (span.zeros.shape[0], columns.period * columns.words(width)), _told(span, layout)
     like = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(layout, *[by_row for _ in span.bounds]), return_type=like)
+    @plgpu.inline_mgpu(arg_types=(layout, *layouts), return_type=like)
     def make(context: Any, empty: Any, *arrays: Any) -> Any:
         del context
-        word_of = words_of(*_bounds(span, list(map(_scalars, arrays))), columns)
+        word_of = _words(span, list(map(_scalars, arrays)), columns)
         made = (word_of(columns.place(number)) for number in range(len(_scalars(empty))))
         return empty.foreach(lambda *_: next(made), create_array=True, is_signed=True)
 
     empty = plgpu.layout_cast(jnp.zeros(shape, jnp.int32), layout)
-    return span._replace(words=make(empty, *span.bounds))
+    return span._replace(words=make(empty, *told))
 
 
-def _bounds(span: Span, given: list[Any]) -> tuple[Any, Any]:
-    """(begin, end) of a thread's rows, of those that a span has."""
-    begin = given.pop(0) if span.begin is not None else None
-    return begin, given.pop(0) if span.end is not None else None
+def _told(span: Span, layout: Any) -> tuple[list[jax.Array], list[Any]]:
+    """The arrays of which words are made, and their layouts."""
+    by_row, pair = layout.reduce(1), (layout.reduce(1), layout.reduce(0))
+    return [*span.bounds, *itertools.chain(*span.equal)], [by_row] * len(span.bounds) + [*pair] * len(span.equal)
+
+
+def _words(span: Span, told: list[list[Any]], columns: ThreadColumns) -> Callable[[_Place], Any]:
+    """What makes the words of a thread, of its numbers of these arrays."""
+    begin = told.pop(0) if span.begin is not None else None
+    end = told.pop(0) if span.end is not None else None
+    return words_of(begin, end, columns, list(zip(told[::2], told[1::2], strict=True)))
 
 
 def ends_in_warp(numbers: jax.Array, layout: Any, *, interpret: bool) -> tuple[Any, Any]:
@@ -182,6 +199,9 @@ def _compared(x: jax.Array, span: Span, layout: Any) -> jax.Array:
     for bound, seen in ((span.begin, at.__ge__), (span.end, at.__lt__)):
         if bound is not None:
             x = jnp.where(seen(lax.broadcast_in_dim(bound, x.shape, (0,))), x, -jnp.inf)
+    for pair in span.equal:
+        of_rows, of_columns = (lax.broadcast_in_dim(ids, x.shape, (axis,)) for axis, ids in enumerate(pair))
+        x = jnp.where(of_rows == of_columns, x, -jnp.inf)
     return x
 
 
@@ -217,6 +237,17 @@ def span_word(number: int, begin: bool, end: bool) -> str:
     return _block(".b32 a, b, c", *lines, *(both if begin and end else [f"mov.b32 $0, {'a' if begin else 'b'};"]))
 
 
+def equal_bit(bit: int) -> str:
+    """$0: the word $1, in which this bit, which was 0, is 1 if $2 and $3 are equal."""
+    lines = "mov.b32 a, $1;", "setp.ne.b32 p, $2, $3;", f"@!p or.b32 a, a, {1 << bit:#x};", "mov.b32 $0, a;"
+    return _block(".pred p; .reg .b32 a", *lines)
+
+
+def both_words(hides: bool) -> str:
+    """$0: the bits of $1, with `hides` those that are 0, that are 1 in $2 too."""
+    return _block(".b32 a", f"{'not' if hides else 'mov'}.b32 a, $1;", "and.b32 $0, a, $2;")
+
+
 def chosen(bit: int, hides: bool) -> str:
     """$0: $1 where this bit of the word $2 is 1, with `hides` where it is 0, else -inf. $3: 0."""
     lines = [f"and.b32 a, $2, {1 << bit:#x};", f"setp.{'eq' if hides else 'ne'}.b32 p, a, 0;"]
@@ -238,20 +269,41 @@ def _block(registers: str, *lines: str) -> str:
     return " ".join(("{ .reg", f"{registers};", *lines, "}"))
 
 
-def words_of(begin: list[Any] | None, end: list[Any] | None, columns: ThreadColumns) -> Callable[[_Place], Any]:
-    """What makes the words of a thread. begin, end: of each of its rows."""
-    if columns.period > 1:
+def words_of(
+    begin: list[Any] | None,
+    end: list[Any] | None,
+    columns: ThreadColumns,
+    equal: Sequence[tuple[list[Any], list[Any]]] = (),
+) -> Callable[[_Place], Any]:
+    """What makes the words of a thread. begin, end: of each of its rows. equal: pairs of numbers of its rows and columns."""
+    if columns.period > 1 and (begin or end):
         first = _first_column(columns)
         begin, end = ([arith.subi(x, first) for x in some] if some else None for some in (begin, end))
     bounds = [of_rows for of_rows in (begin, end) if of_rows is not None]
     places = dict[tuple[int, int], list[Any]]()
 
-    def word_of(place: _Place) -> Any:
+    def of_span(place: _Place) -> Any:
         row, neighbour, word = place
         if (row, neighbour) not in places:
             places[row, neighbour] = [_asm(_word_type(), span_place(columns, neighbour), x[row]) for x in bounds]
         text = span_word(word, begin is not None, end is not None)
         return _asm(_word_type(), text, *places[row, neighbour])
+
+    def of_pair(place: _Place, of_rows: list[Any], of_columns: list[Any]) -> Any:
+        row, neighbour, word = place
+        made = mgpu.c(0, _word_type())
+        for period, number in enumerate(of_columns[neighbour :: columns.together]):
+            of_word, bit = columns.bit(period)
+            if of_word == word:
+                made = _asm(_word_type(), equal_bit(bit), made, of_rows[row], number)
+        return made
+
+    def word_of(place: _Place) -> Any:
+        words = [of_pair(place, *pair) for pair in equal]
+        if bounds and words:
+            words[0] = _asm(_word_type(), both_words(begin is None), of_span(place), words[0])
+        both = functools.partial(_asm, _word_type(), both_words(False))
+        return functools.reduce(both, words) if words else of_span(place)
 
     return word_of
 
