@@ -80,8 +80,8 @@ class BlackwellGradients(MosaicBlock):
     def __call__(self, refs: dict[str, Any]) -> None:
         warpgroup = lax.axis_index(WARPGROUPS)
         tile = self.sizes.block_q if self.which == "dkv" else self.sizes.block_kv
-        many, few = _BESIDE_DROPOUT if "dropout" in refs else _REGISTERS
-        many, few = _OF_LATENTS if self.in_key and tile <= STEPS[0] else (many, few)
+        others = _BESIDE_DROPOUT if "dropout" in refs else _REGISTERS
+        many, few = _OF_LATENTS if self.in_key and tile <= STEPS[0] else others
 
         def compute() -> None:
             plgpu.set_max_registers(many, action="increase")

@@ -143,11 +143,10 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
     def _keys_at_once(self, refs: dict[str, Any], masked: Any) -> int:
         """Of a part of a tile. Where few tiles have a mask, to look at their parts isn't worth a fifth of the time to lower the
         program; but what takes registers is computed for few keys at once, the fewer the more warpgroups share them."""
-        if masked and self.table.many_partial:
+        crowded, most = self._crowded(refs), self.sizes.block_kv
+        if (masked and self.table.many_partial) or (crowded and self.groups > 1 and not self.stored):
             return PART
-        if not self._crowded(refs) or (masked and self.groups == 1):
-            return self.sizes.block_kv
-        return PART if self.groups > 1 and not self.stored else min(2 * PART, self.sizes.block_kv)
+        return min(2 * PART, most) if crowded and not masked else most
 
     def start(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: Any) -> tuple[jax.Array, jax.Array]:
         """See BlackwellRoles."""
@@ -172,7 +171,7 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         if few or self._crowded(refs) or masked is Masked.BY_IDS or (arrays and not spans):
             return super().by_products(refs, masked)
         many, written = _MASKED if masked else _BESIDE_ARRAYS if arrays else _WHOLE
-        return many, written if self.groups > 1 else ROWS
+        return many, written if self.groups > 1 else self.sizes.block_kv
 
     def _crowded(self, refs: dict[str, Any]) -> bool:
         """Whether more than a mask takes registers."""

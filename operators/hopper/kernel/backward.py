@@ -55,6 +55,11 @@ class _HopperGradients(HopperBlock):
         beside_mask = masked and self.most_sums > _SUMS_BESIDE_OTHERS
         return self.in_key or beside_mask or ("dropout" in refs and self.most_sums > self.sums_beside_dropout)
 
+    def spans_early(self, refs: dict[str, Any], masked: Masked) -> bool:
+        """Whether a tile's spans are computed beside its products, which takes registers; ids that are compared always are."""
+        few = self.crowded(refs, masked) or "dropout" in refs
+        return masked is Masked.BY_IDS or (masked is Masked.YES and not few)
+
     def loaded(self, count: Any, turn: Any, masked: Masked) -> Any:
         """The place of the count-th tile that is loaded. A single place is the same in every turn: see `in_loop`."""
         return (
@@ -141,11 +146,11 @@ class HopperQueryGradient(_HopperGradients):
             values = self.columns_of("value", refs[f"{last}_tiles"].at[place])
             for name in self.streams:
                 plgpu.barrier_wait(refs[f"{name}_full"].at[slot])
-            rows, crowded = [query, d_output], self.crowded(refs, masked)
-            if crowded or self.query_in_loop:
+            rows = [query, d_output]
+            if self.crowded(refs, masked) or self.query_in_loop:
                 rows = [self.in_loop(refs[f"{name}_tile"], group, kv_block) for name in _ROWS]
             factors = list(zip(rows, (keys, values), strict=True))
-            early = masked is Masked.BY_IDS or (masked and not (crowded or "dropout" in refs))
+            early = self.spans_early(refs, masked)
             (raw, *d_weights), span = products.logits_beside(
                 lambda: tile_of(kv_block, masked).span() if early else None, *factors[: 1 + both]
             )
@@ -309,7 +314,7 @@ class HopperKeyGradients(_HopperGradients):
             factors = [(tiles["key"], queries), (self.columns_of("value", tiles[self.streams[-1]]), d_outputs)]
             # Dropout's random numbers take the registers that the gradients of weights would.
             both = "key" in summed and "dropout" not in refs
-            early = masked is Masked.BY_IDS or (masked and not (self.crowded(refs, masked) or "dropout" in refs))
+            early = self.spans_early(refs, masked)
             (raw, *d_weights), span = products.logits_beside(
                 lambda: tile_of(at, masked).span() if early else None, *factors[: 2 if both else 1]
             )

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: a block of threads in which one warpgroup loads tiles by TMA and the others compute."""
+"""What the Hopper kernels share: a block of threads in which one warpgroup copies by TMA and the others compute."""
 
 from __future__ import annotations
 

@@ -81,11 +81,12 @@ def shared_bytes(
     held["columns"] = placed(FLOAT * groups * (sizes.block_q if which == "dkv" else sizes.block_kv))
     if which == "dkv":
         held["lse"] = 2 * placed(FLOAT * sizes.stages * sizes.block_q)
-        barriers = sizes.block_kv // ROWS + 2 * sizes.stages + (in_key or divided(dim, value_dim))
+        barriers = 2 * (sizes.block_kv // ROWS) + 2 * sizes.stages + (in_key or divided(dim, value_dim))
     else:
         held["lse"] = placed(FLOAT * ROWS * groups) if which == "forward" else 0
         shared = dim != value_dim if which == "forward" else in_key
-        barriers = row_groups + (2 if in_key else 4) * sizes.stages + shared
+        outputs = groups if which == "forward" else row_groups
+        barriers = row_groups + outputs + (2 if in_key else 4) * sizes.stages + shared
     if which == "forward":
         held |= {f"{name}_raw": held[name] // 2 for name in stored}
         barriers += 2 * len(stored) * sizes.stages
