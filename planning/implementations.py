@@ -42,8 +42,8 @@ class PassSizes(NamedTuple):
     if its schedule can be read there. compute_q, compute_kv: the parts of a tile that it can leave out; None if it can't.
     pipelined: products run ahead of exponentials. loading: warps of a block of threads on a GPU that don't
     compute. programs: how many programs those have that do, where each may go through its tiles more than once; else 0.
-    part: rows and keys of a tile of which a warp decides at once whether it computes them; 0 if it doesn't. heads: query heads
-    that share a tile.
+    part: rows and keys of a tile of which a warp decides at once whether it computes them; 0 if it doesn't. asks: whether it asks
+    of each tile whether its mask hides something, where tiles with a mask are few. heads: query heads that share a tile.
     """
 
     products: str
@@ -56,6 +56,7 @@ class PassSizes(NamedTuple):
     loading: int = 0
     programs: int = 0
     part: tuple[int, int] = (0, 0)
+    asks: bool = False
     heads: int = 1
 
     @property

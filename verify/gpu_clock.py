@@ -86,14 +86,14 @@ def gpu_cost(
         block = (local.q_len if folded else size.block_q), size.block_kv
         offset = None if problem.dynamic_query_offset else problem.query_offset or 0
         heads = local.kv_heads if folded else local.q_heads
-        tiles = loop_tiles(problem.mask, block, size.outer, local.q_len, local.kv_len, offset, heads)
+        tiles = loop_tiles(problem.mask, block, size.outer, local.q_len, local.kv_len, offset, heads, asks=size.asks)
         warps, by_block = (kernel.threads or 0) // _WARP - size.loading, sum(tiles)
         converted = _converted(kernel, tiles)
         warps -= _WARPS_OF_GROUP * (len(kernel.converting) // max(len(tiles), 1))
         turns, shares = loop_turns(tiles, size, problem.mask), EVERY_PART
         if kernel.by_parts and problem.mask.is_static and offset is not None:
             mask = LocalMask(problem.mask, 0, local.q_len, local.kv_len, offset)
-            shares = part_shares(mask, block, size.part, heads)
+            shares = part_shares(mask, block, size.part, heads, asks=size.asks)
         if size.loading and turns and len(kernel.loops) % len(turns) == 0:  # parts of the warps have loops of their own
             parts = len(kernel.loops) // len(turns)
             turns, warps = turns * parts, warps // (size.programs or parts)
@@ -175,12 +175,20 @@ def compiled_kernels(kind: str, local: LocalProblem, part: str, fields: Mapping[
 
 
 def loop_tiles(
-    mask: Mask, block: tuple[int, int], slow: str, q_len: int, kv_len: int, query_offset: int | None, heads: int = 1
+    mask: Mask,
+    block: tuple[int, int],
+    slow: str,
+    q_len: int,
+    kv_len: int,
+    query_offset: int | None,
+    heads: int = 1,
+    *,
+    asks: bool = False,
 ) -> tuple[float, ...]:
     """The tiles of a head that each loop of a kernel goes through, in program order: without a mask, then with one.
 
     query_offset: None if it is traced. What is known only when the program runs counts as masked. heads: if they see blocks of
-    their own, the mean of so many.
+    their own, the mean of so many. asks: see PassSizes.
     """
     from ..operators.flash.kernel.tile_schedule import tile_schedule
     from ..operators.kernels.local_mask import LocalMask
@@ -189,7 +197,7 @@ def loop_tiles(
         visible = mask.live_blocks(*block, q_len=q_len, kv_len=kv_len, query_offset=query_offset or 0) > 0
         return 0.0, float(visible.size if query_offset is None else visible.sum())
     local = LocalMask(mask, 0, q_len, kv_len, query_offset)
-    schedule = tile_schedule(local, *block, slow, heads if local.heads_differ else 1)
+    schedule = tile_schedule(local, *block, slow, heads if local.heads_differ else 1, asks=asks)
     rows = np.asarray(schedule.table).reshape(-1, schedule.table.shape[-1])
     if schedule.neighbours:
         first, full_first, after_full, after = rows.T
@@ -207,9 +215,11 @@ def loop_turns(tiles: tuple[float, ...], size: PassSizes, mask: Mask) -> tuple[f
     return (*tiles, 0.0) if by_ids else tiles
 
 
-def part_shares(mask: LocalMask, block: tuple[int, int], part: tuple[int, int], heads: int = 1) -> PartShares:
-    """Of the parts, so many rows and keys, of the tiles that a loop with a mask visits. heads: see `loop_tiles`. Of too many all
-    are taken as seen and cut.
+def part_shares(
+    mask: LocalMask, block: tuple[int, int], part: tuple[int, int], heads: int = 1, *, asks: bool = False
+) -> PartShares:
+    """Of the parts, so many rows and keys, of the tiles that a loop with a mask visits. heads, asks: see `loop_tiles`. Of too
+    many all are taken as seen and cut.
 
     A row beyond the end isn't counted; a key there is one that no row sees. What isn't a span hides keys one by one, so that a
     warp doesn't know of it.
@@ -218,8 +228,9 @@ def part_shares(mask: LocalMask, block: tuple[int, int], part: tuple[int, int], 
 
     if not all(part):
         return EVERY_PART
-    size = min(part[0], block[0]), min(part[1], block[1])
     tables = heads if mask.heads_differ else 1
+    schedule = tile_schedule(mask, *block, "q", tables, asks=asks)
+    size = min(part[0], block[0]), block[1] if schedule.asked else min(part[1], block[1])
     if tables * (mask.q_len // size[0]) * (mask.kv_len // size[1]) > _MOST_PARTS:
         return EVERY_PART
     of_tiles = np.array(mask.kinds_of_heads(*block, tables))
@@ -228,8 +239,8 @@ def part_shares(mask: LocalMask, block: tuple[int, int], part: tuple[int, int], 
         of_parts[..., -1] = np.minimum(of_parts[..., -1], 1)
     if mask.kv_len % block[1]:
         of_tiles[..., -1] = np.minimum(of_tiles[..., -1], 1)
-    # Where few tiles are full, those have no loop of their own.
-    visited = of_tiles == 1 if tile_schedule(mask, *block, "q", tables).some_full else of_tiles > 0
+    # Where few tiles are full or have a mask, full ones may have no loop of their own.
+    visited = of_tiles == 1 if schedule.some_full else of_tiles > 0
     rows, keys = np.arange(of_parts.shape[2]) * size[0] // block[0], of_tiles.shape[3] * (block[1] // size[1])
     visited = visited[:, :, rows].repeat(block[1] // size[1], axis=3)
     kinds = np.pad(of_parts, ((0, 0), (0, 0), (0, 0), (0, keys - of_parts.shape[3])))[visited]

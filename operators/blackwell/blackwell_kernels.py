@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from ...planning import OperationConfig, declares
+from ..mosaic.kernel.mosaic_sizes import MosaicSizes
 from ..mosaic.mosaic_kernels import WARPS_OF_GROUP, MosaicKernels
 from ..mosaic.mosaic_rules import MOSAIC_FEATURES
 from ..mosaic.mosaic_sizes import Sizing
 from .blackwell_rules import BLACKWELL_RULES
 from .blackwell_sizes import BlackwellSizing
 from .kernel.backward_sizes import COMPUTING
-from .kernel.blackwell_sizes import PART
+from .kernel.blackwell_sizes import PART, asks
 
 if TYPE_CHECKING:
     from ..mosaic.kernel.mosaic_attention import PartialMosaic
@@ -39,6 +40,10 @@ class BlackwellKernels(MosaicKernels):
     def columns_of_part(self, which: str, across: int) -> int:
         """See MosaicKernels. Of gradients two warpgroups have a half of a tile's columns each."""
         return PART if which == "forward" else across // COMPUTING
+
+    def asks(self, which: str, sizes: MosaicSizes) -> bool:
+        """See MosaicKernels."""
+        return which == "forward" and asks(sizes)
 
     def check_vma(self, config: OperationConfig) -> bool:
         """JAX can't trace the warps of a kernel under it."""

@@ -11,7 +11,7 @@ from ...masks import Blocks, ChosenBlocks, Full, Mask, Slot
 from ...planning import AttentionProblem, Placement
 from ...planning.notes import has_note, note
 
-__all__ = ["block_remarks", "fitted_block", "has_blocks", "heads_differ"]
+__all__ = ["block_remarks", "fitted_block", "has_blocks", "heads_differ", "in_whole_blocks"]
 
 _MAX_TILES = 1 << 21  # the most tiles to count for a note
 
@@ -25,6 +25,14 @@ def heads_differ(problem: AttentionProblem) -> bool:
 def has_blocks(problem: AttentionProblem) -> bool:
     """Whether a part of the mask defines visible blocks."""
     return bool(_leaves(problem.mask))
+
+
+def in_whole_blocks(problem: AttentionProblem, block_q: int, block_kv: int) -> bool:
+    """Whether the mask has blocks that each visible key passes, and each tile lies in one of them, the same for all heads."""
+    leaves, parts = _leaves(problem.mask), problem.mask.conjuncts()
+    whole = all(leaf.block_q % block_q == 0 and leaf.block_kv % block_kv == 0 for leaf in leaves)
+    passed = all(any(leaf is part for part in parts) for leaf in leaves)
+    return bool(leaves) and whole and passed and not heads_differ(problem)
 
 
 def fitted_block(mask: Mask, axis: str, size: int, length: int, min_size: int) -> int:

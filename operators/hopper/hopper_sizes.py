@@ -9,6 +9,7 @@ from typing import ClassVar
 from ...errors import ConfigError
 from ...masks import SegmentIds
 from ...planning import AttentionProblem
+from ..choices.mask_blocks import in_whole_blocks
 from ..mosaic.kernel.linker import registers_move
 from ..mosaic.kernel.mosaic_sizes import MosaicSizes, column_parts, equal_share
 from ..mosaic.mosaic_sizes import MOSAIC_FIELDS, Sizing, columns
@@ -25,7 +26,7 @@ _LATENTS = {
     "dq": tuple(MosaicSizes(ROWS, FEW, stages) for stages in (4, 2, 1)),
 }
 # What takes registers beside the numbers that are counted: then a tile for the gradients of key and value has 64 rows. Segment
-# ids that each visible key has in common with its row do so only where they aren't in order.
+# ids that each visible key has in common with its row do so only where they aren't in order, blocks where tiles are cut by them.
 _IN_REGISTERS = frozenset({
     "segment_ids", "positions", "dense_mask", "blocks", "chosen_blocks", "bias", "score", "logits_soft_cap", "dropout",
 })  # fmt: skip
@@ -81,6 +82,8 @@ class HopperSizing(Sizing):
         if sizes.stages > 2 and sizes.block_kv > 64 and max(columns(problem)) > _STAGES_FROM_DIM:
             return True
         known = {"segment_ids"} if _ids_of_all(problem) else set[str]()
+        if in_whole_blocks(problem, sizes.block_q, sizes.block_kv):
+            known |= {"blocks", "chosen_blocks"}
         return which == "dkv" and sizes.block_q > ROWS and bool(problem.features & _IN_REGISTERS - known)
 
     def fits(self, which: str, problem: AttentionProblem, sizes: MosaicSizes) -> bool:

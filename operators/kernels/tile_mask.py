@@ -77,6 +77,10 @@ class TileMask:
         """The tile's numbers of an array of [batch | 1, q] or [batch | 1, kv], in a shape that broadcasts to it."""
         raise NotImplementedError
 
+    def reciprocal(self, x: jax.Array) -> jax.Array:
+        """1 / x of numbers of the tile from 1 on."""
+        return 1.0 / x
+
     # -- its place in the whole problem ------------------------------------------------------------------------------
 
     def _global_rows(self, rows: Any) -> Any:

@@ -76,6 +76,7 @@ class MosaicKernels(FlashKernels):
                 loading=self.helping,
                 programs=self.programs if backward else 0,
                 part=self.part(which, sizes),
+                asks=self.asks(which, sizes),
             )
             for which, sizes in self._tiles(config).items()
             if (which != "forward") == backward and sizes.block_q is not None
@@ -92,6 +93,11 @@ class MosaicKernels(FlashKernels):
         """How many of the other axis. Default: all."""
         del which
         return across
+
+    def asks(self, which: str, sizes: MosaicSizes) -> bool:
+        """See PassSizes. Default: no."""
+        del which, sizes
+        return False
 
     def memory(
         self, problem: AttentionProblem, placement: Placement, config: OperationConfig

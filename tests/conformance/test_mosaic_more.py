@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from attnops import Blocks, Causal, Chunked, SlidingWindow
-from attnops.operators.kernels.local_mask import Dropout, dropout_seed
+from attnops import Blocks, Causal, Chunked, Full, Mask, SlidingWindow
+from attnops.operators.flash.kernel.tile_schedule import tile_schedule
+from attnops.operators.kernels.local_mask import Dropout, LocalMask, dropout_seed
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 
 from . import cases, harness
@@ -109,6 +110,24 @@ def _together(sizes: cases.Sizes) -> cases.Case:
 
 def test_features_together(generation: str) -> None:
     _check(generation, _together(replace(SIZES, length=150)))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize(("mask", "kv_len"), [(Full(), 259), (Causal(), 1100)], ids=["padded", "causal"])
+def test_few_tiles_have_a_mask(generation: str, mask: Mask, kv_len: int, soft_cap: float | None) -> None:
+    """On Blackwell beside one softmax: all tiles are in one loop, and most of them hide nothing."""
+    q_len, offset = 80, kv_len - 80 if isinstance(mask, Causal) else 0
+    table = tile_schedule(LocalMask(mask, 0, q_len, kv_len, offset), 128, 32, "q", asks=True)
+    assert (table.asked, table.some_full) == (True, False)
+    seen = np.asarray(mask.test(*[np.arange(q_len)[:, None] + offset] * 2, np.arange(kv_len)[None]))
+    seen = np.broadcast_to(seen, (q_len, kv_len))[None, None]
+    call: dict[str, Any] = {"mask": mask, "query_offset": offset, "logits_soft_cap": soft_cap}
+    case = cases.Case(
+        "few", frozenset(), call, seen, {} if soft_cap is None else {"soft_cap": soft_cap}, (), q_len, kv_len, 2, 1, 1,
+        cases.VALUE_DIM,
+    )  # fmt: skip
+    sizes = {"block_q": 128, "block_kv": 32} if generation == "blackwell" else {}
+    _check(generation, case, **sizes)
 
 
 @pytest.mark.parametrize(

@@ -63,12 +63,34 @@ def _visited(table: TileSchedule, row: int, part: int, parts: int) -> list[tuple
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(MASKS), st.integers(1, 150), st.integers(1, 150), st.sampled_from((16, 32)), st.sampled_from((16, 64)),
-    st.sampled_from(("q", "kv")), st.integers(0, 40), st.integers(1, 4),
+    st.sampled_from(("q", "kv")), st.integers(0, 40), st.integers(1, 4), st.booleans(),
 )  # fmt: skip
 def test_every_live_tile_is_visited_once(
-    mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, slow: str, start: int, parts: int
+    mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, slow: str, start: int, parts: int, asks: bool
 ) -> None:
-    _check_visits(mask, (q_len, kv_len), (block_q, block_kv), slow, start, parts)
+    _check_visits(mask, (q_len, kv_len), (block_q, block_kv), slow, start, parts, asks=asks)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("mask", "kv_len", "asked"),
+    [
+        (Causal(), 128, True),  # one tile of eight has a mask
+        (Causal(), 112, False),  # one of seven
+        (Full(), 150, True),  # the padded one of ten
+        (Full(), 160, False),  # none
+        (Prefix(3) | Causal(), 320, False),  # no span to ask for
+        (~Prefix(3) & Causal(), 320, False),
+    ],
+    ids=str,
+)
+def test_few_tiles_with_a_mask_have_no_loop_of_their_own(mask: Mask, kv_len: int, asked: bool, parts: int) -> None:
+    """Where the kernel asks what they hide: of the last 17 queries, and tiles of 16 keys."""
+    start = kv_len - 17
+    table = tile_schedule(LocalMask(mask, start, 17, kv_len, 0), 17, 16, "q", asks=True)
+    assert (table.asked, table.some_full) == (asked, not asked)
+    assert not tile_schedule(LocalMask(mask, start, 17, kv_len, 0), 17, 16, "q").asked
+    _check_visits(mask, (17, kv_len), (17, 16), "q", start, parts, asks=True)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -80,11 +102,18 @@ def test_every_live_tile_is_visited_once_in_long_rows(mask: Mask, slow: str, par
 
 
 def _check_visits(
-    mask: Mask, lengths: tuple[int, int], block: tuple[int, int], slow: str, start: int, parts: int
+    mask: Mask,
+    lengths: tuple[int, int],
+    block: tuple[int, int],
+    slow: str,
+    start: int,
+    parts: int,
+    *,
+    asks: bool = False,
 ) -> None:
     (q_len, kv_len), (block_q, block_kv) = lengths, block
     local = LocalMask(mask, start, q_len, kv_len, 0)
-    table = tile_schedule(local, block_q, block_kv, slow)
+    table = tile_schedule(local, block_q, block_kv, slow, asks=asks)
     rows, keys = np.arange(q_len)[:, None] + start, np.arange(kv_len)[None]
     seen = np.broadcast_to(np.asarray(mask.test(rows, rows, keys)), (q_len, kv_len))
     blocks = -(-(q_len if slow == "q" else kv_len) // (block_q if slow == "q" else block_kv))

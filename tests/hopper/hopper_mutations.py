@@ -18,7 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from attnops.operators.hopper.kernel import backward, block, forward, hopper_attention, tensor_cores
+from attnops.operators.hopper.kernel import (
+    backward,
+    backward_keys,
+    backward_query,
+    block,
+    forward,
+    hopper_attention,
+    tensor_cores,
+)
 from attnops.operators.kernels.operands import Operands, split_static
 from attnops.operators.mosaic.kernel import block as mosaic_block
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes, MosaicTiles
@@ -30,7 +38,7 @@ from part_mistakes import chains, cut_tiles, loader_apart
 from span_mistakes import MASKS, span_mistakes
 
 STAGES = 2
-CLASSES = forward.HopperForward, backward.HopperQueryGradient, backward.HopperKeyGradients
+CLASSES = forward.HopperForward, backward_query.HopperQueryGradient, backward_keys.HopperKeyGradients
 
 
 class Kernel(NamedTuple):
@@ -358,7 +366,7 @@ def right(which: str, kernel: Kernel) -> bool:
 def main(which: str, name: str, times: str = "1") -> None:
     """Plant a mistake, run, compare."""
     kernel = KERNELS[which]
-    PLANTED.into(block.HopperBlock, (mosaic_block, block, forward, backward))
+    PLANTED.into(block.HopperBlock, (mosaic_block, block, forward, backward, backward_query, backward_keys))
     mutations(kernel)[name]()
     for _ in range(int(times)):
         print("unnoticed" if right(which, kernel) else "numbers")

@@ -15,7 +15,8 @@ if jax.__version_info__ < JAX_NEEDED:
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from attnops.operators.hopper.kernel.backward import HopperKeyGradients, HopperQueryGradient
+from attnops.operators.hopper.kernel.backward_keys import HopperKeyGradients
+from attnops.operators.hopper.kernel.backward_query import HopperQueryGradient
 from attnops.operators.hopper.kernel.forward import HopperForward
 from attnops.operators.hopper.kernel.hopper_sizes import shared_bytes
 from attnops.operators.mosaic.kernel.mosaic_sizes import MosaicSizes

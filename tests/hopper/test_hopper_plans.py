@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 from mosaic_plans import A100, B200, GATHERED, H100, codes_against, mosaic_plan
 
 from attnops import (
     T5,
+    Blocks,
     Causal,
     ConfigError,
     MaskFunction,
@@ -377,6 +379,22 @@ def test_rows_of_a_tile_for_keys_by_what_takes_registers() -> None:
     either = {"mask": Causal() | SegmentIds(ids, ids)}
     assert tiles_of(_plan(dims=dims, call=packed | either).config).dkv == MosaicSizes(64, 128, 4)
     assert tiles_of(_plan(dims=dims, call={"logits_soft_cap": 3.0}).config).dkv == MosaicSizes(64, 128, 4)
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(
+    ("block", "heads", "whole"),
+    [((128, 128), 1, True), ((256, 128), 1, True), ((64, 128), 1, False), ((128, 128), 32, False)],
+)
+def test_blocks_that_cut_no_tile_take_no_registers(block: tuple[int, int], heads: int, whole: bool) -> None:
+    """Of gradients of key and value. Blocks of each head have tables of their own, or words."""
+    layout = np.ones((heads, 2048 // block[0], 2048 // block[1]), bool)
+    layout[:, 0, -1] = False
+    layout[0, -1, 0] = False
+    blocks = Blocks(layout if heads > 1 else layout[0], *block)
+    for mask, same in ((Causal() & blocks, whole), (Causal() | blocks, False)):
+        plan = _plan(dims=(64, 64), call={"mask": mask, "mode": "train"})
+        assert tiles_of(plan.config).dkv == (MosaicSizes(128, 128, 2) if same else MosaicSizes(64, 128, 4))
 
 
 @pytest.mark.usefixtures("new_jax")

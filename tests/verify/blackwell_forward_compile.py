@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from mosaic_calls import FEATURES, FEW, MASKS
+from mosaic_calls import FEATURES, FEW, MASKS, PAIRS
 from mosaic_plans import mosaic_report
 
 from attnops import Causal, Mask, OperationMetadata, OperationRegistry
@@ -48,11 +48,11 @@ def _kernel(report: TargetReport) -> GpuKernelUse:
     return kernel
 
 
-def _check_loops(kernel: GpuKernelUse, block_kv: int, of_masked: int = 32) -> None:
+def _check_loops(kernel: GpuKernelUse, block_kv: int, computed: tuple[int, ...] = (44, 32)) -> None:
     """One program serves all warpgroups that compute softmaxes. A thread has a row: an exponential for each weight, and one to
-    shrink it; 44 of 128 weights are computed, of tiles with a mask so many. Products are another warp's."""
+    shrink it; of 128 weights so many are computed in each loop. Products are another warp's."""
     found = [(one.loop.ex2, one.loop.tensor) for one in kernel.loops or ()]
-    assert found == [(block_kv * (128 - computed) // 128 + 1, 0) for computed in (44, of_masked)]
+    assert found == [(block_kv * (128 - some) // 128 + 1, 0) for some in computed]
 
 
 def test_a_forward_pass() -> None:
@@ -66,12 +66,16 @@ def test_a_forward_pass() -> None:
 
 @needs_disassembler
 @pytest.mark.slow
-@pytest.mark.parametrize(("dim", "computed"), [(64, 32), (128, 32), (256, 0)])
-def test_few_tiles_with_a_mask(dim: int, computed: int) -> None:
-    """Where products take longer than softmaxes, none of their weights is, for a shorter program."""
-    kernel = _kernel(_report(lengths=(4096, 4096), dims=(dim, dim)))
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+@pytest.mark.parametrize(("dim", "computed"), [(64, (44, 32)), (128, (44, 32)), (256, (44,))])
+def test_few_tiles_with_a_mask(dim: int, computed: tuple[int, ...], soft_cap: float | None) -> None:
+    """Where products take longer than softmaxes, all tiles are in one loop, which asks what they hide."""
+    kernel = _kernel(_report(lengths=(4096, 4096), dims=(dim, dim), logits_soft_cap=soft_cap))
     assert kernel.stack_bytes == 0
-    _check_loops(kernel, 128, computed)
+    if soft_cap is None:
+        _check_loops(kernel, 128, computed)
+    else:
+        assert len(kernel.loops or ()) == len(computed)
 
 
 @pytest.mark.slow
@@ -101,6 +105,13 @@ def test_masks(name: str, dim: int) -> None:
 @pytest.mark.parametrize("call", FEATURES, ids=lambda call: next(iter(call)))
 def test_other_features(call: dict[str, Any]) -> None:
     assert _kernel(_report(**call)).stack_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("call", PAIRS, ids=lambda call: "-".join([call["mask"].kind, *list(call)[1:]]))
+def test_a_mask_and_another_feature(call: dict[str, Any], dim: int) -> None:
+    assert _kernel(_report(**call, dims=(dim, dim))).stack_bytes == 0
 
 
 @pytest.mark.slow

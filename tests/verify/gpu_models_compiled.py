@@ -53,8 +53,8 @@ def _compiled(attend: Any, shape: dict[str, Any], gpu: str) -> dict[str, Any]:
     if plan.method == "forward_native":
         return found | {"failures": [], "kernels": []}
     passes = verify_call(attend, arguments, gpu).passes
-    names = {kernel.name for one in passes for kernel in one.kernels or ()}
-    return found | {"failures": [one.failure for one in passes if one.failure], "kernels": sorted(names)}
+    stacks = {kernel.name: getattr(kernel, "stack_bytes", 0) for one in passes for kernel in one.kernels or ()}
+    return found | {"failures": [one.failure for one in passes if one.failure], "kernels": dict(sorted(stacks.items()))}
 
 
 def main(gpu: str) -> None:

@@ -78,6 +78,11 @@ FEATURES: list[dict[str, Any]] = [
     {"mask": Dense(jax.ShapeDtypeStruct((1, 1, 1024, 1024), "bool"))},
     DROPOUT,
 ]
+# A mask and another feature: a soft cap with each, and each with a window.
+PAIRS: list[dict[str, Any]] = [
+    *({"mask": mask, "logits_soft_cap": 20.0} for mask in MASKS.values()),
+    *({"mask": MASKS["window"]} | call for call in FEATURES[1:] if "mask" not in call),
+]
 FEW: dict[str, dict[str, Any]] = {
     "decoding": {},
     "sinks": {"softmax_aux": jax.ShapeDtypeStruct((8,), "float32")},

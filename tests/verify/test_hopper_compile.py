@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from mosaic_calls import DROPOUT, FEATURES, FEW, MASKS, REPEATED
+from mosaic_calls import DROPOUT, FEATURES, FEW, MASKS, PAIRS, REPEATED
 from mosaic_plans import mosaic_report
 
 from attnops import Causal, Mask, OperationMetadata, OperationRegistry
@@ -186,6 +186,17 @@ def test_other_features(call: dict[str, Any]) -> None:
     report = _report(**call, mode="train")
     dkv, dq = _gradients(report)
     assert [kernel.stack_bytes for kernel in (_kernel(report), dkv, dq)] == [0, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("call", PAIRS, ids=lambda call: "-".join([call["mask"].kind, *list(call)[1:]]))
+def test_a_mask_and_another_feature(call: dict[str, Any], dim: int) -> None:
+    report = _report(**call, dims=(dim, dim), mode="train")
+    dkv, dq = _gradients(report)
+    of_ids = call["mask"] is MASKS["segments"] and dim == 128  # of ids that aren't in order, beside a soft cap
+    assert (dkv.stack_bytes or 0) <= (8 if of_ids else 0)
+    assert [kernel.stack_bytes for kernel in (_kernel(report), dq)] == [0, 0]
 
 
 @pytest.mark.slow

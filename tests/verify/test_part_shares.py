@@ -71,6 +71,15 @@ def test_the_shares_of_heads_with_blocks_of_their_own() -> None:
     assert shares == pytest.approx(np.average(by_head, axis=0, weights=masked))
 
 
+def test_the_shares_of_whole_tiles() -> None:
+    """Of few tiles with a mask a warp asks at once: 16 of 136 causal ones, whose warps see some of each and none sees all."""
+    local, block = LocalMask(Causal(), 0, 2048, 2048, 0), (128, 128)
+    assert loop_tiles(Causal(), block, "q", 2048, 2048, 0, asks=True) == (136.0,)
+    assert part_shares(local, block, (32, 32), asks=True) == pytest.approx((1.0, 16 / 136))
+    assert loop_tiles(Causal(), block, "q", 1920, 1920, 0, asks=True) == (120.0,)  # one of eight is few
+    assert loop_tiles(Causal(), block, "q", 1792, 1792, 0, asks=True) == (91.0, 14.0)
+
+
 def test_what_is_no_span_hides_no_part() -> None:
     """The tiles are those that the whole mask leaves; few are full."""
     rows, keys = np.arange(Q_LEN)[:, None], np.arange(KV_LEN)[None]

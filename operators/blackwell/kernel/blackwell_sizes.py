@@ -10,6 +10,7 @@ __all__ = [
     "ROWS",
     "TENSOR_COLUMNS",
     "apart",
+    "asks",
     "places",
     "shared_bytes",
     "tensor_columns",
@@ -19,6 +20,11 @@ ROWS = 128  # of a product, and of a warpgroup: a thread has a row
 KEYS = (32, 64, 128)  # of a tile; a warpgroup widens 64 at once
 PART = 32  # keys of which a thread has the logits at once, with those of the tile's other parts
 TENSOR_COLUMNS = 512  # of tensor memory, each 32 bits of 128 rows
+
+
+def asks(sizes: MosaicSizes) -> bool:
+    """Whether a warp asks of a tile with a mask what it hides: beside one softmax products take longer."""
+    return sizes.block_q == ROWS
 
 
 def places(sizes: MosaicSizes) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...flash.kernel.tile_schedule import Masked
 from ...kernels.lse import LOG2E
 from ...mosaic.kernel.block import LOWEST, MosaicBlock
-from ...mosaic.kernel.mosaic_sizes import column_parts
+from ...mosaic.kernel.mosaic_sizes import MosaicSizes, column_parts
+from ...mosaic.kernel.seen_parts import SeenParts
 from ...mosaic.kernel.spans import all_spans
-from .blackwell_sizes import PART, ROWS
+from .blackwell_sizes import PART, ROWS, asks
 from .roles import BlackwellRoles
 from .tile import BY_ROW, BlackwellTile, by_row
 
@@ -39,6 +40,11 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
     Where tensor memory can't hold the sums of a row's output, several blocks of threads have the same rows: each computes the
     logits, and has a part of the output's columns.
     """
+
+    @staticmethod
+    def asks(sizes: MosaicSizes) -> bool:
+        """See `tile_schedule`."""
+        return asks(sizes)
 
     def step(self, stream: str) -> int:
         """See BlockOfThreads. Mosaic takes no product with fewer keys than are swizzled together."""
@@ -148,6 +154,10 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
             return PART
         return min(2 * PART, most) if crowded and not masked else most
 
+    def seen_parts(self, tiles: Sequence[BlackwellTile]) -> SeenParts:
+        """See BlackwellRoles."""
+        return tiles[0].cut(words=False) if self.table.asked else super().seen_parts(tiles)
+
     def start(self, refs: dict[str, Any], work: tuple[Any, Any, Any], group: Any) -> tuple[jax.Array, jax.Array]:
         """See BlackwellRoles."""
         if "sinks" not in refs:
@@ -167,10 +177,10 @@ class BlackwellForward(BlackwellRoles, MosaicBlock):
         spans = all_spans(self.logits.static_args, refs, self.sizes.block_kv)
         arrays = any(name.startswith(_OF_MASK) for name in refs)
         # Of few tiles with a mask, where products take longer than softmaxes: a shorter program is worth more.
-        few = masked and self.groups == 1 and not self.table.many_partial
+        few = masked and self.groups == 1 and self.table.some_full and not self.table.many_partial
         if few or self._crowded(refs) or masked is Masked.BY_IDS or (arrays and not spans):
             return super().by_products(refs, masked)
-        many, written = _MASKED if masked else _BESIDE_ARRAYS if arrays else _WHOLE
+        many, written = _MASKED if masked and not self.table.asked else _BESIDE_ARRAYS if arrays else _WHOLE
         return many, written if self.groups > 1 else self.sizes.block_kv
 
     def _crowded(self, refs: dict[str, Any]) -> bool:

@@ -27,7 +27,7 @@ from ...kernels.lse import LN2, LOG2E
 from ...mosaic.kernel.block import WARPGROUPS, BlockOfThreads, along_rows, in_ring, one_of
 from ...mosaic.kernel.exponentials import exp2
 from ...mosaic.kernel.mosaic_sizes import equal_share
-from ...mosaic.kernel.seen_parts import ALL_SEEN
+from ...mosaic.kernel.seen_parts import ALL_SEEN, SeenParts
 from .blackwell_sizes import ROWS, apart, places
 from .tile import OUTPUT, TILE
 
@@ -175,6 +175,11 @@ class BlackwellRoles(BlockOfThreads):
         """Parts of equal size of a tile for a group's rows, as `weigh` takes them. count: of the tiles before."""
         raise NotImplementedError
 
+    def seen_parts(self, tiles: Sequence[Any]) -> SeenParts:
+        """Of a tile with a mask. Default: of several a warp asks what its rows see."""
+        seen: SeenParts = tiles[0].seen_parts(len(tiles), ask=len(tiles) > 1)
+        return seen
+
     def weighed(self, refs: dict[str, Any], count: Any) -> None:
         """When the weights of a tile have been computed. Default: nothing."""
 
@@ -306,7 +311,7 @@ class BlackwellRoles(BlockOfThreads):
             plgpu.barrier_wait(refs["logits_full"].at[at])
             whole = self.of_place(refs, "logits", at, _read)
             tiles = self.parts(refs, work, group, kv_block, count, masked, of_rows)
-            seen = tiles[0].seen_parts(len(tiles), ask=len(tiles) > 1) if masked else ALL_SEEN
+            seen = self.seen_parts(tiles) if masked else ALL_SEEN
             columns, (of_128, written) = tiles[0].shape[1], self.by_products(refs, masked)
             by_products = of_128 * columns // 256 * 2  # a register has two
             xs, highest, factor = list[jax.Array](), list[jax.Array](), 1.0

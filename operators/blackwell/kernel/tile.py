@@ -37,9 +37,9 @@ class BlackwellTile(MosaicTile):
 
     @property
     def takes_spans(self) -> bool:
-        """See MosaicTile. One comparison for each number takes less than the words do by keys, and beside a soft cap, which takes
-        the registers."""
-        compared = self.axis["q"] or self.logits.soft_cap is not None
+        """See MosaicTile. One comparison for each number takes less than the words do by keys, and beside a soft cap, where two
+        softmaxes share the registers."""
+        compared = self.axis["q"] or (self.logits.soft_cap is not None and self.block_q > ROWS)
         return super().takes_spans and not (compared and self._is_causal)
 
     @property

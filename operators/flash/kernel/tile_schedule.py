@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ....masks import Full, Mask
+from ....masks.static import SpanMask
 from ...kernels.local_mask import LocalMask
 from ...kernels.tiles import is_arithmetic
 
@@ -46,6 +48,11 @@ class TileSchedule:
     some_partial: bool
     some_full: bool
     many_partial: bool = True
+
+    @property
+    def asked(self) -> bool:
+        """Whether tiles that have no mask are visited as those that have one, which are few."""
+        return self.some_partial and not self.some_full and not self.many_partial
 
     def fold_tiles(
         self,
@@ -224,10 +231,13 @@ class _Row(NamedTuple):
         return jnp.where(is_full, self.of_full.tile(of_full), self.of_partial.tile(of_partial))
 
 
-def tile_schedule(mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int = 1) -> TileSchedule:
+def tile_schedule(
+    mask: LocalMask, block_q: int, block_kv: int, slow: str, tables: int = 1, *, asks: bool = False
+) -> TileSchedule:
     """The tiles of each query block (slow 'q') or of each kv block ('kv'), for each of `tables` groups of heads.
 
-    A last kv block that is padded counts as partial.
+    asks: whether the kernel asks of a tile with a mask of spans what it hides. Where few tiles have one, all go through a single
+    loop then, half of the program. A last kv block that is padded counts as partial.
     """
     kinds = mask.kinds_of_heads(block_q, block_kv, tables)
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
@@ -239,15 +249,20 @@ def tile_schedule(mask: LocalMask, block_q: int, block_kv: int, slow: str, table
     if not isinstance(kinds, np.ndarray):
         return TileSchedule(_listed(kinds, jnp), False, True, True)
     partial, full = int((kinds == 1).sum()), int((kinds == 2).sum())
-    if 2 * full <= partial and is_arithmetic(mask.mask):  # then a single loop, half of the program
+    asked = asks and 0 < _FEW_PARTIAL * partial <= partial + full and _only_spans(mask.mask)
+    if asked or (2 * full <= partial and is_arithmetic(mask.mask)):  # then a single loop, half of the program
         kinds = np.minimum(kinds, 1)
     partial, full = int((kinds == 1).sum()), int((kinds == 2).sum())
-    some = partial > 0, full > 0, _FEW_PARTIAL * partial > partial + full
+    some = partial > 0, full > 0, not asked and _FEW_PARTIAL * partial > partial + full
     ends = _ends(kinds)
     if ends is not None:
         return TileSchedule(ends, True, *some)
     table = _listed(kinds, np)
     return TileSchedule(table[..., : 2 + int(table[..., 1].max())], False, *some)
+
+
+def _only_spans(mask: Mask) -> bool:
+    return all(isinstance(part, SpanMask | Full) for part in mask.conjuncts())
 
 
 def _ends(kinds: np.ndarray) -> np.ndarray | None:

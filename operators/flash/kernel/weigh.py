@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,18 +20,18 @@ __all__ = ["weigh"]
 def weigh(tile: Any, raw: jax.Array, masked: int) -> tuple[jax.Array, float, Callable[[jax.Array], jax.Array]]:
     """(x, factor, pull): logits in base 2 are x * factor, factor > 0; pull: from the gradient of the logits in base e to that
     of the products times the scale. tile: a Tile, or another kernel's tile with its methods."""
-    logits, score = tile.logits, tile.static_args.score
+    logits, score, tanh = tile.logits, tile.static_args.score, functools.partial(_tanh, tile)
     capped = scored = None
     x, factor = raw, logits.scale
     if "key_scale" in tile.refs:
         x = x * tile.key_scale()
     if logits.soft_cap is not None:
-        x = capped = _tanh(x, factor / logits.soft_cap)
+        x = capped = tanh(x, factor / logits.soft_cap)
         factor = logits.soft_cap
     if score is None:
         factor *= LOG2E
     else:
-        scored = apply_steps(score, x, factor, LOG2E, TileScores(tile), tanh=_tanh, vjp=plain_vjp)
+        scored = apply_steps(score, x, factor, LOG2E, TileScores(tile), tanh=tanh, vjp=plain_vjp)
         x, factor = scored.x, scored.factor * (1.0 if scored.absorbed else LOG2E)
     if "bias" in tile.refs:
         x, factor = x * factor + tile.dense("bias").astype(jnp.float32) * LOG2E, 1.0
@@ -47,7 +48,7 @@ def weigh(tile: Any, raw: jax.Array, masked: int) -> tuple[jax.Array, float, Cal
     return x, factor, pull
 
 
-def _tanh(x: jax.Array, scale: float = 1.0) -> jax.Array:
+def _tanh(tile: Any, x: jax.Array, scale: float = 1.0) -> jax.Array:
     """Of x * scale. Computed from the exponential: a GPU has no exact instruction for it, and Triton would require a library that
     isn't installed. A reciprocal takes fewer instructions than another quotient."""
-    return 1.0 - 2.0 * (1.0 / (1.0 + jnp.exp2(x * (2 * LOG2E * scale))))
+    return 1.0 - 2.0 * tile.reciprocal(1.0 + jnp.exp2(x * (2 * LOG2E * scale)))

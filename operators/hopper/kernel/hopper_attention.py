@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from ...mosaic.kernel.block import MosaicBlock
 from ...mosaic.kernel.mosaic_attention import PartialMosaic
-from .backward import HopperKeyGradients, HopperQueryGradient
+from .backward_keys import HopperKeyGradients
+from .backward_query import HopperQueryGradient
 from .forward import HopperForward
 from .hopper_sizes import ROWS
 

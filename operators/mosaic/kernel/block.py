@@ -148,6 +148,12 @@ class MosaicBlock(BlockOfThreads):
     # Under a causal mask the last rows have the most keys, and the first keys the most rows: these blocks start first.
     last_first: ClassVar[bool] = True
 
+    @staticmethod
+    def asks(sizes: MosaicSizes) -> bool:
+        """See `tile_schedule`."""
+        del sizes
+        return False
+
     @property
     def column_blocks(self) -> int:
         """Blocks of threads among which the columns of an output are divided."""

@@ -172,7 +172,8 @@ class _Pass:
         tables = self.heads if mask.heads_differ else 1
         # To the mask the rows of all heads of a group are one block.
         self.block_q = self.sizes.block_q if folded is None else folded.q_len
-        self.table = tile_schedule(mask, self.block_q, self.sizes.block_kv, self.slow, tables)
+        asks = part.kernels[which].asks(self.sizes)
+        self.table = tile_schedule(mask, self.block_q, self.sizes.block_kv, self.slow, tables, asks=asks)
         rows = self.blocks["q"] * self.sizes.block_q
         self.of_rows = query.shape[0], self.heads, rows
         self.inputs = {

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,6 +26,7 @@ from ...kernels.local_mask import Dropout
 from ...kernels.tile_mask import TileLogits, TileMask
 from .gather import gathered
 from .mosaic_sizes import MosaicSizes
+from .ptx import reciprocal
 from .seen_parts import ALL_SEEN, SeenParts, seen_parts
 from .spans import Numbered, bounds_of, is_span, numbered
 from .within import Span, ThreadColumns, any_in_warp, with_words, within
@@ -120,6 +122,10 @@ class MosaicTile(TileMask):
                     read[name] = plgpu.load(cut, layout=cls.in_registers.reduce(1), optimized=False)  # type: ignore[call-arg]
         return refs | read
 
+    def reciprocal(self, x: jax.Array) -> jax.Array:
+        """See TileMask."""
+        return reciprocal(x, self.in_registers, interpret=self.logits.interpret)
+
     def visible(self) -> list[jax.Array]:
         """The tests that a visible key passes, each of the tile's shape, beside those that `within` stands for."""
         spans = [one.part for one in (*self._spans, *self._compared)]
@@ -130,12 +136,12 @@ class MosaicTile(TileMask):
         seen = self._tests(And(self.parts), self.local_rows(), self._global_keys(keys), but=spans)
         return [*seen, keys < self.static_args.kv_len] if padded else seen
 
-    def within(self, x: jax.Array, span: Span | None = None) -> jax.Array:
-        """Logits without those outside of their line's span. span: that of this tile, if it is computed already."""
+    def within(self, x: jax.Array, span: Span | None = None, instead: float = -np.inf) -> jax.Array:
+        """Numbers, and another one instead of those outside of their line's span. span: of this tile, if there is one already."""
         span = self._with_ids(self._span() if span is None else span)
         if span is None:
             return x
-        return within(x, span, self.of_thread, self.in_registers, interpret=self.logits.interpret)
+        return within(x, span, self.of_thread, self.in_registers, instead, interpret=self.logits.interpret)
 
     def span(self, words: bool = True) -> Span | None:
         """The columns that each line sees, counted from the tile's first, and the words by which the others are hidden."""
@@ -168,7 +174,7 @@ class MosaicTile(TileMask):
         of_columns = "q" if self.axis["q"] else "kv"
         spans, kv_len = list(map(self._span_of, self._spans)), self.static_args.kv_len
         if kv_len % self.block_kv and self.takes_spans:
-            spans.append((None, self._before(kv_len)))
+            spans.append(self._before(kv_len))
         begins, ends = ([one[number] for one in spans if one[number] is not None] for number in range(2))
         first = self.first[of_columns]
         begin = functools.reduce(jnp.maximum, begins) - first if begins else None
@@ -219,7 +225,7 @@ class MosaicTile(TileMask):
             begin, end = (self.refs[name] for name in bounds_of(one))
             return begin, end
         if part.kind == Lengths.kind:
-            return None, self._before(self._local_key(self.refs[f"length{one.array}"]))
+            return self._before(self._local_key(self.refs[f"length{one.array}"]))
         if is_blocks(part):
             return None, self._end_of_block(self.refs[words]) if words in self.refs else None
         assert isinstance(part, SpanMask)
@@ -232,12 +238,12 @@ class MosaicTile(TileMask):
         begin, end = part.key_span(part.position(rows, self.position(rows)))
         return self._local_key(begin), self._local_key(end)
 
-    def _before(self, length: Any) -> jax.Array:
-        """The end of each line's span where keys from this one on are hidden."""
-        if self.axis["q"]:
-            return jnp.where(self._lines() < length, _MANY, 0)
-        ends: jax.Array = plgpu.layout_cast(jnp.full(self.shape[:1], length, jnp.int32), self.in_registers.reduce(1))
-        return ends
+    def _before(self, length: Any) -> tuple[jax.Array | None, jax.Array | None]:
+        """(begin, end) of each line's span where keys from this one on are hidden; None without a bound."""
+        if self.axis["q"]:  # a begin, as most masks have of a key's rows
+            return jnp.where(self._lines() < length, 0, _MANY), None
+        # The compiler isn't to know that it's the same for all lines: what it does with that takes registers.
+        return None, length + jnp.minimum(self._lines(), 0)
 
     def _end_of_block(self, ref: Any) -> jax.Array:
         """The end of each row's span where a tile lies in one block of the mask."""

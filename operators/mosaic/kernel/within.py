@@ -1,4 +1,4 @@
-"""Hide what a row of a tile doesn't see, outside of a span of columns or where ids differ: on a GPU by bits, interpreted by
+"""Replace what a row of a tile doesn't see, outside of a span of columns or where ids differ: on a GPU by bits, interpreted by
 comparing.
 
 A comparison and a choice for each number of a tile would take four cycles of a unit that has other work. Instead a thread makes
@@ -17,11 +17,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
+
+from .ptx import asm
 
 __all__ = [
     "Span",
@@ -42,7 +45,6 @@ __all__ = [
 _BITS, _BYTE = 32, 8
 _MULTIPLIED = (4, 5, 6)  # bits of a byte whose numbers are chosen by a multiplication
 _MOST = 256  # columns of a tile
-_HIDDEN = "0xFF800000"  # -inf
 _Place = tuple[int, int, int]  # (which of a thread's rows, which of the neighbours, which word)
 
 
@@ -100,10 +102,12 @@ class ThreadColumns:
         return divmod(byte * _BYTE + bit, _BITS)
 
 
-def within(x: jax.Array, span: Span, columns: ThreadColumns, layout: Any, *, interpret: bool) -> jax.Array:
-    """Logits [rows, columns] with -inf outside of their row's span."""
+def within(
+    x: jax.Array, span: Span, columns: ThreadColumns, layout: Any, instead: float = -np.inf, *, interpret: bool
+) -> jax.Array:
+    """Numbers [rows, columns], and another one instead of those outside of their row's span."""
     if interpret:
-        return _compared(x, span, layout)
+        return _compared(x, span, layout, instead)
     by_row = layout.reduce(1)
     told, layouts = _told(span, layout) if span.words is None else ([span.words], [layout])
     like = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
@@ -117,7 +121,7 @@ def within(x: jax.Array, span: Span, columns: ThreadColumns, layout: Any, *, int
         else:
             (words,) = given
             word_of = {columns.place(number): word for number, word in enumerate(words)}.__getitem__
-        made = iter(hidden(_scalars(x), word_of, span.hides, zeros, columns))
+        made = iter(hidden(_scalars(x), word_of, span.hides, zeros, columns, instead))
         return x.foreach(lambda *_: next(made), create_array=True)
 
     hidden_x: jax.Array = hide(x, *told, span.zeros)
@@ -171,7 +175,7 @@ def ends_in_warp(numbers: jax.Array, layout: Any, *, interpret: bool) -> tuple[A
         made = []
         for kind, of_two in (("min", arith.minsi), ("max", arith.maxsi)):
             one = functools.reduce(of_two, _scalars(numbers))
-            whole = _asm(one.type, f"redux.sync.{kind}.s32 $0, $1, 0xffffffff;", one, together=True)
+            whole = asm(one.type, f"redux.sync.{kind}.s32 $0, $1, 0xffffffff;", one, together=True)
             made.append(mgpu.FragmentedArray.splat(whole, (), is_signed=True))
         return made
 
@@ -189,19 +193,19 @@ def any_in_warp(numbers: jax.Array, layout: Any, *, interpret: bool) -> Any:
     def of_warp(context: Any, numbers: Any) -> Any:
         del context
         most = functools.reduce(arith.maxsi, _scalars(numbers))
-        return mgpu.FragmentedArray.splat(_asm(most.type, any_above(), most, together=True), (), is_signed=True)
+        return mgpu.FragmentedArray.splat(asm(most.type, any_above(), most, together=True), (), is_signed=True)
 
     return of_warp(numbers) != 0
 
 
-def _compared(x: jax.Array, span: Span, layout: Any) -> jax.Array:
+def _compared(x: jax.Array, span: Span, layout: Any, instead: float) -> jax.Array:
     at = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=layout)
     for bound, seen in ((span.begin, at.__ge__), (span.end, at.__lt__)):
         if bound is not None:
-            x = jnp.where(seen(lax.broadcast_in_dim(bound, x.shape, (0,))), x, -jnp.inf)
+            x = jnp.where(seen(lax.broadcast_in_dim(bound, x.shape, (0,))), x, instead)
     for pair in span.equal:
         of_rows, of_columns = (lax.broadcast_in_dim(ids, x.shape, (axis,)) for axis, ids in enumerate(pair))
-        x = jnp.where(of_rows == of_columns, x, -jnp.inf)
+        x = jnp.where(of_rows == of_columns, x, instead)
     return x
 
 
@@ -248,13 +252,14 @@ def both_words(hides: bool) -> str:
     return _block(".b32 a", f"{'not' if hides else 'mov'}.b32 a, $1;", "and.b32 $0, a, $2;")
 
 
-def chosen(bit: int, hides: bool) -> str:
-    """$0: $1 where this bit of the word $2 is 1, with `hides` where it is 0, else -inf. $3: 0."""
+def chosen(bit: int, hides: bool, instead: float = -np.inf) -> str:
+    """$0: $1 where this bit of the word $2 is 1, with `hides` where it is 0, else another number. $3: 0."""
+    other = f"{np.float32(instead).view(np.uint32):#010x}"
     lines = [f"and.b32 a, $2, {1 << bit:#x};", f"setp.{'eq' if hides else 'ne'}.b32 p, a, 0;"]
     if bit % _BYTE in _MULTIPLIED:
-        lines += ["mov.b32 a, $1;", f"@!p mad.lo.s32 a, a, $3, {_HIDDEN};", "mov.b32 $0, a;"]
+        lines += ["mov.b32 a, $1;", f"@!p mad.lo.s32 a, a, $3, {other};", "mov.b32 $0, a;"]
     else:
-        lines.append(f"selp.b32 $0, $1, {_HIDDEN}, p;")
+        lines.append(f"selp.b32 $0, $1, {other}, p;")
     return _block(".pred p; .reg .b32 a", *lines)
 
 
@@ -285,9 +290,9 @@ def words_of(
     def of_span(place: _Place) -> Any:
         row, neighbour, word = place
         if (row, neighbour) not in places:
-            places[row, neighbour] = [_asm(_word_type(), span_place(columns, neighbour), x[row]) for x in bounds]
+            places[row, neighbour] = [asm(_word_type(), span_place(columns, neighbour), x[row]) for x in bounds]
         text = span_word(word, begin is not None, end is not None)
-        return _asm(_word_type(), text, *places[row, neighbour])
+        return asm(_word_type(), text, *places[row, neighbour])
 
     def of_pair(place: _Place, of_rows: list[Any], of_columns: list[Any]) -> Any:
         row, neighbour, word = place
@@ -295,23 +300,29 @@ def words_of(
         for period, number in enumerate(of_columns[neighbour :: columns.together]):
             of_word, bit = columns.bit(period)
             if of_word == word:
-                made = _asm(_word_type(), equal_bit(bit), made, of_rows[row], number)
+                made = asm(_word_type(), equal_bit(bit), made, of_rows[row], number)
         return made
 
     def word_of(place: _Place) -> Any:
         words = [of_pair(place, *pair) for pair in equal]
         if bounds and words:
-            words[0] = _asm(_word_type(), both_words(begin is None), of_span(place), words[0])
-        both = functools.partial(_asm, _word_type(), both_words(False))
+            words[0] = asm(_word_type(), both_words(begin is None), of_span(place), words[0])
+        both = functools.partial(asm, _word_type(), both_words(False))
         return functools.reduce(both, words) if words else of_span(place)
 
     return word_of
 
 
 def hidden(
-    values: list[Any], word_of: Callable[[_Place], Any], hides: bool, zeros: list[Any], columns: ThreadColumns
+    values: list[Any],
+    word_of: Callable[[_Place], Any],
+    hides: bool,
+    zeros: list[Any],
+    columns: ThreadColumns,
+    instead: float = -np.inf,
 ) -> list[Any]:
-    """A thread's numbers of a tile, with -inf where a bit is 0; with `hides` where it is 1. zeros: one for each of its rows."""
+    """A thread's numbers of a tile, and another one where a bit is 0; with `hides` where it is 1. zeros: one for each of its
+    rows."""
     # By words: only tests of neighbouring bits, one after the other, become one instruction.
     words = dict[_Place, list[tuple[int, int]]]()
     for number in range(len(values)):
@@ -323,7 +334,7 @@ def hidden(
         whole = word_of(place)
         for number, bit in some:
             value = values[number]
-            made[number] = _asm(value.type, chosen(bit, hides), value, whole, zeros[place[0]])
+            made[number] = asm(value.type, chosen(bit, hides, instead), value, whole, zeros[place[0]])
     return made
 
 
@@ -342,15 +353,3 @@ def _scalars(x: Any) -> list[Any]:
 
 def _word_type() -> Any:
     return ir.IntegerType.get_signless(_BITS)
-
-
-def _asm(result: Any, text: str, *operands: Any, together: bool = False) -> Any:
-    """together: all threads of a warp come here at once."""
-    kinds = ("f" if isinstance(of, ir.F32Type) else "r" for of in (result, *(x.type for x in operands)))
-    attributes = {
-        "asm_string": ir.StringAttr.get(text),
-        "constraints": ir.StringAttr.get("=" + ",".join(kinds)),
-        **({"has_side_effects": ir.UnitAttr.get()} if together else {}),
-    }
-    made = ir.Operation.create("llvm.inline_asm", results=[result], operands=list(operands), attributes=attributes)
-    return made.result

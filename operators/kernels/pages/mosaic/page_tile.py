@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....mosaic.kernel.block import along_rows
 from ....mosaic.kernel.gather import gathered
+from ....mosaic.kernel.ptx import reciprocal
 from ....mosaic.kernel.seen_parts import ALL_SEEN, SeenParts
 from ....mosaic.kernel.tile import MosaicLogits
 
@@ -53,6 +54,10 @@ class PageTile:
     def static_args(self) -> Any:
         """What is known at trace time."""
         return self.logits.static_args
+
+    def reciprocal(self, x: jax.Array) -> jax.Array:
+        """1 / x of numbers of the tile from 1 on."""
+        return reciprocal(x, self.layout, interpret=self.logits.interpret)
 
     @property
     def refs(self) -> dict[str, Any]:
