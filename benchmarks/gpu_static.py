@@ -10,7 +10,8 @@ their rows don't see, a loop counts at its mean over the parts of tiles with a m
 for each one that the mask leaves. Waits for memory and for the tensor cores' results aren't in the sums, and
 nothing here was timed.
 
-`packed` is causal attention within documents of the lengths in DOCUMENTS. Their segment ids are an argument of the compiled
+`blocks` is causal attention to blocks of 128 keys that are chosen for each 128 rows; other kernels have no such mask. `packed` is
+causal attention within documents of the lengths in DOCUMENTS. Their segment ids are an argument of the compiled
 program, so the tiles to visit are known only when it runs; here they are counted with the same code on the same ids.
 """
 
@@ -31,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from attnops import Causal, Full, Mask, OperationMetadata, OperationRegistry, SegmentIds, SlidingWindow
+from attnops import Blocks, Causal, Full, Mask, OperationMetadata, OperationRegistry, SegmentIds, SlidingWindow
 from attnops.devices import gpu_specs
 from attnops.operators.flash.kernel.tile_schedule import tile_schedule
 from attnops.operators.kernels.local_mask import LocalMask
@@ -42,7 +43,12 @@ from attnops.verify.gpu_clock import loop_tiles, loop_turns, part_shares
 
 TARGETS = ("a100", "h100", "b200")
 BATCH, LENGTH, HEADS = 2, 4096, 16
-MASKS = {"full": Full(), "causal": Causal(), "window": Causal() & SlidingWindow(1023), "packed": Causal()}
+# A quarter of the blocks of 128 rows and keys, and those on the diagonal, which a causal mask cuts.
+CHOSEN = np.random.default_rng(0).random((LENGTH // 128,) * 2) < 0.25
+MASKS = {
+    "full": Full(), "causal": Causal(), "window": Causal() & SlidingWindow(1023), "packed": Causal(),
+    "blocks": Causal() & Blocks(CHOSEN | np.eye(LENGTH // 128, dtype=bool), 128, 128),
+}  # fmt: skip
 DOCUMENTS = (1000, 531, 747, 290, 873, 117, 401, 137)
 IDS = np.repeat(np.arange(len(DOCUMENTS), dtype=np.int32), DOCUMENTS)[None].repeat(BATCH, 0)
 WHO = ("attnops", "jax", "tokamax")
@@ -84,6 +90,7 @@ def cases() -> list[dict[str, Any]]:
         if not (who == "tokamax" and (part == "backward" or mask == "packed"))  # tokamax uses XLA for the gradients
         if not (who == "tokamax mosaic" and mask in ("window", "packed"))
         if not (who == "jax mosaic" and (mask in ("window", "packed") or (part, mask) == ("backward", "causal")))
+        if not (mask == "blocks" and not who.startswith("attnops"))
     ]
 
 
@@ -177,11 +184,11 @@ def _attnops(case: dict[str, Any], mesh: Any) -> Any:
         size = sizes[kernel.name]
         block = size.block_q, size.block_kv
         if packed is mask:
-            tiles = loop_tiles(mask, block, size.outer, LENGTH, LENGTH, 0)
+            tiles = loop_tiles(mask, block, size.outer, LENGTH, LENGTH, 0, asks=size.asks)
         else:
             tiles = _packed_tiles(known, block, size.outer)
         turns = loop_turns(tiles, size, packed)
-        shares = part_shares(known, block, size.part) if kernel.by_parts else EVERY_PART
+        shares = part_shares(known, block, size.part, asks=size.asks) if kernel.by_parts else EVERY_PART
         return Tiles(turns, math.prod(block), shares)
 
     def run(q: Any, k: Any, v: Any, ids: Any = None) -> Any:
