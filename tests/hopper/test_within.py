@@ -92,14 +92,15 @@ def test_bits_of_every_span(tile: Any, width: int, has_begin: bool, has_end: boo
 
 @pytest.mark.parametrize("bit", range(32))
 @pytest.mark.parametrize("hides", [True, False])
-def test_what_a_bit_makes_of_a_number(bit: int, hides: bool) -> None:
+@pytest.mark.parametrize("instead", [-np.inf, 0.0])
+def test_what_a_bit_makes_of_a_number(bit: int, hides: bool, instead: float) -> None:
     """Bit by bit: nothing is rounded, and no NaN becomes another."""
     rng = np.random.default_rng(bit)
     word = np.r_[np.uint32(0), np.uint32(2**32 - 1), rng.integers(0, 2**32, 30, np.uint32)][:, None]
     number = np.r_[NUMBERS, rng.integers(0, 2**32, 20, np.uint32)][None, :]
-    found = ptx(chosen(bit, hides), number, word, np.zeros_like(number))
+    found = ptx(chosen(bit, hides, instead), number, word, np.zeros_like(number))
     seen = ((word >> np.uint32(bit)) & 1 == 1) ^ hides
-    np.testing.assert_array_equal(found, np.where(seen, number, HIDDEN))
+    np.testing.assert_array_equal(found, np.where(seen, number, np.float32(instead).view(np.uint32)))
 
 
 @pytest.mark.parametrize("bit", range(32))
@@ -211,10 +212,11 @@ def alone(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("tile", "early"), [(HopperTile, False), (HopperTile, True), (BlackwellTile, False)])
 @pytest.mark.parametrize("width", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("bounds", [("begin",), ("end",), ("begin", "end")], ids="_".join)
+@pytest.mark.parametrize("instead", [-np.inf, 0.0])
 @pytest.mark.usefixtures("alone")
-def test_a_tile(threads: Threads, tile: Any, early: bool, width: int, bounds: tuple[str, ...]) -> None:
+def test_a_tile(threads: Threads, tile: Any, early: bool, width: int, bounds: tuple[str, ...], instead: float) -> None:
     """All that threads do, from the bounds of their rows to their numbers."""
-    _check_a_tile(threads, tile, early, width, bounds, 0)
+    _check_a_tile(threads, tile, early, width, bounds, 0, instead)
 
 
 @pytest.mark.parametrize(("tile", "early"), [(HopperTile, False), (HopperTile, True), (BlackwellTile, False)])
@@ -229,7 +231,15 @@ def test_a_tile_of_ids(
     _check_a_tile(threads, tile, early, width, bounds, pairs)
 
 
-def _check_a_tile(threads: Threads, tile: Any, early: bool, width: int, bounds: tuple[str, ...], pairs: int) -> None:
+def _check_a_tile(
+    threads: Threads,
+    tile: Any,
+    early: bool,
+    width: int,
+    bounds: tuple[str, ...],
+    pairs: int,
+    instead: float = -np.inf,
+) -> None:
     rng = np.random.default_rng(width)
     lines, layout = tile.lines, tile.in_registers
     spans = dict(zip(("begin", "end"), _spans(rng, lines, width), strict=True))
@@ -244,7 +254,7 @@ def _check_a_tile(threads: Threads, tile: Any, early: bool, width: int, bounds: 
     span = Span(begin, end, threads.array(by_row, np.zeros(lines, np.uint32)), equal)
     if early:
         span = with_words(span, width, tile.of_thread, layout, interpret=False)
-    made = within.within(values, span, tile.of_thread, layout, interpret=False)
+    made = within.within(values, span, tile.of_thread, layout, instead, interpret=False)
     held, found = threads.run(), np.full_like(x, 0x12345678)
     for value, (row, column) in zip(made, threads.places(layout, x.shape), strict=True):
         found[row, column] = held[value]
@@ -256,7 +266,7 @@ def _check_a_tile(threads: Threads, tile: Any, early: bool, width: int, bounds: 
         seen &= at < spans["end"][:, None]
     for of_rows, of_columns in ids:
         seen &= of_rows[:, None] == of_columns
-    np.testing.assert_array_equal(found, np.where(seen, x, HIDDEN))
+    np.testing.assert_array_equal(found, np.where(seen, x, np.float32(instead).view(np.uint32)))
 
 
 @TILES
