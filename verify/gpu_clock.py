@@ -229,10 +229,11 @@ def part_shares(
     if not all(part):
         return EVERY_PART
     tables = heads if mask.heads_differ else 1
-    schedule = tile_schedule(mask, *block, "q", tables, asks=asks)
-    size = min(part[0], block[0]), block[1] if schedule.asked else min(part[1], block[1])
+    size = min(part[0], block[0]), min(part[1], block[1])
     if tables * (mask.q_len // size[0]) * (mask.kv_len // size[1]) > _MOST_PARTS:
         return EVERY_PART
+    schedule = tile_schedule(mask, *block, "q", tables, asks=asks)
+    size = size[0], block[1] if schedule.asked else size[1]
     of_tiles = np.array(mask.kinds_of_heads(*block, tables))
     of_parts = np.array(replace(mask, mask=_spans(mask.mask)).kinds_of_heads(*size, tables))
     if mask.kv_len % size[1]:

@@ -24,7 +24,7 @@ from attnops import (
     register_mask_function,
 )
 from attnops.compat import abstract_device
-from attnops.masks import SegmentIds
+from attnops.masks import ChosenBlocks, SegmentIds
 from attnops.operators.call.key_columns import KeyColumns
 from attnops.operators.hopper.kernel.hopper_sizes import latent_halves, shared_bytes
 from attnops.operators.mosaic.kernel import linker
@@ -392,7 +392,9 @@ def test_blocks_that_cut_no_tile_take_no_registers(block: tuple[int, int], heads
     layout[:, 0, -1] = False
     layout[0, -1, 0] = False
     blocks = Blocks(layout if heads > 1 else layout[0], *block)
-    for mask, same in ((Causal() & blocks, whole), (Causal() | blocks, False)):
+    at_run_time = ChosenBlocks(jax.ShapeDtypeStruct((2, *layout.shape), "bool"), *block)
+    masks = (Causal() & blocks, whole), (Causal() & at_run_time, whole), (Causal() | blocks, False)
+    for mask, same in masks:
         plan = _plan(dims=(64, 64), call={"mask": mask, "mode": "train"})
         assert tiles_of(plan.config).dkv == (MosaicSizes(128, 128, 2) if same else MosaicSizes(64, 128, 4))
 

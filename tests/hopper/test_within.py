@@ -276,7 +276,7 @@ def test_bits_are_tested_one_after_the_other(threads: Threads, tile: Any, width:
     columns, word, number = tile.of_thread, ir.IntegerType.get_signless(32), ir.F32Type.get()
     zeros = [threads.make(word, np.uint32(0)) for _ in range(columns.rows)]
     numbers = [mgpu.c(0.0, number) for _ in range(tile.lines * width // 128)]
-    hidden(numbers, words_of(zeros, zeros, columns), False, zeros, columns)
+    hidden(numbers, words_of(zeros, zeros, columns), False, zeros, columns, -np.inf)
     tested, words = [], []
     for operation in threads.module.body.operations:
         op = operation.operation

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from attnops import Causal, Chunked, Full, Mask, OperationMetadata, OperationRegistry, SlidingWindow
 from attnops.verify.call import verify_call
+from attnops.verify.gpu.gpu_kernels import GpuKernelUse
 from attnops.verify.gpu.gpu_mesh import described_gpus
 
 SHAPES = json.loads((Path(__file__).parents[1] / "data" / "model_shapes.json").read_text())["shapes"]
@@ -53,7 +54,9 @@ def _compiled(attend: Any, shape: dict[str, Any], gpu: str) -> dict[str, Any]:
     if plan.method == "forward_native":
         return found | {"failures": [], "kernels": []}
     passes = verify_call(attend, arguments, gpu).passes
-    stacks = {kernel.name: getattr(kernel, "stack_bytes", 0) for one in passes for kernel in one.kernels or ()}
+    kernels = [kernel for one in passes for kernel in one.kernels or ()]
+    assert all(isinstance(kernel, GpuKernelUse) for kernel in kernels)
+    stacks = {kernel.name: kernel.stack_bytes for kernel in kernels}
     return found | {"failures": [one.failure for one in passes if one.failure], "kernels": dict(sorted(stacks.items()))}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from attnops.devices import gpu_specs
 from attnops.operators.mosaic.mosaic_rules import JAX_NEEDED
 from attnops.verify.gpu.gpu_mesh import has_cuda_plugin
 
-if not has_cuda_plugin():
+if not has_cuda_plugin() or importlib.util.find_spec("cramjam") is None:  # which reads what is spilled
     pytest.skip("pip install 'attnops[cuda-compile]'", allow_module_level=True)
 pytestmark = pytest.mark.slow
 
@@ -47,4 +48,4 @@ def test_all_compile_or_say_why_not(gpu: str) -> None:
             one,
         )
         if generation and max(shape["head_dim"], shape["head_dim_v"]) <= NO_SPILLS:
-            assert not any(one["kernels"].values()), (shape["name"], one)
+            assert set(one["kernels"].values()) == {0}, (shape["name"], one)

@@ -60,9 +60,10 @@ class HopperGradients(HopperBlock):
         return bool(masked) and self.most_sums > _SUMS_BESIDE_OTHERS
 
     def spans_early(self, refs: dict[str, Any], masked: Masked) -> bool:
-        """Whether a tile's spans are computed beside its products, which takes registers; ids that are compared always are."""
-        few = self.many_sums(masked) or self.crowded(refs, masked) or "dropout" in refs
-        return (masked is Masked.BY_IDS and not self.crowded(refs, masked)) or (masked is Masked.YES and not few)
+        """Whether a tile's spans are computed beside its products, which takes registers. Ids that are compared are beside many
+        sums too."""
+        few = masked is Masked.YES and (self.many_sums(masked) or "dropout" in refs)
+        return bool(masked) and not few and not self.crowded(refs, masked)
 
     def held(self, refs: dict[str, Any], names: Sequence[str], number: Any, turn: Any, masked: Masked) -> list[Any]:
         """These of a block's own tiles, each the number-th of its name. Beside many sums, the first is `in_loop`."""

@@ -103,7 +103,7 @@ class ThreadColumns:
 
 
 def within(
-    x: jax.Array, span: Span, columns: ThreadColumns, layout: Any, instead: float = -np.inf, *, interpret: bool
+    x: jax.Array, span: Span, columns: ThreadColumns, layout: Any, instead: float, *, interpret: bool
 ) -> jax.Array:
     """Numbers [rows, columns], and another one instead of those outside of their row's span."""
     if interpret:
@@ -252,7 +252,7 @@ def both_words(hides: bool) -> str:
     return _block(".b32 a", f"{'not' if hides else 'mov'}.b32 a, $1;", "and.b32 $0, a, $2;")
 
 
-def chosen(bit: int, hides: bool, instead: float = -np.inf) -> str:
+def chosen(bit: int, hides: bool, instead: float) -> str:
     """$0: $1 where this bit of the word $2 is 1, with `hides` where it is 0, else another number. $3: 0."""
     other = f"{np.float32(instead).view(np.uint32):#010x}"
     lines = [f"and.b32 a, $2, {1 << bit:#x};", f"setp.{'eq' if hides else 'ne'}.b32 p, a, 0;"]
@@ -319,7 +319,7 @@ def hidden(
     hides: bool,
     zeros: list[Any],
     columns: ThreadColumns,
-    instead: float = -np.inf,
+    instead: float,
 ) -> list[Any]:
     """A thread's numbers of a tile, and another one where a bit is 0; with `hides` where it is 1. zeros: one for each of its
     rows."""
